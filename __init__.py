@@ -1,0 +1,1 @@
+"""dhelix: compiler passes for JAX/XLA that hide the communication of distributed LLM training."""
