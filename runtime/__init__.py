@@ -1,0 +1,1 @@
+"""What runs in the user's process: the decorator, pass registration, and agreement between hosts."""
