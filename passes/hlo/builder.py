@@ -1,0 +1,87 @@
+"""Making instructions: new ones and copies of others."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dhelix.passes.hlo import schema, shapes
+from dhelix.passes.hlo.module import Computation, HloModule, Instruction
+
+class Builder:
+    """Appends instructions to one computation. Names are made unique, ids are given by `HloModule.to_bytes`."""
+
+    def __init__(self, computation: Computation) -> None:
+        self.computation = computation
+        self.module: HloModule = computation.module
+
+    def make(
+        self,
+        opcode: str,
+        shape: Any,
+        operands: Iterable[Instruction] = (),
+        name: str | None = None,
+        called: Iterable[Computation] = (),
+        **attributes: Any,
+    ) -> Instruction:
+        proto = schema.InstructionProto(name=self.module.unique_name(name or opcode), opcode=opcode, **attributes)
+        proto.shape.CopyFrom(shape)
+        return self._append(proto, operands, called)
+
+    def copy(
+        self, original: Instruction, operands: Iterable[Instruction], called: Iterable[Computation] | None = None
+    ) -> Instruction:
+        """A copy of `original` on other operands. Control predecessors are not copied: they name the old place."""
+        proto = schema.InstructionProto()
+        proto.CopyFrom(original.proto)
+        proto.name = self.module.unique_name(original.name)
+        proto.id = 0
+        del proto.control_predecessor_ids[:]
+        return self._append(proto, operands, original.called if called is None else called)
+
+    def _append(
+        self, proto: Any, operands: Iterable[Instruction], called: Iterable[Computation]
+    ) -> Instruction:
+        instruction = Instruction(proto, self.computation)
+        instruction.operands = list(operands)
+        instruction.called = list(called)
+        self.computation.instructions.append(instruction)
+        return instruction
+
+    def parameter(self, number: int, shape: Any, name: str = "parameter") -> Instruction:
+        return self.make("parameter", shape, name=name, parameter_number=number)
+
+    def element(self, source: Instruction, index: int) -> Instruction:
+        """Element `index` of a tuple; read through when the tuple is built right here."""
+        if source.opcode == "tuple":
+            return source.operands[index]
+        return self.make("get-tuple-element", source.shape.tuple_shapes[index], [source], tuple_index=index)
+
+    def tuple(self, elements: Sequence[Instruction], name: str = "tuple") -> Instruction:
+        return self.make("tuple", shapes.tuple_of(e.shape for e in elements), elements, name=name)
+
+    def while_loop(
+        self, initial: Instruction, body: Computation, condition: Computation, like: Instruction, name: str
+    ) -> Instruction:
+        """A loop from `initial`; its metadata comes from the loop `like`, what the compiler knew of that does not."""
+        loop = self.make("while", initial.shape, [initial], name=name, called=[body, condition])
+        loop.proto.metadata.CopyFrom(like.proto.metadata)
+        return loop
+
+    def scalar(self, value: int | bool, element_type: int) -> Instruction:
+        field = {shapes.PRED: "preds", shapes.S32: "s32s", shapes.S64: "s64s", shapes.U32: "u32s", shapes.U64: "u64s"}
+        constant = self.make("constant", shapes.scalar(element_type))
+        constant.proto.literal.shape.CopyFrom(constant.shape)
+        getattr(constant.proto.literal, field[element_type]).append(value)
+        return constant
+
+    def binary(self, opcode: str, a: Instruction, b: Instruction) -> Instruction:
+        return self.make(opcode, a.shape, [a, b])
+
+    def barrier(self, values: Sequence[Instruction]) -> list[Instruction]:
+        """`values` behind an optimization barrier: none is available before all are."""
+        group = self.tuple(values)
+        fence = self.make("opt-barrier", group.shape, [group])
+        return [self.element(fence, n) for n in range(len(values))]
+
+    def finish(self, root: Instruction) -> Computation:
+        self.computation.root = root
+        return self.computation

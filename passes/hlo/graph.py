@@ -1,0 +1,43 @@
+"""Reachability by data flow and control dependencies inside one computation, and walks over the call graph."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from dhelix.passes.hlo.module import Computation, HloModule, Instruction
+
+
+def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
+    """The seeds and everything that depends on them. Instructions stand operands first, so one sweep does."""
+    found = set(seeds)
+    for instruction in computation.instructions:
+        if not found.isdisjoint(instruction.operands) or not found.isdisjoint(instruction.control_predecessors):
+            found.add(instruction)
+    return found
+
+
+def ancestors(computation: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
+    """The seeds and everything that they depend on."""
+    found = set(seeds)
+    for instruction in reversed(computation.instructions):
+        if instruction in found:
+            found.update(instruction.operands)
+            found.update(instruction.control_predecessors)
+    return found
+
+
+def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
+    """Who calls each computation, in module order."""
+    found: dict[Computation, list[Instruction]] = {c: [] for c in module.computations}
+    for computation in module.computations:
+        for instruction in computation.instructions:
+            for called in dict.fromkeys(instruction.called):
+                found[called].append(instruction)
+    return found
+
+
+def walk(computation: Computation, into: Callable[[Instruction], bool] = lambda i: True) -> Iterator[Instruction]:
+    """Instructions of `computation` and of everything it calls where `into(caller)`; callers come first."""
+    for instruction in computation.instructions:
+        yield instruction
+        if instruction.called and into(instruction):
+            for called in instruction.called:
+                yield from walk(called, into)

@@ -1,0 +1,139 @@
+"""The part of XLA's `hlo.proto` and `xla_data.proto` that the passes read or write.
+
+No maintained package ships Python classes for these files, so the few messages needed are declared here with
+protobuf descriptors. Fields that are not declared ride along as unknown fields and are written back untouched.
+Field numbers are XLA's (xla/service/hlo.proto, xla/xla_data.proto); they are never reused by XLA, so this
+schema reads modules of any version.
+"""
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+_F = descriptor_pb2.FieldDescriptorProto
+_KINDS = {
+    "int32": _F.TYPE_INT32,
+    "int64": _F.TYPE_INT64,
+    "uint32": _F.TYPE_UINT32,
+    "uint64": _F.TYPE_UINT64,
+    "float": _F.TYPE_FLOAT,
+    "bool": _F.TYPE_BOOL,
+    "string": _F.TYPE_STRING,
+    "bytes": _F.TYPE_BYTES,
+}
+
+# message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
+_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "Shape": (("element_type", 2, "int32"), ("dimensions", 3, "int64*"), ("tuple_shapes", 4, "Shape*")),
+    "ProgramShape": (("parameters", 1, "Shape*"), ("result", 2, "Shape"), ("parameter_names", 3, "string*")),
+    "FrontendAttributes": (("map", 1, "map<string,string>"),),
+    "OpMetadata": (("op_type", 1, "string"), ("op_name", 2, "string")),
+    "Literal": (
+        ("shape", 1, "Shape"),
+        ("preds", 2, "bool*"),
+        ("s32s", 4, "int32*"),
+        ("s64s", 5, "int64*"),
+        ("u32s", 6, "uint32*"),
+        ("u64s", 7, "uint64*"),
+        ("f32s", 8, "float*"),
+    ),
+    "DotDimensionNumbers": (
+        ("lhs_contracting_dimensions", 1, "int64*"),
+        ("rhs_contracting_dimensions", 2, "int64*"),
+        ("lhs_batch_dimensions", 3, "int64*"),
+        ("rhs_batch_dimensions", 4, "int64*"),
+    ),
+    "ReplicaGroup": (("replica_ids", 1, "int64*"),),
+    "SourceTarget": (("source", 1, "int64"), ("target", 2, "int64")),
+    "IotaReplicaGroupList": (
+        ("num_replica_groups", 1, "int64"),
+        ("num_devices_per_group", 2, "int64"),
+        ("iota_reshape_dims", 3, "int64*"),
+        ("iota_transpose_perm", 4, "int32*"),
+    ),
+    "CollectiveDeviceList": (
+        ("replica_groups", 1, "ReplicaGroup*"),
+        ("iota_replica_group_list", 2, "IotaReplicaGroupList"),
+    ),
+    "Instruction": (
+        ("name", 1, "string"),
+        ("opcode", 2, "string"),
+        ("shape", 3, "Shape"),
+        ("metadata", 7, "OpMetadata"),
+        ("literal", 8, "Literal"),
+        ("parameter_number", 9, "int64"),
+        ("fusion_kind", 11, "string"),
+        ("tuple_index", 13, "int64"),
+        ("dimensions", 14, "int64*"),
+        ("dynamic_slice_sizes", 20, "int64*"),
+        ("channel_id", 26, "int64"),
+        ("custom_call_target", 28, "string"),
+        ("dot_dimension_numbers", 30, "DotDimensionNumbers"),
+        ("id", 35, "int64"),
+        ("operand_ids", 36, "int64*"),
+        ("control_predecessor_ids", 37, "int64*"),
+        ("called_computation_ids", 38, "int64*"),
+        ("backend_config", 43, "bytes"),
+        ("replica_groups", 49, "ReplicaGroup*"),
+        ("source_target_pairs", 52, "SourceTarget*"),
+        ("comparison_direction", 63, "string"),
+        ("custom_call_has_side_effect", 65, "bool"),
+        ("frontend_attributes", 68, "FrontendAttributes"),
+        ("async_execution_thread", 79, "string"),
+        ("collective_device_list", 87, "CollectiveDeviceList"),
+    ),
+    "Computation": (
+        ("name", 1, "string"),
+        ("instructions", 2, "Instruction*"),
+        ("program_shape", 4, "ProgramShape"),
+        ("id", 5, "int64"),
+        ("root_id", 6, "int64"),
+    ),
+    "InstructionSequence": (("instruction_ids", 1, "int64*"),),
+    "Schedule": (("sequences", 1, "map<int64,InstructionSequence>"),),
+    "Module": (
+        ("name", 1, "string"),
+        ("entry_computation_name", 2, "string"),
+        ("computations", 3, "Computation*"),
+        ("host_program_shape", 4, "ProgramShape"),
+        ("id", 5, "int64"),
+        ("entry_computation_id", 6, "int64"),
+        ("schedule", 7, "Schedule"),
+        ("frontend_attributes", 19, "FrontendAttributes"),
+    ),
+}
+
+
+def _set_type(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
+    if kind in _KINDS:
+        field.type = _KINDS[kind]
+    else:
+        field.type, field.type_name = _F.TYPE_MESSAGE, f".dhelix.{kind}"
+
+
+def _build() -> dict[str, type]:
+    file = descriptor_pb2.FileDescriptorProto(name="dhelix/hlo.proto", package="dhelix", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for field_name, number, kind in fields:
+            field = message.field.add(name=field_name, number=number, label=_F.LABEL_OPTIONAL)
+            if kind.startswith("map<"):
+                key, value = kind[4:-1].split(",")
+                entry = message.nested_type.add(name=f"{field_name.title().replace('_', '')}Entry")
+                entry.options.map_entry = True
+                for n, part in enumerate((key, value), 1):
+                    _set_type(entry.field.add(name=("key", "value")[n - 1], number=n, label=_F.LABEL_OPTIONAL), part)
+                field.label, field.type = _F.LABEL_REPEATED, _F.TYPE_MESSAGE
+                field.type_name = f".dhelix.{name}.{entry.name}"
+                continue
+            if kind.endswith("*"):
+                field.label, kind = _F.LABEL_REPEATED, kind[:-1]
+            _set_type(field, kind)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {n: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"dhelix.{n}")) for n in _MESSAGES}
+
+
+_CLASSES = _build()
+ModuleProto = _CLASSES["Module"]
+ComputationProto = _CLASSES["Computation"]
+InstructionProto = _CLASSES["Instruction"]
+Shape = _CLASSES["Shape"]
