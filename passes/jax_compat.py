@@ -1,8 +1,17 @@
-"""The one module that touches `jax._src` and `jaxlib._*`; jax >=0.11.2,<0.13."""
+"""The one module that touches what JAX does not promise to keep: `jax._src` and `jaxlib._*`.
+
+Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; what is made of them is elsewhere
+(`dhelix.runtime.lowering` for lowered programs).
+"""
 
 from __future__ import annotations
 
-from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
+import copy
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.passes.errors import DhelixError
 
@@ -18,3 +27,39 @@ def parse_hlo_text(text: str) -> bytes:
 def hlo_text(module: bytes) -> str:
     """Serialized HloModuleProto -> HLO text."""
     return _hlo.HloModule.from_serialized_hlo_module_proto(module).to_string()
+
+
+def stablehlo_module(lowered: jax.stages.Lowered) -> mlir.ir.Module:
+    """The MLIR module that `lowered.compile()` compiles; not a copy."""
+    return _computation(lowered)._hlo
+
+
+def stablehlo_to_hlo(module: mlir.ir.Module) -> bytes:
+    """StableHLO with Shardy operations -> serialized HloModuleProto, shardings as `xla.sdy.*` attributes."""
+    bytecode = mlir.module_to_bytecode(module)
+    return _jax.mlir.mlir_module_to_xla_computation(bytecode).as_serialized_hlo_module_proto()
+
+
+def replace_stablehlo_module(
+    lowered: jax.stages.Lowered, module: mlir.ir.Module, name: str | None
+) -> jax.stages.Lowered:
+    """A copy of `lowered` that compiles `module`, under `name` in JAX's logs. `lowered` stays as it was."""
+    computation = copy.copy(_computation(lowered))
+    computation._hlo = module
+    computation._executable = None
+    if name is not None:
+        computation._name = name
+    replaced = copy.copy(lowered)
+    replaced._lowering = computation  # pyright: ignore[reportAttributeAccessIssue]
+    return replaced
+
+
+def _computation(lowered: jax.stages.Lowered) -> Any:
+    """JAX's `MeshComputation` behind a `Lowered`."""
+    computation = getattr(lowered, "_lowering", None)
+    if not hasattr(computation, "_hlo"):
+        raise DhelixError(
+            f"expected the result of jax.jit(f).lower(...), got {type(lowered).__name__}"
+            f" (jax {jax.__version__}; dhelix supports jax >= 0.11.2 and < 0.13)"
+        )
+    return computation
