@@ -1,0 +1,35 @@
+"""JAX for the tests: 8 CPU devices, and beside them the CUDA plugin, which compiles for GPUs without one.
+
+One process does both: with `JAX_PLATFORMS=cpu,cuda` the CPU devices are the default, and a plugin that finds
+no GPU stays out of the way. All of it must be set before jax is imported, hence at the top of this file.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
+os.environ["JAX_PLATFORMS"] = "cpu,cuda" if _plugin else "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+# A flag that the caller gives stands last, and so wins.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ("passes", "profiles", "runtime", "models", "launch")
+
+# The same examples in every run: a failure in CI is a failure at home. Compiling outlasts any deadline.
+hypothesis.settings.register_profile("dhelix", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("dhelix")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_name_per_module() -> Iterator[None]:
+    """Fails when something imported `passes` for `dhelix.passes`: one file twice, two sets of classes."""
+    yield
+    twins = sorted(set(LAYERS) & sys.modules.keys())
+    assert not twins, f"imported without `dhelix.`: {twins}"

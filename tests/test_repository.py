@@ -1,0 +1,95 @@
+"""What holds for the repository as a whole: layers, the compatibility module, packages, BUILD files."""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import dhelix
+
+ROOT = Path(__file__).parent.parent
+NOT_OURS = {"third_party", "build", "dist", "demo-output"}
+
+# Imports point from later to earlier ones; `models` stands apart.
+ORDER = ("profiles", "passes", "runtime", "launch")
+LAYERS = {*ORDER, "models"}
+
+
+def _folders(top: Path = ROOT) -> Iterator[Path]:
+    yield top
+    for child in sorted(p for p in top.iterdir() if p.is_dir() and not p.is_symlink()):
+        hidden = child.name.startswith((".", "_", "bazel-")) or child.name.endswith(".egg-info")
+        if not hidden and child.name not in NOT_OURS:
+            yield from _folders(child)
+
+
+CODE_FOLDERS = [f for f in _folders() if any(f.glob("*.py"))]
+SOURCES = [s for f in CODE_FOLDERS for s in sorted(f.glob("*.py"))]
+
+
+def _imports(source: Path) -> Iterator[str]:
+    """Dotted names that a file imports, `from a import b` as `a.b`."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def _label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=_label)
+def test_imports_point_one_way(source: Path) -> None:
+    layer = source.relative_to(ROOT).parts[0]
+    for name in _imports(source):
+        first, _, rest = name.partition(".")
+        assert first not in {*LAYERS, "tests", ""}, f"{name}: write dhelix.{name.lstrip('.')}"
+        if first != "dhelix" or layer not in LAYERS:
+            continue
+        other = rest.partition(".")[0]
+        if layer == "models":
+            allowed = {"models"}
+        elif layer == "launch":
+            allowed = LAYERS
+        else:
+            allowed = set(ORDER[: ORDER.index(layer) + 1])
+        assert other in allowed, f"{name}: {layer} may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=_label)
+def test_only_the_compatibility_module_touches_internals(source: Path) -> None:
+    if _label(source) == "passes/jax_compat.py":
+        return
+    internals = [n for n in _imports(source) if n.startswith(("jax._", "jaxlib._", "jaxlib.xla_client"))]
+    assert not internals, f"{internals} belong in passes/jax_compat.py"
+
+
+@pytest.mark.parametrize("folder", CODE_FOLDERS, ids=_label)
+def test_every_folder_with_code_has_a_build_file(folder: Path) -> None:
+    assert (folder / "BUILD").is_file(), f"{_label(folder)} needs a BUILD file"
+
+
+def test_every_package_is_installed() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    configured = {ROOT.joinpath(*package.split(".")[1:]) for package in packages}
+    with_code = {f for f in CODE_FOLDERS if f != ROOT / "tests" and ROOT / "tests" not in f.parents}
+    assert not with_code - configured, "missing in pyproject.toml, [tool.setuptools] packages"
+    assert all(folder.is_dir() for folder in configured), "pyproject.toml lists a folder that is not there"
+
+
+def test_dhelix_is_this_checkout_and_has_no_twin() -> None:
+    assert dhelix.__file__ is not None and Path(dhelix.__file__).resolve().parent == ROOT.resolve()
+    assert not LAYERS & sys.modules.keys()
+
+
+def test_requirement_files_name_versions_and_no_address() -> None:
+    for file in sorted((ROOT / "requirements").glob("*.txt")):
+        lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
+        assert lines == [line for line in lines if "://" not in line and not line.startswith("-")], file.name
+        if file.name != "newest.txt":
+            assert all("==" in line for line in lines), file.name
