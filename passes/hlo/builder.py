@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dhelix.passes.hlo import schema, shapes
-from dhelix.passes.hlo.module import Computation, HloModule, Instruction
+from dhelix.passes.hlo.module import NEW, Computation, HloModule, Instruction
 
 class Builder:
     """Appends instructions to one computation. Names are made unique, ids are given by `HloModule.to_bytes`."""
@@ -22,7 +22,9 @@ class Builder:
         called: Iterable[Computation] = (),
         **attributes: Any,
     ) -> Instruction:
-        proto = schema.InstructionProto(name=self.module.unique_name(name or opcode), opcode=opcode, **attributes)
+        proto = schema.InstructionProto(
+            name=self.module.unique_name(name or opcode), opcode=opcode, id=NEW, **attributes
+        )
         proto.shape.CopyFrom(shape)
         return self._append(proto, operands, called)
 
@@ -33,7 +35,7 @@ class Builder:
         proto = schema.InstructionProto()
         proto.CopyFrom(original.proto)
         proto.name = self.module.unique_name(original.name)
-        proto.id = 0
+        proto.id = NEW
         del proto.control_predecessor_ids[:]
         return self._append(proto, operands, original.called if called is None else called)
 

@@ -19,6 +19,9 @@ from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import schema, shapes
 
 
+NEW = -1  # id of an instruction that the module has not been written with yet; 0 is a valid id
+
+
 class Instruction:
     """One HLO instruction. Compared and hashed by identity; attributes not listed here are in `proto`."""
 
@@ -286,9 +289,9 @@ class HloModule:
         self.schedule = {c: s for c, s in self.schedule.items() if c in order}
         for computation in self.computations:
             computation.sort()
-            number = max((i.proto.id & 0xFFFFFFFF for i in computation.instructions), default=0)
+            number = max((i.proto.id & 0xFFFFFFFF for i in computation.instructions if i.proto.id != NEW), default=0)
             for instruction in computation.instructions:
-                if not instruction.proto.id:
+                if instruction.proto.id == NEW:
                     number += 1
                     instruction.proto.id = (computation.id << 32) | number
 
