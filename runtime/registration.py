@@ -1,0 +1,211 @@
+"""From a lowered program through the compiler: sessions, the hook, and reports that survive a cache hit.
+
+A `Session` is one lowered program on its way to an executable. The order of use:
+
+    session = Session(manager, module, "jit_step")  # fingerprints the inputs, registers the hook on first use
+    new = session.run_lowered()                     # LOWERED passes; None when they changed nothing
+    lowered = with_hlo(lowered, new or module, session.module_name)
+    with session.compiling():
+        executable = lowered.compile()              # XLA calls the hook: PRE_ and POST_SCHEDULER passes
+    session.report()
+
+The hook is global to the process: it is registered once per stage and platform for all sessions, finds its
+session by the marker in the module's name, and returns at once for modules without one. Registering starts
+JAX's backends, so nothing here runs at import or decoration: `jax.distributed.initialize()` works after both.
+
+The compilation cache knows nothing of passes. The marker in the name keeps two plans for one program apart in
+it, and the report is stored in its folder too, because after a hit no pass runs. (Local cache folders only.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+from absl import logging
+from jax.extend import xla
+
+from dhelix.passes import fingerprint
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.report import Report, StageReport
+
+_HOOK_STAGES = {
+    Stage.PRE_SCHEDULER: xla.PipelineStage.PRE_SCHEDULER,
+    Stage.POST_SCHEDULER: xla.PipelineStage.POST_SCHEDULER,
+}
+GPU_PLATFORMS = ("cuda",)
+
+_lock = threading.RLock()
+_sessions: dict[str, Session] = {}
+_registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
+
+
+def enabled() -> bool:
+    """Whether dhelix may touch programs: the environment variable DHELIX is not "off"."""
+    value = os.environ.get("DHELIX", "on").strip().lower()
+    if value not in ("", "on", "1", "off", "0"):
+        raise DhelixError(f"DHELIX={value!r} means nothing; set it to on or off")
+    return value not in ("off", "0")
+
+
+class Session:
+    """One lowered program on its way to an executable.
+
+    Attributes:
+      marker: fingerprint of the inputs, 16 hex digits.
+      module_name: the name, marker included, under which the program must be compiled.
+    """
+
+    def __init__(
+        self,
+        manager: PassManager,
+        module: bytes,
+        name: str,
+        profile: object = None,
+        platforms: Sequence[str] = GPU_PLATFORMS,
+    ):
+        """
+        Args:
+          manager: the passes to run.
+          module: the lowered program as a serialized HloModuleProto, before any pass.
+          name: its name, such as "jit_step".
+          profile: what the passes' costs come from; goes into the fingerprint.
+          platforms: where the hook runs. On "cpu" POST_SCHEDULER only: PRE_SCHEDULER comes after copy
+            insertion there, and restructuring loops is unsafe.
+        """
+        self.manager = manager
+        self.marker = manager.fingerprint(module, profile)
+        self.module_name = fingerprint.mark(name, self.marker)
+        self._module = module
+        self._stages: dict[Stage, StageReport] = {}
+        self._error: Exception | None = None
+        with _lock:
+            _sessions[self.marker] = self
+        for stage in _HOOK_STAGES:
+            if manager.runs_at(stage):
+                register(stage, platforms)
+
+    def run_lowered(self) -> bytes | None:
+        """Runs the LOWERED passes. Returns the new module, or None when nothing changed."""
+        changed, self._stages[Stage.LOWERED] = self.manager.run(Stage.LOWERED, self._module, self.module_name)
+        return changed
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around `lowered.compile()`: with `strict`, a pass's own error, not the XLA error around it."""
+        self._error = None
+        try:
+            yield
+        except Exception:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+    def run_hook(self, stage: Stage, module: bytes) -> bytes | None:
+        """Called by the compiler. Raises only with `strict`."""
+        try:
+            changed, self._stages[stage] = self.manager.run(stage, module, fingerprint.module_name(module))
+            self._store()
+            return changed
+        except Exception as error:
+            if self.manager.strict:
+                self._error = error
+                raise
+            logging.vlog(1, "%s", traceback.format_exc())
+            return None
+
+    def report(self, collective_fingerprint: str | None = None) -> Report:
+        """What the passes did: in this process or, for an executable out of the cache, back then."""
+        stored = self._stored()
+        stages = []
+        for stage in Stage:
+            if stage in self._stages:
+                stages.append(self._stages[stage])
+            elif stage in stored:
+                stages.append(dataclasses.replace(stored[stage], stored=True))
+            elif any(p.stage is stage for p in self.manager.passes):
+                reason = "not compiled here, and no report is stored beside the compilation cache"
+                stages.append(self.manager.not_run(stage, self.module_name, reason))
+        return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
+
+    def _store(self) -> None:
+        """Writes the hook stages' reports beside the compilation cache if any: whole or not at all."""
+        path = _report_path(self.marker)
+        if path is None:
+            return
+        stages = tuple(self._stages[s] for s in _HOOK_STAGES if s in self._stages)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+                file.write(Report(self.module_name, self.marker, stages).to_json())
+            os.replace(file.name, path)
+        except OSError as error:
+            logging.vlog(1, "cannot store the report %s: %s", path, error)
+
+    def _stored(self) -> dict[Stage, StageReport]:
+        path = _report_path(self.marker)
+        try:
+            if path is None or not path.is_file():
+                return {}
+            report = Report.from_json(path.read_text())
+        except (OSError, DhelixError) as error:
+            logging.vlog(1, "cannot read the report %s: %s", path, error)
+            return {}
+        return {Stage(s.stage): s for s in report.stages}
+
+
+def register(stage: Stage, platforms: Sequence[str]) -> None:
+    """Registers the hook for `stage`, once per process and platform; missing platforms are passed over."""
+    for platform in platforms:
+        if platform == "cpu" and stage is Stage.PRE_SCHEDULER:
+            continue
+        with _lock:
+            if (stage, platform) in _registered:
+                continue
+            try:
+                xla.register_hlo_module_transformation(
+                    partial(_hook, stage),
+                    name=_hook_name(stage),
+                    stage=_HOOK_STAGES[stage],
+                    platforms=platform,
+                )
+                _registered[stage, platform] = True
+            except jax.errors.JaxRuntimeError as error:  # no such plugin
+                logging.vlog(1, "no %s hook on %s: %s", stage.value, platform, error)
+                _registered[stage, platform] = False
+
+
+def clear() -> None:
+    """Takes the hook back from every platform and forgets all sessions."""
+    with _lock:
+        for (stage, platform), present in _registered.items():
+            if present:
+                xla.clear_hlo_module_transformation(
+                    _hook_name(stage), stage=_HOOK_STAGES[stage], platforms=platform
+                )
+        _registered.clear()
+        _sessions.clear()
+
+
+def _hook(stage: Stage, module: bytes) -> bytes | None:
+    marker = fingerprint.marker_of(module)
+    session = None if marker is None else _sessions.get(marker)
+    return session.run_hook(stage, module) if session is not None and enabled() else None
+
+
+def _hook_name(stage: Stage) -> str:
+    return f"dhelix-{stage.value}"
+
+
+def _report_path(marker: str) -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir
+    return Path(folder) / "dhelix" / f"{marker}.json" if folder and "://" not in str(folder) else None
