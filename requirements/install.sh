@@ -54,7 +54,7 @@ for file in "$@"; do
     stamp=$venv/installed-$(basename "$file")
     cmp -s "$file" "$stamp" && continue
     say "packages of $file"
-    pip_install --no-deps -r "$file"
+    pip_install --no-deps --upgrade -r "$file" # newest.txt has ranges, which an older version may fulfil
     cp "$file" "$stamp"
 done
 
