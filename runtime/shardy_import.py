@@ -31,9 +31,10 @@ FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"
 _BODY_NAME = "manual_computation_body"
 _TO_LOCAL = "xla.sdy.GlobalToLocalShape"
 _TO_GLOBAL = "xla.sdy.LocalToGlobalShape"
-# Drops the loop bodies that the converter inlined but left behind; then xla.sdy.sharding and xla.sdy.meshes
-# become sdy.sharding attributes and sdy.mesh operations.
-_ATTRIBUTES_PIPELINE = "builtin.module(symbol-dce,xla-sdy-round-trip-import-shardy-attrs)"
+# Drops functions that nothing calls: the converter leaves behind the loop bodies that it inlined.
+_DROP_UNUSED = "symbol-dce"
+# xla.sdy.sharding and xla.sdy.meshes become sdy.sharding attributes and sdy.mesh operations.
+_IMPORT_ATTRIBUTES = "xla-sdy-round-trip-import-shardy-attrs"
 
 
 class ShardyImportError(DhelixError):
@@ -42,18 +43,65 @@ class ShardyImportError(DhelixError):
 
 def import_shardy(module: ir.Module) -> None:
     """Rebuild Shardy's operations in `module`, in place. The module's MLIR context must be entered."""
-    passmanager.PassManager.parse(_ATTRIBUTES_PIPELINE).run(module.operation)
+    _run(module, _DROP_UNUSED)
+    for op in _collect(module, lambda op: op.name == "stablehlo.custom_call"):
+        _drop_empty_tilings(op)
+        if _has_tuple_result(op):
+            _split_tuple(op)
+    _run(module, _IMPORT_ATTRIBUTES)
     for op in _collect(module, _is_sharding_constraint):
         _import_sharding_constraint(op)
     while calls := _collect(module, _is_manual_computation):
         for call in calls:
             _import_manual_computation(module, call)
-        passmanager.PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
+        _run(module, _DROP_UNUSED)
 
 
 def symbol_name(op: ir.Operation) -> str:
     """Name of a function or a mesh."""
     return ir.StringAttr(op.attributes["sym_name"]).value
+
+
+def _run(module: ir.Module, mlir_pass: str) -> None:
+    passmanager.PassManager.parse(f"builtin.module({mlir_pass})").run(module.operation)
+
+
+def _drop_empty_tilings(op: ir.Operation) -> None:
+    """Forget tilings that say nothing: plugins read a version of StableHLO that has no tilings."""
+    for name in ("operand_tilings", "result_tilings"):
+        if name in op.attributes and not any(len(ir.ArrayAttr(one)) for one in ir.ArrayAttr(op.attributes[name])):
+            del op.attributes[name]
+
+
+def _has_tuple_result(op: ir.Operation) -> bool:
+    return (
+        len(op.results) == 1
+        and isinstance(op.results[0].type, ir.TupleType)
+        and all(user.name == "stablehlo.get_tuple_element" for user in _users(op.results[0]))
+    )
+
+
+def _split_tuple(op: ir.Operation) -> None:
+    """A custom call of several results, as StableHLO has it, for one of a tuple, as HLO has it.
+
+    Attributes that hold one entry per result (layouts, shardings, sharding rules) fit the former only.
+    """
+    tuple_type = ir.TupleType(op.results[0].type)
+    attributes = {op.attributes[i].name: op.attributes[i].attr for i in range(len(op.attributes))}
+    attributes.pop("xla_shape", None)
+    split = ir.Operation.create(
+        op.name,
+        results=[tuple_type.get_type(index) for index in range(tuple_type.num_types)],
+        operands=list(op.operands),
+        attributes=attributes,
+        loc=op.location,
+        ip=ir.InsertionPoint(op),
+    )
+    for user in _users(op.results[0]):
+        index = ir.IntegerAttr(user.attributes["index"]).value
+        user.results[0].replace_all_uses_with(split.results[index])
+        user.erase()
+    op.erase()
 
 
 def _is_sharding_constraint(op: ir.Operation) -> bool:
@@ -75,7 +123,7 @@ def _is_manual_computation(op: ir.Operation) -> bool:
 
 def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
     """Replace to-local, call and to-global by one sdy.manual_computation holding a copy of the callee."""
-    to_local = _single((_producer(operand)[0] for operand in call.operands), call, _TO_LOCAL)
+    to_local = _single((_producer(operand) for operand in call.operands), call, _TO_LOCAL)
     to_global = _single((user for result in call.results for user in _users(result)), call, _TO_GLOBAL)
     if to_local is None and to_global is None:
         raise ShardyImportError(f"the manual computation at {_where(call)} has neither operands nor results")
@@ -84,14 +132,14 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
     if to_local is not None:
         shardings = _sharding_list(to_local, "xla.sdy.in_shardings")
         for operand in call.operands:
-            index = _producer(operand)[1]
+            index = ir.OpResult(operand).result_number
             operands.append(to_local.operands[index])
             in_shardings.append(shardings[index])
     result_types, out_shardings, returned = [], [], []
     if to_global is not None:
         out_shardings = _sharding_list(to_global, "xla.sdy.out_shardings")
         returned = [ir.OpResult(value).result_number for value in to_global.operands]
-        result_types = [value.type for value in _flat_results(to_global)]
+        result_types = [value.type for value in to_global.results]
 
     manual = sdy.ManualComputationOp(
         result_types,
@@ -104,10 +152,11 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
     )
     _move_body(module, call, manual, returned)
     if to_global is not None:
-        for old, new in zip(_flat_results(to_global), manual.results, strict=True):
+        for old, new in zip(to_global.results, manual.results, strict=True):
             old.replace_all_uses_with(new)
     for op in (to_global, call, to_local):
-        _erase_with_elements(op)
+        if op is not None:
+            op.erase()
 
 
 def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]) -> None:
@@ -137,47 +186,6 @@ def _single(ops: Iterator[ir.Operation | None], call: ir.Operation, target: str)
     return found[0] if found else None
 
 
-def _producer(value: ir.Value) -> tuple[ir.Operation | None, int]:
-    """Operation and result index behind `value`, seen through the element of a tuple."""
-    if not isinstance(value.owner, ir.Operation | ir.OpView):
-        return None, 0
-    op = value.owner.operation
-    if op.name == "stablehlo.get_tuple_element":
-        return op.operands[0].owner.operation, ir.IntegerAttr(op.attributes["index"]).value
-    return op, ir.OpResult(value).result_number
-
-
-def _flat_results(op: ir.Operation) -> list[ir.Value]:
-    """Results of `op`; for one tuple result its elements, each of which must be taken out at most once."""
-    if len(op.results) != 1 or not isinstance(op.results[0].type, ir.TupleType):
-        return list(op.results)
-    elements: dict[int, ir.Value] = {}
-    for user in _users(op.results[0]):
-        elements[ir.IntegerAttr(user.attributes["index"]).value] = user.results[0]
-    tuple_type = ir.TupleType(op.results[0].type)
-    missing = [index for index in range(tuple_type.num_types) if index not in elements]
-    for index in missing:
-        element = ir.Operation.create(
-            "stablehlo.get_tuple_element",
-            results=[tuple_type.get_type(index)],
-            operands=[op.results[0]],
-            attributes={"index": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), index)},
-            loc=op.location,
-            ip=ir.InsertionPoint.after(op),
-        )
-        elements[index] = element.results[0]
-    return [elements[index] for index in range(tuple_type.num_types)]
-
-
-def _erase_with_elements(op: ir.Operation | None) -> None:
-    if op is None:
-        return
-    for result in op.results:
-        for user in _users(result):
-            user.erase()
-    op.erase()
-
-
 def _sharding_list(op: ir.Operation, name: str) -> list[ir.Attribute]:
     return list(sdy.TensorShardingPerValueAttr(_frontend_attribute(op, name)).shardings)
 
@@ -185,6 +193,10 @@ def _sharding_list(op: ir.Operation, name: str) -> list[ir.Attribute]:
 def _frontend_attribute(op: ir.Operation, name: str) -> ir.Attribute:
     attributes = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES])
     return ir.Attribute.parse(ir.StringAttr(attributes[name]).value)
+
+
+def _producer(value: ir.Value) -> ir.Operation | None:
+    return None if isinstance(value.owner, ir.Block) else value.owner.operation
 
 
 def _users(value: ir.Value) -> list[ir.Operation]:
