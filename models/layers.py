@@ -1,0 +1,117 @@
+"""The layers of Llama 3 as functions on arrays.
+
+`x` is the residual stream `[batch, seq / tp, hidden]`: sequence-parallel between blocks. A block gathers the
+sequence, multiplies with its shard of the heads or of the hidden layer, and scatters the sum back (Megatron's
+tensor and sequence parallelism). Without tensor parallelism the exchanges are the identity and the same lines
+are the dense model.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from dhelix.models.config import LlamaConfig
+from dhelix.models.parallel import Parallel, vocab_position
+
+Rotation = tuple[jax.Array, jax.Array]
+
+
+# What a cheap function keeps for its backward is as large as its input and stays for the whole forward pass,
+# once per layer; recomputing it costs one fused kernel. `prevent_cse` guards against XLA undoing this, which
+# it cannot do across the two loops over layers; unrolled, it would only cost the saving.
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`x` over its root mean square, in float32, times `weight [hidden]`."""
+
+    def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+        return (wide * scale).astype(x.dtype) * weight
+
+    return _recomputed(normalise)(x, weight)
+
+
+def rotation(config: LlamaConfig, seq: int) -> Rotation:
+    """Cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]`.
+
+    With `rope_factor` above 1, wavelengths beyond the 8192 tokens that Llama 3 was trained on stretch by the
+    factor, those below a quarter of them stay, and those between are blended: the rule of Llama 3.1.
+    """
+    frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    if config.rope_factor != 1.0:
+        turns = 8192 * frequency / (2 * math.pi)
+        keep = jnp.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+        frequency = frequency * (keep + (1.0 - keep) / config.rope_factor)
+    angle = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, by: Rotation) -> jax.Array:
+    """Rotary embedding of `x [batch, seq, heads, head_dim]`; the halves of a head form the pairs."""
+    cos, sin = by
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def resolve_attention(config: LlamaConfig, platform: str) -> Literal["xla", "cudnn"]:
+    """`xla` or `cudnn`: what `attention="auto"` means on `platform` (a device's, also that of a deviceless
+    topology)."""
+    if config.attention != "auto":
+        return config.attention
+    half = jnp.dtype(config.dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"))
+    fits = config.head_dim % 8 == 0 and config.head_dim <= 128
+    return "cudnn" if platform in ("gpu", "cuda") and half and fits else "xla"
+
+
+def attention_block(
+    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
+) -> jax.Array:
+    """Grouped-query causal attention on `x [batch, seq / tp, hidden]`, this device's heads only."""
+    h = parallel.gather_sequence(rms_norm(x, weights["attention_norm"], config.norm_eps))
+    query = rotate(jnp.einsum("bsh,hnd->bsnd", h, weights["wq"]), by)
+    key = rotate(jnp.einsum("bsh,hnd->bsnd", h, weights["wk"]), by)
+    value = jnp.einsum("bsh,hnd->bsnd", h, weights["wv"])
+    implementation = resolve_attention(config, jax.default_backend())
+    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+    out = parallel.split_features(out)
+    return parallel.scatter_sequence(jnp.einsum("bsnd,ndh->bsh", out, weights["wo"]))
+
+
+def feed_forward_block(
+    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
+) -> jax.Array:
+    """SwiGLU on `x [batch, seq / tp, hidden]`, this device's columns of the hidden layer only."""
+    h = parallel.gather_sequence(rms_norm(x, weights["ffn_norm"], config.norm_eps))
+    gate = jnp.einsum("bsh,hf->bsf", h, weights["w_gate"])
+    up = jnp.einsum("bsh,hf->bsf", h, weights["w_up"])
+
+    @_recomputed
+    def down(gate: jax.Array, up: jax.Array, w_down: jax.Array) -> jax.Array:
+        return jnp.einsum("bsf,fh->bsh", jax.nn.silu(gate) * up, w_down)
+
+    return parallel.scatter_sequence(down(gate, up, weights["w_down"]))
+
+
+def decoder_layer(
+    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
+) -> jax.Array:
+    """One layer: attention, then feed-forward, each added to the residual stream."""
+    x = x + attention_block(config, parallel, weights, x, by)
+    return x + feed_forward_block(config, parallel, weights, x)
+
+
+def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of the vocabulary-sharded `table [vocab / tp, hidden]` for `tokens [batch, seq]`: the residual
+    stream.
+
+    A device contributes the rows that it holds and zeros for the others.
+    """
+    position = vocab_position(parallel, tokens, table.shape[0])
+    rows = table.at[position].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return parallel.scatter_sequence(rows.astype(config.dtype))

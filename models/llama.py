@@ -1,0 +1,190 @@
+"""Llama 3: parameters, their shardings, the forward pass and the loss; as functions on a pytree and as an NNX
+module.
+
+Parameters are nested dicts of arrays:
+
+    embedding [vocab, hidden], final_norm [hidden], head [hidden, vocab] (absent when tied), layers:
+    attention_norm, ffn_norm [L, hidden], wq [L, hidden, heads, head_dim], wk, wv [L, hidden, kv_heads,
+    head_dim],
+            wo [L, heads, head_dim, hidden], w_gate, w_up [L, hidden, ffn], w_down [L, ffn, hidden]
+
+With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from dhelix.models.config import LlamaConfig
+from dhelix.models.cross_entropy import cross_entropy
+from dhelix.models.layers import decoder_layer, embed, rms_norm, rotation
+from dhelix.models.parallel import SINGLE_DEVICE, Parallel
+
+Params = dict[str, Any]
+
+# Which dimension of one layer's weight is split over `tp`: heads or the hidden layer of the feed-forward.
+_LAYER_SPECS = {
+    "attention_norm": PartitionSpec(),
+    "wq": PartitionSpec(None, "tp", None),
+    "wk": PartitionSpec(None, "tp", None),
+    "wv": PartitionSpec(None, "tp", None),
+    "wo": PartitionSpec("tp", None, None),
+    "ffn_norm": PartitionSpec(),
+    "w_gate": PartitionSpec(None, "tp"),
+    "w_up": PartitionSpec(None, "tp"),
+    "w_down": PartitionSpec("tp", None),
+}
+
+
+def param_specs(config: LlamaConfig) -> Params:
+    """The `PartitionSpec` of each parameter over mesh axis `tp`: replicated over `dp`, norms over both."""
+    if config.scan_layers:
+        layers: Any = {name: PartitionSpec(None, *spec) for name, spec in _LAYER_SPECS.items()}
+    else:
+        layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
+    specs = {"embedding": PartitionSpec("tp", None), "layers": layers, "final_norm": PartitionSpec()}
+    if not config.tie_embeddings:
+        specs["head"] = PartitionSpec(None, "tp")
+    return specs
+
+
+def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = config.hidden, config.ffn
+    heads, kv_heads = (config.heads, config.head_dim), (config.kv_heads, config.head_dim)
+    return {
+        "attention_norm": (hidden,),
+        "wq": (hidden, *heads),
+        "wk": (hidden, *kv_heads),
+        "wv": (hidden, *kv_heads),
+        "wo": (*heads, hidden),
+        "ffn_norm": (hidden,),
+        "w_gate": (hidden, ffn),
+        "w_up": (hidden, ffn),
+        "w_down": (ffn, hidden),
+    }
+
+
+def init_params(config: LlamaConfig, key: jax.Array) -> Params:
+    """Fresh parameters in `param_dtype`: normal with deviation 0.02, less by sqrt(2 L) where a block joins
+    the residual stream, and ones for the norms. The values do not depend on the sharding, nor on
+    `scan_layers`."""
+    dtype = jnp.dtype(config.param_dtype)
+
+    def normal(key: jax.Array, shape: tuple[int, ...], deviation: float = 0.02) -> jax.Array:
+        return (deviation * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    embedding_key, head_key, *layer_keys = jax.random.split(key, 2 + len(_LAYER_SPECS))
+    stacked: dict[str, jax.Array] = {}
+    for (name, shape), layer_key in zip(_layer_shapes(config).items(), layer_keys, strict=True):
+        if name.endswith("norm"):
+            stacked[name] = jnp.ones((config.layers, *shape), dtype)
+        else:
+            joins = name in ("wo", "w_down")
+            stacked[name] = normal(
+                layer_key, (config.layers, *shape), 0.02 / math.sqrt(2 * config.layers) if joins else 0.02
+            )
+    layers: Any = stacked
+    if not config.scan_layers:
+        layers = [{name: weight[i] for name, weight in stacked.items()} for i in range(config.layers)]
+    params = {
+        "embedding": normal(embedding_key, (config.vocab, config.hidden)),
+        "layers": layers,
+        "final_norm": jnp.ones((config.hidden,), dtype),
+    }
+    if not config.tie_embeddings:
+        params["head"] = normal(head_key, (config.hidden, config.vocab))
+    return params
+
+
+def cast_params(config: LlamaConfig, params: Params) -> Params:
+    """Parameters in the compute `dtype`. Done once per step, before the loops: inside them each layer's cast
+    would be kept for the backward, a second copy of the model."""
+    return jax.tree.map(lambda weight: weight.astype(config.dtype), params)
+
+
+def logits(
+    config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE
+) -> jax.Array:
+    """`[batch, seq, vocab / tp]` in the compute dtype, from `tokens` int32 `[batch, seq]` (the whole sequence
+    on each device of a `tp` group) and `params` of the compute dtype, this device's shards under
+    `shard_map`."""
+    by = rotation(config, tokens.shape[1])
+
+    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        return decoder_layer(config, parallel, weights, x, by)
+
+    if config.remat != "none":
+        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
+        # Inside of a scan, forward and backward are two loops, and XLA cannot merge what is recomputed.
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
+
+    x = embed(config, parallel, params["embedding"], tokens)
+    if config.scan_layers:
+        x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
+    else:
+        for weights in params["layers"]:
+            x = layer(x, weights)
+    h = parallel.gather_sequence(rms_norm(x, params["final_norm"], config.norm_eps))
+    head = params["embedding"].T if config.tie_embeddings else params["head"]
+    return parallel.split_features(jnp.einsum("bsh,hv->bsv", h, head))
+
+
+def loss(
+    config: LlamaConfig,
+    params: Params,
+    tokens: jax.Array,
+    targets: jax.Array,
+    parallel: Parallel = SINGLE_DEVICE,
+) -> jax.Array:
+    """Mean cross-entropy per token in nats, float32; `tokens` and `targets` int32 `[batch, seq]`, `params` in
+    the compute dtype. Under `shard_map` it is the mean over this device's `dp` shard, the same on all of its
+    `tp` group."""
+    return jnp.mean(cross_entropy(logits(config, params, tokens, parallel), targets, parallel))
+
+
+def _as_module(tree: Any, specs: Any) -> Any:
+    """Nested dicts and lists of arrays as NNX containers of annotated parameters."""
+    if isinstance(tree, dict):
+        return nnx.Dict({name: _as_module(child, specs[name]) for name, child in tree.items()})
+    if isinstance(tree, list):
+        return nnx.List([_as_module(child, spec) for child, spec in zip(tree, specs, strict=True)])
+    return nnx.Param(tree, out_sharding=specs, eager_sharding=False)
+
+
+def _as_tree(module: Any) -> Any:
+    """The inverse of `_as_module`."""
+    if isinstance(module, nnx.Dict):
+        return {name: _as_tree(child) for name, child in module.items()}
+    if isinstance(module, nnx.List):
+        return [_as_tree(child) for child in module]
+    return module[...]
+
+
+class Llama(nnx.Module):
+    """The model as an ordinary NNX module: it holds the parameters, the functions above compute.
+
+    `nnx.split` and `nnx.merge` work as on any module, `nnx.get_partition_spec(nnx.state(model))` gives the
+    shardings. Pass `parallel=AutoParallel(mesh)` to train it by `jit` over a mesh.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, parallel: Parallel = SINGLE_DEVICE) -> None:
+        self.config = config
+        self.parallel = parallel
+        self.weights = _as_module(init_params(config, rngs.params()), param_specs(config))
+
+    @property
+    def params(self) -> Params:
+        """The parameters as the nested dicts that the functions of this file take."""
+        return _as_tree(self.weights)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits `[batch, seq, vocab]` for `tokens` int32 `[batch, seq]`."""
+        return logits(self.config, cast_params(self.config, self.params), tokens, self.parallel)
+
+    def loss(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """Mean cross-entropy per token in nats, for `tokens` and `targets` int32 `[batch, seq]`."""
+        return loss(self.config, cast_params(self.config, self.params), tokens, targets, self.parallel)
