@@ -1,0 +1,121 @@
+"""Two processes that would run different programs stop with the same message, and equal ones go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from dhelix.passes.fingerprint import collective_order
+from dhelix.passes.hlo import HloModule
+from dhelix.runtime import agreement
+
+PROCESS = """
+import json, sys
+import jax
+process, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from dhelix.passes.errors import HostsDisagreeError
+from dhelix.runtime import agreement
+from tests.runtime.test_agreement import compiled_step
+
+def outcome(check):
+    try:
+        return check()
+    except HostsDisagreeError as error:
+        return str(error)
+
+print(json.dumps([
+    outcome(lambda: agreement.check_agreement({"inputs": "same", "order": "same"})),
+    outcome(lambda: agreement.check_agreement({"inputs": "same", "order": f"of {process}"})),
+    outcome(lambda: agreement.check_compiled(compiled_step(True), "marker")),
+    outcome(lambda: agreement.check_compiled(compiled_step(process == 0), "marker")),
+    outcome(lambda: agreement.check_compiled(compiled_step(True), f"marker {process}")),
+]))
+"""
+
+
+def compiled_step(gather_first: bool) -> jax.stages.Compiled:
+    """Two collectives in a loop, in one order or the other."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    def gather(x: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, "x", tiled=True).sum() + x
+
+    def rotate(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "x", [(0, 1), (1, 0)])
+
+    def body(_: int, x: jax.Array) -> jax.Array:
+        return rotate(gather(x)) if gather_first else gather(rotate(x))
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 3, body, x)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_a_single_process_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "compiled_fingerprint", lambda _: pytest.fail("not needed"))
+    assert agreement.check_compiled(compiled_step(True), "marker") is None
+    agreement.check_agreement({"inputs": "x"})
+
+
+def test_order_of_a_compiled_step() -> None:
+    first, second = compiled_step(True), compiled_step(False)
+    order = collective_order(HloModule.from_text(first.as_text() or ""))
+    assert [line.split()[0] for line in order] == ["all-gather", "collective-permute"]
+    assert agreement.compiled_fingerprint(first) == agreement.compiled_fingerprint(compiled_step(True))
+    assert agreement.compiled_fingerprint(first) != agreement.compiled_fingerprint(second)
+
+
+def test_two_processes() -> None:
+    port = str(free_port())
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(process), port],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    outcomes = [json.loads(out.splitlines()[-1]) for out, _ in results]
+    same, order, compiled, compiled_order, marker = outcomes[0]
+    assert outcomes[0] == outcomes[1]
+    assert same is None
+    assert order.startswith("hosts disagree on the order: ")
+    assert f"on process 0 ({socket.gethostname()}); " in order and "on process 1 (" in order
+    assert len(compiled) == 16
+    assert "hosts disagree on the order of collectives" in compiled_order
+    assert "hosts disagree on the program, options, profile or versions" in marker
