@@ -79,6 +79,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("frontend_attributes", 68, "FrontendAttributes"),
         ("async_execution_thread", 79, "string"),
         ("collective_device_list", 87, "CollectiveDeviceList"),
+        ("is_composite", 89, "bool"),
     ),
     "Computation": (
         ("name", 1, "string"),

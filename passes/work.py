@@ -1,0 +1,29 @@
+"""A rough measure of how much a piece of HLO computes: floating-point operations of its matrix products.
+
+It only ranks loops against each other; costs in seconds are in `costs.py`.
+"""
+
+from dhelix.passes.hlo import Computation, Instruction, WhileLoop, shapes
+
+
+def loop_work(loop: Instruction) -> int:
+    """Operations of all iterations of a `while`; one iteration where the trip count is not proved."""
+    return (WhileLoop(loop).trip_count or 1) * computation_work(loop.called[0])
+
+
+def computation_work(computation: Computation) -> int:
+    """Operations of one execution, loops and calls included."""
+    total = 0
+    for instruction in computation.instructions:
+        if instruction.opcode == "dot":
+            contracted = 1
+            for dimension in instruction.proto.dot_dimension_numbers.lhs_contracting_dimensions:
+                contracted *= instruction.operands[0].shape.dimensions[dimension]
+            total += 2 * shapes.element_count(instruction.shape) * contracted
+        elif instruction.opcode == "while":
+            total += loop_work(instruction)
+        elif instruction.opcode in ("call", "fusion", "conditional"):
+            total += max(map(computation_work, instruction.called), default=0)
+        else:
+            total += shapes.byte_size(instruction.shape) > 0
+    return total
