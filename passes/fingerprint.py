@@ -223,14 +223,26 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _describe(instruction: Instruction) -> str:
-    proto = instruction.proto
-    groups = [list(group.replica_ids) for group in proto.replica_groups]
-    pairs = [(pair.source, pair.target) for pair in proto.source_target_pairs]
-    devices = proto.collective_device_list.SerializeToString(deterministic=True).hex()
-    return (
-        f"{instruction.opcode} {shapes.text(instruction.shape)} channel={proto.channel_id} "
-        f"dimensions={list(proto.dimensions)} groups={groups} devices={devices} pairs={pairs}"
-    )
+    """One line; the digest at its end stands for every attribute, whichever form XLA gives device groups."""
+    attributes = schema.InstructionProto()
+    attributes.CopyFrom(instruction.proto)
+    for field in _NO_ATTRIBUTES:
+        attributes.ClearField(field)
+    digest = of_bytes(attributes.SerializeToString(deterministic=True))
+    shape = shapes.text(instruction.shape)
+    return f"{instruction.opcode} {shape} channel={instruction.proto.channel_id} attributes={digest}"
+
+
+# Names and places of a collective, and scheduling hints; not what it does.
+_NO_ATTRIBUTES = (
+    "backend_config",
+    "called_computation_ids",
+    "control_predecessor_ids",
+    "id",
+    "metadata",
+    "name",
+    "operand_ids",
+)
 
 
 # Serialized protos, without parsing what is not needed

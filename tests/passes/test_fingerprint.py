@@ -196,16 +196,22 @@ def test_collective_order_is_that_of_the_schedule() -> None:
     ("old", "new"),
     [
         ("{{0,1},{2,3}}", "{{0,2},{1,3}}"),
+        ("{{0,1},{2,3}}", "[2,2]<=[4]"),
+        ("[2,2]<=[4]", "[2,2]<=[2,2]T(1,0)"),
         ("{{0,1},{1,0}}", "{{0,1}}"),
         ("channel_id=2", "channel_id=5"),
-        ("ROOT out = (s32[], f32[8]) tuple(i, r)", "ROOT out = (s32[], f32[8]) tuple(i, v)\n"),
     ],
 )
 def test_what_a_collective_does_counts(old: str, new: str) -> None:
-    assert old in COLLECTIVES
-    text = COLLECTIVES.replace(old, new)
-    if "tuple(i, v)" in new:
-        text = text.replace(next(line for line in text.splitlines() if "all-reduce(" in line), "")
+    before = COLLECTIVES if old in COLLECTIVES else COLLECTIVES.replace("{{0,1},{2,3}}", old)
+    after = before.replace(old, new)
+    assert before != after
+    assert of_collectives(after) != of_collectives(before)
+
+
+def test_a_missing_collective_counts() -> None:
+    reduce = next(line for line in COLLECTIVES.splitlines() if "all-reduce(" in line)
+    text = COLLECTIVES.replace(reduce, "").replace("tuple(i, r)", "tuple(i, v)")
     assert of_collectives(text) != of_collectives(COLLECTIVES)
 
 
