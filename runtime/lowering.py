@@ -3,9 +3,9 @@
 How a program comes back (`with_hlo`):
 1. HLO -> StableHLO by jaxlib's own converter, parsed into the MLIR context of the original module.
 2. Shardy's operations, which HLO holds as custom calls, are rebuilt (`dhelix.runtime.shardy_import`).
-3. Graft. The converter loses what belongs to JAX rather than to the program: donation, shardings, memory kinds
-   and layouts of arguments and results, the number of partitions. They are attributes of the module and of its
-   `main`, and the signature of `main` is not allowed to change, so they are taken over from the original.
+3. Graft. The converter loses what belongs to JAX rather than to the program: donation, shardings, memory
+   kinds and layouts of arguments and results, the number of partitions. They are attributes of the module and
+   of its `main`, and `main` may not change its signature, so they are taken over from the original.
 
 docs/lowering.md lists what a round trip keeps and what it does not; tests/runtime/test_lowering.py checks it.
 """
@@ -32,7 +32,9 @@ def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
     return jax_compat.stablehlo_to_hlo(jax_compat.stablehlo_module(lowered))
 
 
-def with_hlo(lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None) -> jax.stages.Lowered:
+def with_hlo(
+    lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None
+) -> jax.stages.Lowered:
     """A `Lowered` that compiles the changed module and is otherwise like `lowered`, which stays as it was.
 
     Args:
@@ -64,11 +66,11 @@ def _parse(proto: bytes) -> ir.Module:
         return ir.Module.parse(hlo_to_stablehlo(proto))
     except Exception as error:  # jaxlib raises several types; all of them mean the same to the caller
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise LoweringError(f"the changed HLO module cannot be turned back into StableHLO: {reason}") from error
+        raise LoweringError(f"the changed HLO cannot be turned back into StableHLO: {reason}") from error
 
 
 def _graft_attributes(original: ir.Module, changed: ir.Module) -> None:
-    """Give `changed` the attributes of the module and of the arguments and results of `main` in `original`."""
+    """Give `changed` what `original` says of the module and of the arguments and results of `main`."""
     old, new = original.operation, changed.operation
     for name in _names(new.attributes):
         del new.attributes[name]

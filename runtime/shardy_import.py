@@ -4,13 +4,13 @@ On the way from StableHLO to HLO, Shardy's dialect is written as custom calls an
 
     %y = sdy.sharding_constraint %x <@mesh, [{"dp"}, {}]>
       -> y = custom-call(x), custom_call_target="Sharding", frontend_attributes={xla.sdy.sharding="..."}
-    %y = sdy.manual_computation(%x) in_shardings=.. out_shardings=.. manual_axes=.. (%local) { body }   (a shard_map)
+    %y = sdy.manual_computation(%x) in_shardings=.. out_shardings=.. manual_axes=.. { body }    (a shard_map)
       -> a = custom-call(x), custom_call_target="xla.sdy.GlobalToLocalShape"
          b = call(a), to_apply=xla.sdy.manual_computation_body
          y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
 
-XLA reads that form only from programs that are in it throughout; the arguments and results of a program that JAX
-lowers are not. So `import_shardy` turns it back into the dialect, and the program is again as JAX would write it.
+XLA reads that form only from programs that are in it throughout, and the arguments and results of a program
+that JAX lowers are not. So `import_shardy` turns it back into the dialect: the program as JAX would write it.
 
 HLO passes may clone, move and rename these instructions, with three conditions: the three instructions of a
 manual computation stay together as a chain; its callee keeps `manual_computation_body` in its name; and a
@@ -69,7 +69,8 @@ def _run(module: ir.Module, mlir_pass: str) -> None:
 def _drop_empty_tilings(op: ir.Operation) -> None:
     """Forget tilings that say nothing: plugins read a version of StableHLO that has no tilings."""
     for name in ("operand_tilings", "result_tilings"):
-        if name in op.attributes and not any(len(ir.ArrayAttr(one)) for one in ir.ArrayAttr(op.attributes[name])):
+        tilings = ir.ArrayAttr(op.attributes[name]) if name in op.attributes else []
+        if tilings and not any(len(ir.ArrayAttr(tiling)) for tiling in tilings):
             del op.attributes[name]
 
 
@@ -125,7 +126,8 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
     """Replace to-local, call and to-global by one sdy.manual_computation holding a copy of the callee."""
     to_local = _single((_producer(operand) for operand in call.operands), call, _TO_LOCAL)
     to_global = _single((user for result in call.results for user in _users(result)), call, _TO_GLOBAL)
-    if to_local is None and to_global is None:
+    boundary = to_local or to_global
+    if boundary is None:
         raise ShardyImportError(f"the manual computation at {_where(call)} has neither operands nor results")
 
     operands, in_shardings = [], []
@@ -146,7 +148,7 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
         operands,
         sdy.TensorShardingPerValueAttr.get(in_shardings),
         sdy.TensorShardingPerValueAttr.get(out_shardings),
-        _frontend_attribute(to_local or to_global, "xla.sdy.manual_axes"),
+        _frontend_attribute(boundary, "xla.sdy.manual_axes"),
         loc=call.location,
         ip=ir.InsertionPoint(call),
     )
@@ -159,7 +161,9 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
             op.erase()
 
 
-def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]) -> None:
+def _move_body(
+    module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]
+) -> None:
     """Fill the region of `manual` with a copy of the called function that returns its results `returned`."""
     name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     function = next(op.operation for op in module.body.operations if _is_function(op.operation, name))
@@ -182,7 +186,7 @@ def _single(ops: Iterator[ir.Operation | None], call: ir.Operation, target: str)
         if op not in found:
             found.append(op)
     if len(found) > 1:
-        raise ShardyImportError(f"a pass gave the shard_map at {_where(call)} {len(found)} instructions {target}")
+        raise ShardyImportError(f"a pass gave the shard_map at {_where(call)} {len(found)} x {target}")
     return found[0] if found else None
 
 

@@ -32,7 +32,7 @@ def array(*shape: int, dtype: Any = jnp.float32, sharding: NamedSharding | None 
     return jax.device_put(jnp.asarray(values, dtype), sharding)
 
 
-def accumulate(loss: Callable[..., jax.Array], w: jax.Array, batches: jax.Array) -> tuple[jax.Array, jax.Array]:
+def accumulate(loss: Callable[..., jax.Array], w: jax.Array, batches: jax.Array) -> Any:
     """Losses and gradients of `loss(w, batch)` summed by a scan over the leading axis of `batches`."""
 
     def body(carry: Any, batch: jax.Array) -> tuple[Any, None]:
@@ -149,7 +149,8 @@ def host_callbacks() -> Program:
 
     def step(x: jax.Array) -> jax.Array:
         def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            y = jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            y = jax.pure_callback(np.tanh, shape, x, vmap_method="sequential")
             jax.debug.print("mean {}", y.mean())
             return y * 2, None
 
