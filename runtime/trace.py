@@ -1,0 +1,261 @@
+"""What a profiler trace of GPUs says about overlap: how much of the collectives' time lies under compute.
+
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(train_step(state, batch))
+    report = trace.analyse(trace.load(folder), module=HloModule.from_text(compiled.as_text()))
+
+A kernel counts as communication if the HLO instruction it was launched for is a collective: XLA writes the
+instruction into the event (`hlo_op`, `hlo_module`), for copy-engine transfers too. With `module` given,
+opcodes decide; without, the instruction's name does. Kernels launched by a CUDA graph carry only the command
+buffer's name: for them, and only for them, the kernel's own name decides, and the report says how much of the
+time that is (record with `--xla_gpu_enable_command_buffer=` to have none).
+
+Hidden means: at that moment a compute kernel runs on the same GPU. It says nothing of how much the two slow
+each other down; for that compare steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.profiler import ProfileData
+
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+
+COLLECTIVES = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast", "send", "recv",
+)  # fmt: skip
+_COLLECTIVE_NAME = re.compile(
+    "^(ragged-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|psum"
+    "|ppermute|send|recv)([-.0-9]|$)"
+)
+_COLLECTIVE_KERNEL = re.compile("nccl|nvshmem|all.?reduce|collective", re.IGNORECASE)
+_NO_INSTRUCTION = re.compile("^(command_buffer|$)")
+
+Interval = tuple[float, float]
+Profile = Any  # a jax.profiler.ProfileData, which to type checkers is no type
+
+
+@dataclass(frozen=True)
+class StreamTime:
+    """One CUDA stream. Times in milliseconds."""
+
+    name: str
+    compute_ms: float
+    communication_ms: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """One collective of the program, over all its executions in the trace. Times in milliseconds."""
+
+    instruction: str
+    executions: int
+    total_ms: float
+    hidden_ms: float
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """One GPU of a trace. Times in milliseconds; kernels that run at the same time count once.
+
+    Attributes:
+      span_ms: first kernel's start to last kernel's end.
+      hidden_ms: communication that lies under compute; `exposed_ms` is the rest.
+      unnamed_ms: communication recognised by kernel names only, since XLA named no instruction.
+      collectives: per instruction, longest first.
+    """
+
+    device: str
+    span_ms: float
+    busy_ms: float
+    compute_ms: float
+    communication_ms: float
+    hidden_ms: float
+    unnamed_ms: float
+    streams: tuple[StreamTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+
+    @property
+    def exposed_ms(self) -> float:
+        return self.communication_ms - self.hidden_ms
+
+    @property
+    def hidden_share(self) -> float:
+        """Between 0 and 1; 1 where there is no communication."""
+        return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    start: float
+    end: float
+    stream: str
+    instruction: str  # empty: unknown
+    is_communication: bool
+
+
+def load(path: str | Path) -> Profile:
+    """Reads an `.xplane.pb` file, or the newest one under a folder of `jax.profiler.trace`.
+
+    Raises:
+      DhelixError: there is none, or it is no trace.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = sorted(path.rglob("*.xplane.pb"), key=lambda p: (p.stat().st_mtime, str(p)))
+        if not found:
+            hint = f"record one with jax.profiler.trace({str(path)!r})"
+            raise DhelixError(f"{path} holds no *.xplane.pb file; {hint}")
+        path = found[-1]
+    if not path.is_file():
+        raise DhelixError(f"{path}: no such trace; give an .xplane.pb file or a folder of jax.profiler.trace")
+    try:
+        return ProfileData.from_serialized_xspace(path.read_bytes())
+    except Exception as error:  # jaxlib raises its own error types
+        raise DhelixError(f"{path} is no profiler trace, or it is cut short: {error}") from None
+
+
+def devices(profile: Profile) -> list[str]:
+    """Names of the GPU planes of the trace, such as `/device:GPU:0`."""
+    names = [p.name for p in profile.planes if p.name and p.name.startswith("/device:GPU:")]
+    return sorted(names, key=lambda name: (len(name), name))
+
+
+def analyse(
+    profile: Profile,
+    module: HloModule | None = None,
+    module_name: str | None = None,
+    device: str | None = None,
+) -> TraceReport:
+    """Overlap on one GPU.
+
+    Args:
+      profile: see `load`.
+      module: the compiled module; its opcodes then decide what a collective is. Kernels of other modules are
+        left out, as with `module_name`.
+      module_name: counts only kernels of this module, and those that XLA names no module for.
+      device: name of a plane; by default the first GPU.
+
+    Raises:
+      DhelixError: no such GPU in the trace, or no kernels of that module on it.
+    """
+    names = devices(profile)
+    device = device or (names[0] if names else None)
+    if device not in names:
+        present = ", ".join(names) or "none: record it on GPUs"
+        raise DhelixError(f"the trace has no GPU {device or ''}; it has {present}")
+    plane = next(p for p in profile.planes if p.name == device)
+    communication = None if module is None else collective_instructions(module)
+    wanted = module.name if module is not None else module_name
+    kernels = [
+        kernel
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+        if (kernel := _kernel(event, line.name, communication, wanted)) is not None
+    ]
+    if not kernels:
+        raise DhelixError(f"the trace has no kernels{f' of module {wanted}' if wanted else ''} on {device}")
+    return _report(device, kernels)
+
+
+def collective_instructions(module: HloModule) -> frozenset[str]:
+    """Names of the instructions that communicate: collectives, and fusions and async wrappers around them."""
+    found: set[str] = set()
+    communicating: set[str] = set()  # computations
+    for computation in module.computations:  # callees first
+        for instruction in computation.instructions:
+            opcode = instruction.opcode.removesuffix("-start").removesuffix("-done")
+            wraps = opcode in ("async", "fusion") and any(c.name in communicating for c in instruction.called)
+            if opcode in COLLECTIVES or wraps:
+                found.add(instruction.name)
+                communicating.add(computation.name)
+    return frozenset(found)
+
+
+def _kernel(
+    event: Any, stream: str, communication: frozenset[str] | None, wanted: str | None
+) -> _Kernel | None:
+    stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
+    owner = str(stats.get("hlo_module", ""))
+    if wanted and owner and owner != wanted:
+        return None
+    name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]  # outer::inner where ops nest
+    if _NO_INSTRUCTION.match(name):
+        name, is_communication = "", bool(_COLLECTIVE_KERNEL.search(event.name))
+    elif communication is not None:
+        is_communication = name in communication
+    else:
+        is_communication = bool(_COLLECTIVE_NAME.match(name.replace("_", "-")))
+    start = event.start_ns / 1e6
+    return _Kernel(start, start + event.duration_ns / 1e6, stream, name, is_communication)
+
+
+def _report(device: str, kernels: Sequence[_Kernel]) -> TraceReport:
+    compute = merge((k.start, k.end) for k in kernels if not k.is_communication)
+    collectives: dict[str, list[_Kernel]] = defaultdict(list)
+    streams: dict[str, list[_Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        streams[kernel.stream].append(kernel)
+        if kernel.is_communication:
+            collectives[kernel.instruction].append(kernel)
+    communication = merge((k.start, k.end) for k in kernels if k.is_communication)
+    per_collective = [
+        CollectiveTime(name or "(no instruction)", len(of), length(spans), overlap(spans, compute))
+        for name, of in sorted(collectives.items())
+        for spans in (merge((k.start, k.end) for k in of),)
+    ]
+    everything = merge((k.start, k.end) for k in kernels)
+    return TraceReport(
+        device=device,
+        span_ms=everything[-1][1] - everything[0][0],
+        busy_ms=length(everything),
+        compute_ms=length(compute),
+        communication_ms=length(communication),
+        hidden_ms=overlap(communication, compute),
+        unnamed_ms=length(merge((k.start, k.end) for k in collectives.get("", ()))),
+        streams=tuple(
+            StreamTime(
+                name,
+                length(merge((k.start, k.end) for k in of if not k.is_communication)),
+                length(merge((k.start, k.end) for k in of if k.is_communication)),
+            )
+            for name, of in sorted(streams.items())
+        ),
+        collectives=tuple(sorted(per_collective, key=lambda c: -c.total_ms)),
+    )
+
+
+def merge(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union as disjoint intervals in order; touching ones become one."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        elif end > start:
+            result.append((start, end))
+    return result
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in disjoint)
+
+
+def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """Length of the intersection of two results of `merge`."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
