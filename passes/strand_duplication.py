@@ -38,6 +38,7 @@ from dhelix.passes.strand_partition import BACKWARD_NAME, Partition, partition
 from dhelix.passes.work import loop_work
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
+LAYERS = "strand_layers"  # name of a merged loop
 Copies = dict[Instruction, Instruction]
 
 
@@ -246,7 +247,7 @@ def _merge_pairs(
             continue
         used |= {f, b}
         inner_f, inner_b = _loops(f.called[0]), _loops(b.called[0])
-        loop, copies_f, copies_b = merge(f, b, "strand_layers")
+        loop, copies_f, copies_b = merge(f, b, LAYERS)
         merged.append(f"{f.name} + {b.name} x {WhileLoop(loop).trip_count}")
         merged += _merge_pairs(
             loop.called[0], [copies_f[i] for i in inner_f], [copies_b[i] for i in inner_b], context

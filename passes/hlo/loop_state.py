@@ -95,7 +95,10 @@ def merge(first: Instruction, second: Instruction, name: str) -> tuple[Instructi
     merged = builder.while_loop(initial, body.finish(body.tuple(roots)), condition, first, name)
     for old, to in ((first, lambda k: k), (second, lambda k: place[k])):
         _redirect(computation, old, merged, to)
-    computation.instructions = [i for i in computation.instructions if i is not first and i is not second]
+    gone = {first, second}
+    users = computation.users()
+    gone.update(start for start in (first.operands[0], second.operands[0]) if gone.issuperset(users[start]))
+    computation.instructions = [i for i in computation.instructions if i not in gone]
     computation.sort()
     return merged, copies_a, copies_b
 

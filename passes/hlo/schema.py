@@ -22,7 +22,13 @@ _KINDS = {
 
 # message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "Shape": (("element_type", 2, "int32"), ("dimensions", 3, "int64*"), ("tuple_shapes", 4, "Shape*")),
+    "Layout": (("minor_to_major", 1, "int64*"),),
+    "Shape": (
+        ("element_type", 2, "int32"),
+        ("dimensions", 3, "int64*"),
+        ("tuple_shapes", 4, "Shape*"),
+        ("layout", 5, "Layout"),
+    ),
     "ProgramShape": (("parameters", 1, "Shape*"), ("result", 2, "Shape"), ("parameter_names", 3, "string*")),
     "FrontendAttributes": (("map", 1, "map<string,string>"),),
     "OpMetadata": (("op_type", 1, "string"), ("op_name", 2, "string")),

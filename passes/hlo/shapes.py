@@ -20,7 +20,9 @@ _TYPES: dict[int, tuple[str, int]] = {
 
 
 def scalar(element_type: int) -> Any:
-    return Shape(element_type=element_type)
+    shape = Shape(element_type=element_type)
+    shape.layout.SetInParent()  # XLA reads no literal without a layout, be it that of a scalar
+    return shape
 
 
 def tuple_of(elements: Iterable[Any]) -> Any:

@@ -1,0 +1,249 @@
+"""One buffer of residuals for both strands: going forward, a strand fills the slots that the other frees.
+
+Before, in the merged layer loop (L layers; residuals of each kind are stacked, bf16[L, ...]):
+    a   = dynamic-slice(old_stack, L-1-l)          backward of alpha reads layer L-1-l
+    new = dynamic-update-slice(new_stack, r, l)    forward of beta writes layer l; new_stack starts as zeros
+After:
+    slot    = flip ? l : L-1-l                     every other micro-batch is stored the other way round
+    a       = dynamic-slice(stack, slot)
+    a, stack = opt-barrier(a, stack)               or copy insertion would copy the whole stack (facts below)
+    stack   = dynamic-update-slice(stack, r, slot)
+
+Contract
+    Consumes  the loop that strand_duplication made: a state element of the strand loop that goes into the merged
+              layer loop, is there read by slices only, and is replaced by a stack written there slot by slot.
+    Makes     one stack instead of two; `flip` is new state of the strand loop, and turns with each micro-batch.
+              B(M-1) after the loop reads its slots by the final flip, which is known: M is.
+    Leaves    a stack that is used in any other way; says which and why.
+
+Why it is legal: the index tables of both accesses are computed from the proved loop counters. The read table is a
+permutation of the slots and the write table is its mirror image, so that with the mirror of one strand the two
+coincide: each slot is read, then written, once per pair of micro-batches; what is read was stored by the same rule.
+Costs: a slice of each residual is materialised by the barrier. Copy insertion cannot see that a slot is read before
+it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it. DHelix section 4.3.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dhelix.passes.errors import PassRefusal
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.hlo.loop_state import add_element, drop_elements
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strand_duplication import LAYERS
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """One kind of residual: where it lives in the strand loop, in the merged loop, and in B(M-1)."""
+
+    outer: int
+    """Element of the strand loop."""
+    old: int
+    """Element of the merged loop that backward reads."""
+    new: int
+    """Element of the merged loop that forward writes."""
+    reads: tuple[Instruction, ...]
+    write: Instruction
+    last_loop: Instruction
+    """The loop of B(M-1)."""
+    last: int
+    """Its element."""
+    slots: int
+
+
+@dataclass(frozen=True)
+class ActivationSharing:
+    """No options."""
+
+    name: ClassVar[str] = "activation-sharing"
+    stage: ClassVar[Stage] = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        changed = False
+        for computation in list(module.computations):
+            for loop in [i for i in computation.instructions if i.opcode == "while"]:
+                for layers in _merged_loops(loop):
+                    changed |= _share(loop, layers, context)
+        return changed
+
+
+def _merged_loops(loop: Instruction) -> list[Instruction]:
+    """Loops in the body of `loop` that hold layers of both strands."""
+    return [i for i in loop.called[0].instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
+
+
+def _share(strands: Instruction, layers: Instruction, context: PassContext) -> bool:
+    stacks: list[_Stack] = []
+    for outer, (old, new) in _candidates(strands, layers).items():
+        try:
+            stacks.append(_match(WhileLoop(strands), WhileLoop(layers), outer, old, new))
+        except PassRefusal as refusal:
+            context.note(f"residual stack not shared: {refusal.reason}", refusal.instruction)
+    if not stacks:
+        return False
+    trips = WhileLoop(strands).trip_count
+    assert trips is not None  # strand_duplication proved it
+    freed = sum(shapes.byte_size(layers.shape.tuple_shapes[s.new]) for s in stacks)
+    flip = _add_flip(strands, layers)
+    for stack in stacks:
+        _use_one_stack(WhileLoop(layers), stack, flip)
+    _give_old_stack_to_both(strands, layers, stacks)
+    if trips % 2 == 1:  # F(0) is stored the plain way; the strand loop runs M - 1 times
+        _mirror_last_reads(stacks)
+    context.note("residuals of both strands share one buffer", layers, stacks=len(stacks), bytes_freed=freed)
+    return True
+
+
+def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int]]:
+    """Elements of the strand loop that enter the merged loop as one element and are replaced by another one."""
+    body = WhileLoop(strands).body
+    entering = {}
+    for k, start in enumerate(layers.operands[0].operands):
+        if start.opcode == "get-tuple-element" and start.operands[0] is body.parameters[0]:
+            entering.setdefault(start.tuple_index, k)
+    found = {}
+    for outer, value in enumerate(body.root.operands):
+        if value.opcode == "get-tuple-element" and value.operands[0] is layers and outer in entering:
+            if value.tuple_index != entering[outer]:
+                found[outer] = (entering[outer], value.tuple_index)
+    return found
+
+
+def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> _Stack:
+    """Proves that the two stacks can be one. Raises PassRefusal naming what stands in the way."""
+    shape = layers.instruction.shape.tuple_shapes[old]
+    if not shape.dimensions or shape.dimensions[0] != layers.trip_count:
+        raise PassRefusal(f"{shapes.text(shape)} has no slot per layer", layers.instruction)
+    users = layers.body.users()
+    reads = _slices(layers, old, users)
+    if old not in layers.invariants:
+        raise PassRefusal("the backward pass changes it", layers.body.root.operands[old])
+    write = layers.body.root.operands[new]
+    targets = [r for r, k in layers.reads.items() if k == new]
+    if write.opcode != "dynamic-update-slice" or write.operands[0] not in targets:
+        raise PassRefusal("the forward pass does not write it slot by slot", write)
+    if any(u is not write for t in targets for u in users[t]) or users[write] != [layers.body.root]:
+        raise PassRefusal("the forward pass reads what it has written", write)
+    if not _one_slot(write.operands[1].shape, shape) or not _starts_at_zero(write.operands[3:]):
+        raise PassRefusal("the forward pass writes more or less than one slot", write)
+    tables = [layers.index_table(r.operands[1]) for r in reads]
+    written = layers.index_table(write.operands[2])
+    slots = shape.dimensions[0]
+    if not reads or any(t is None or t != tables[0] for t in tables) or written is None:
+        raise PassRefusal("slots are not given by the layer counter", write)
+    assert tables[0] is not None
+    mirrored = [slots - 1 - s for s in tables[0]]
+    if sorted(written) != list(range(slots)) or mirrored != written:
+        raise PassRefusal("backward does not walk the slots in the opposite order of forward", write)
+    body_readers = [u for r, k in strands.reads.items() if k == outer for u in strands.body.users()[r]]
+    if any(u is not layers.instruction.operands[0] for u in body_readers):
+        raise PassRefusal("it is read outside the layer loop", body_readers[0])
+    last_loop, last = _last_use(strands, outer, tables[0])
+    return _Stack(outer, old, new, tuple(reads), write, last_loop, last, slots)
+
+
+def _slices(loop: WhileLoop, index: int, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
+    """The dynamic slices of one slot that read element `index`; refuses any other reader but the root."""
+    stack = loop.instruction.shape.tuple_shapes[index]
+    found = []
+    for read, k in loop.reads.items():
+        for user in users[read] if k == index else ():
+            if user is loop.body.root:
+                continue
+            if user.opcode != "dynamic-slice" or not _one_slot(user.shape, stack):
+                raise PassRefusal("the backward pass reads more than one slot at a time", user)
+            if not _starts_at_zero(user.operands[2:]):
+                raise PassRefusal("the backward pass reads a part of a slot", user)
+            found.append(user)
+    return found
+
+
+def _one_slot(part: object, stack: object) -> bool:
+    wanted = [1, *stack.dimensions[1:]]  # type: ignore[attr-defined]
+    return list(part.dimensions) == wanted  # type: ignore[attr-defined]
+
+
+def _starts_at_zero(indices: list[Instruction]) -> bool:
+    for index in indices:
+        values = [*index.proto.literal.s32s, *index.proto.literal.s64s, *index.proto.literal.u32s]
+        if index.opcode != "constant" or values != [0]:
+            return False
+    return True
+
+
+def _last_use(strands: WhileLoop, outer: int, table: list[int]) -> tuple[Instruction, int]:
+    """The loop of B(M-1) and its element that holds the stack; it must read the slots as the merged loop does."""
+    computation = strands.instruction.computation
+    users = computation.users()
+    reads = [r for r in users[strands.instruction] if r.tuple_index == outer and users[r]]
+    starts = [u for r in reads for u in users[r]]
+    loops = [w for s in starts for w in users[s] if s.opcode == "tuple" and w.opcode == "while"]
+    if len(starts) != 1 or len(loops) != 1 or users[starts[0]] != loops:
+        raise PassRefusal("the last backward pass reads it outside its layer loop", strands.instruction)
+    loop = WhileLoop(loops[0])
+    index = starts[0].operands.index(reads[0])
+    slices = _slices(loop, index, loop.body.users())
+    if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
+        raise PassRefusal("the last backward pass reads other slots than the ones before", loop.instruction)
+    return loops[0], index
+
+
+def _add_flip(strands: Instruction, layers: Instruction) -> Instruction:
+    """`flip`, false for F(0)'s residuals and turned by every micro-batch; returns it inside the merged loop."""
+    start = Builder(strands.computation).scalar(False, shapes.PRED)
+    flip = add_element(strands, start)
+    body = strands.called[0]
+    body.root.operands[-1] = Builder(body).make("not", flip.shape, [flip])
+    body.sort()
+    return add_element(layers, flip)
+
+
+def _use_one_stack(layers: WhileLoop, stack: _Stack, flip: Instruction) -> None:
+    """Reads and writes the old stack at the mirrored slot, each read before the write."""
+    builder = Builder(layers.body)
+    source = stack.reads[0].operands[0]
+    index = stack.reads[0].operands[1]
+    slot = builder.make("select", index.shape, [flip, _mirror(builder, index, stack.slots), index])
+    for read in stack.reads:
+        read.operands[1] = slot
+    *read_values, buffer = builder.barrier([*stack.reads, source])
+    fence = buffer.operands[0].operands[0]
+    for before, after in zip(stack.reads, read_values, strict=True):
+        replace_uses(layers.body, before, after)
+    fence.operands = [*stack.reads, source]  # the barrier itself reads what it guards
+    stack.write.operands[0] = buffer
+    stack.write.operands[2] = slot
+    layers.body.root.operands[stack.old] = stack.write
+    layers.body.root.operands[stack.new] = next(
+        (r for r, k in layers.reads.items() if k == stack.new), None
+    ) or builder.element(layers.body.parameters[0], stack.new)
+    layers.body.sort()
+
+
+def _mirror(builder: Builder, index: Instruction, slots: int) -> Instruction:
+    last = builder.scalar(slots - 1, index.shape.element_type)
+    return builder.binary("subtract", last, index)
+
+
+def _give_old_stack_to_both(strands: Instruction, layers: Instruction, stacks: list[_Stack]) -> None:
+    """Readers of the new stacks read the old ones, which hold the new residuals now; the new ones go."""
+    body: Computation = strands.called[0]
+    moved = {s.new: s.old for s in stacks}
+    for user in body.users()[layers]:
+        if user.tuple_index in moved:
+            user.proto.tuple_index = moved[user.tuple_index]
+    drop_dead(layers.called[0])
+    drop_elements(layers, moved)
+    drop_dead(body)
+
+
+def _mirror_last_reads(stacks: list[_Stack]) -> None:
+    """B(M-1) reads residuals that are stored the other way round."""
+    for stack in stacks:
+        loop = WhileLoop(stack.last_loop)
+        builder = Builder(loop.body)
+        for read in _slices(loop, stack.last, loop.body.users()):
+            read.operands[1] = _mirror(builder, read.operands[1], stack.slots)
+        loop.body.sort()
