@@ -1,0 +1,1 @@
+"""The command line of dhelix and what runs on several hosts. Start at `cli.py`."""

@@ -1,0 +1,130 @@
+"""The program `dhelix`: one command line, one module per subcommand.
+
+A subcommand is a module with three names:
+
+    USAGE: str                # what `dhelix <command> --help` prints above its flags
+    define_flags(values: flags.FlagValues) -> None             # on these values, never on the global ones
+    run(values: flags.FlagValues, arguments: list[str]) -> int | None     # arguments: what is no flag
+
+It is imported when it is called for and not before, so `dhelix --help` is fast and needs no JAX. To add one,
+write the module and give it a line in COMMANDS.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from absl import app, flags, logging
+
+from dhelix.passes.errors import DhelixError
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a subcommand lives and what it is for. One that needs no device leaves accelerators alone."""
+
+    module: str
+    summary: str
+    needs_device: bool = True
+
+
+COMMANDS = {
+    "train": Command("dhelix.launch.train", "train a language model, plain or with interleaved strands"),
+    "inspect": Command(
+        "dhelix.launch.inspect",
+        "show what each collective of a compiled step is hidden under, and what stays exposed",
+        needs_device=False,
+    ),
+}
+
+_OVERVIEW = """\
+dhelix hides the communication of distributed training behind its computation.
+
+usage: dhelix COMMAND [arguments] [flags]
+
+commands:
+{commands}
+
+`dhelix COMMAND --help` says more about one of them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `dhelix` with the given arguments (default: those of the process) and exits with its status.
+
+    Status 0: done; 1: the work failed, with one line on stderr that says why; 2: the command line is wrong.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        sys.exit(0 if arguments else 2)
+    name, *rest = arguments
+    if name not in COMMANDS:
+        _fail(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", status=2)
+    if not COMMANDS[name].needs_device:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: no search for accelerators
+    module = importlib.import_module(COMMANDS[name].module)
+    values, positional = _parse(name, module, rest)
+    app.run(lambda _: _run(name, module, values, positional), argv=["dhelix"], flags_parser=_no_global_flags)
+
+
+def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.FlagValues, list[str]]:
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=values)
+    flags.DEFINE_bool("verbose", False, "log more to stderr", short_name="v", flag_values=values)
+    module.define_flags(values)
+    try:
+        positional = values(["dhelix", *arguments])[1:]
+    except flags.Error as error:
+        _fail(f"{_one_line(error)}; see `dhelix {name} --help`", name, status=2)
+    if values["help"].value:
+        print(f"{module.USAGE.strip()}\n\nflags:\n{_flag_help(values)}")
+        sys.exit(0)
+    return values, positional
+
+
+def _run(name: str, module: ModuleType, values: flags.FlagValues, positional: list[str]) -> int | None:
+    logging.set_verbosity(logging.DEBUG if values["verbose"].value else logging.WARNING)
+    try:
+        return module.run(values, positional)
+    except DhelixError as error:
+        _fail(_one_line(error), name)
+
+
+def _no_global_flags(argv: Sequence[str]) -> list[str]:
+    """For absl's app: libraries may have defined flags of their own, and they stay at their defaults."""
+    flags.FLAGS.mark_as_parsed()
+    return list(argv)
+
+
+def _fail(message: str, name: str = "", status: int = 1) -> None:
+    print(f"dhelix {name}".strip() + f": {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return _OVERVIEW.format(commands="\n".join(f"  {n:{width}}  {c.summary}" for n, c in COMMANDS.items()))
+
+
+def _flag_help(values: flags.FlagValues) -> str:
+    lines = []
+    for name in dict.fromkeys(values[key].name for key in values):
+        flag = values[name]
+        choices = getattr(flag.parser, "enum_values", None)
+        kind = "|".join(choices) if choices else flag.flag_type().upper()
+        spelled = f"--[no]{name}" if flag.boolean else f"--{name}={kind}"
+        spelled = f"-{flag.short_name}, {spelled}" if flag.short_name else spelled
+        shown = "" if flag.boolean or flag.default in (None, "") else f" (default: {flag.default})"
+        text = textwrap.fill(f"{flag.help}{shown}", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines.append(f"  {spelled}\n{text}")
+    return "\n".join(lines)

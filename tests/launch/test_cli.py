@@ -1,0 +1,103 @@
+"""The command line as its user sees it: what is printed where, and the exit status."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from absl import flags
+
+from dhelix.launch import cli
+from dhelix.passes.errors import DhelixError
+
+
+@pytest.fixture
+def greet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A subcommand `greet`."""
+    module = ModuleType("greet_command")
+    module.USAGE = "usage: dhelix greet NAME [flags]\n\nGreets."  # type: ignore[attr-defined]
+    module.calls = []  # type: ignore[attr-defined]
+
+    def define_flags(values: flags.FlagValues) -> None:
+        flags.DEFINE_integer("times", 1, "how often", lower_bound=1, flag_values=values)
+        flags.DEFINE_bool("loud", False, "in capitals", flag_values=values)
+
+    def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
+        if not arguments:
+            raise DhelixError("whom?\n  name somebody")
+        module.calls.append((arguments, values["times"].value, values["loud"].value))  # type: ignore[attr-defined]
+        return 3 if arguments == ["three"] else None
+
+    module.define_flags, module.run = define_flags, run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "greet_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "greet", cli.Command("greet_command", "says hello"))
+    return module
+
+
+def status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    return stopped.value.code or 0  # type: ignore[return-value]
+
+
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("--help") == 0
+    text = capsys.readouterr().out
+    for name, command in cli.COMMANDS.items():
+        assert f"  {name}" in text and command.summary in text
+
+
+def test_no_command_shows_the_overview_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status() == 2
+    assert "usage: dhelix COMMAND" in capsys.readouterr().out
+
+
+def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("inspct") == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert "no command 'inspct'" in shown.err and "inspect" in shown.err
+
+
+def test_flags_and_arguments_in_any_order(greet: ModuleType) -> None:
+    assert status("greet", "--times=2", "you", "--loud") == 0
+    assert status("greet", "three") == 3
+    assert greet.calls == [(["you"], 2, True), (["three"], 1, False)]
+
+
+def test_help_of_a_command(greet: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("greet", "--help") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: dhelix greet NAME")
+    assert "--times=INT\n      how often (default: 1)" in text
+    assert "--[no]loud" in text
+    assert greet.calls == []
+
+
+@pytest.mark.parametrize("flag", ["--tims=2", "--times=0", "--times=many"])
+def test_bad_flags_are_one_line(greet: ModuleType, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("greet", "you", flag) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and shown.startswith("dhelix greet: ")
+    assert "see `dhelix greet --help`" in shown
+
+
+def test_an_error_of_dhelix_is_one_line_and_no_traceback(
+    greet: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("greet") == 1
+    assert capsys.readouterr().err == "dhelix greet: whom? name somebody\n"
+
+
+def test_global_flags_stay_untouched(greet: ModuleType) -> None:
+    assert status("greet", "you") == 0
+    assert "times" not in flags.FLAGS
+
+
+def test_help_needs_no_jax() -> None:
+    code = (
+        "import sys\nfrom dhelix.launch import cli\n"
+        "try: cli.main(['--help'])\nexcept SystemExit: sys.exit('jax' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
