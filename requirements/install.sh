@@ -25,6 +25,7 @@ usable() { [ -x "$venv/bin/python" ] && new_enough "$venv/bin/python" && "$venv/
 make_venv() {
     usable && return
     rm -rf "$venv"
+    [ -z "${PYTHON:-}" ] || new_enough "$PYTHON" || say "PYTHON=$PYTHON is not Python 3.12 or newer: looking elsewhere"
     candidates | while read -r python; do
         new_enough "$python" || continue
         say "$venv with $("$python" --version) ($python)"
