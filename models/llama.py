@@ -29,24 +29,26 @@ Params = dict[str, Any]
 # Which dimension of one layer's weight is split over `tp`: heads or the hidden layer of the feed-forward.
 _LAYER_SPECS = {
     "attention_norm": PartitionSpec(),
-    "wq": PartitionSpec(None, "tp", None),
-    "wk": PartitionSpec(None, "tp", None),
-    "wv": PartitionSpec(None, "tp", None),
-    "wo": PartitionSpec("tp", None, None),
+    "wq": PartitionSpec(None, "tp"),
+    "wk": PartitionSpec(None, "tp"),
+    "wv": PartitionSpec(None, "tp"),
+    "wo": PartitionSpec("tp"),
     "ffn_norm": PartitionSpec(),
     "w_gate": PartitionSpec(None, "tp"),
     "w_up": PartitionSpec(None, "tp"),
-    "w_down": PartitionSpec("tp", None),
+    "w_down": PartitionSpec("tp"),
 }
 
 
 def param_specs(config: LlamaConfig) -> Params:
     """The `PartitionSpec` of each parameter over mesh axis `tp`: replicated over `dp`, norms over both."""
     if config.scan_layers:
-        layers: Any = {name: PartitionSpec(None, *spec) for name, spec in _LAYER_SPECS.items()}
+        layers: Any = {
+            name: PartitionSpec(None, *spec) if spec else spec for name, spec in _LAYER_SPECS.items()
+        }
     else:
         layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
-    specs = {"embedding": PartitionSpec("tp", None), "layers": layers, "final_norm": PartitionSpec()}
+    specs = {"embedding": PartitionSpec("tp"), "layers": layers, "final_norm": PartitionSpec()}
     if not config.tie_embeddings:
         specs["head"] = PartitionSpec(None, "tp")
     return specs
@@ -161,7 +163,7 @@ def _as_tree(module: Any) -> Any:
         return {name: _as_tree(child) for name, child in module.items()}
     if isinstance(module, nnx.List):
         return [_as_tree(child) for child in module]
-    return module[...]
+    return module.get_value()
 
 
 class Llama(nnx.Module):
