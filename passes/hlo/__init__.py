@@ -6,4 +6,13 @@ from dhelix.passes.hlo.module import Computation, HloModule, Instruction
 from dhelix.passes.hlo.schema import Shape
 from dhelix.passes.hlo.verify import HloVerifyError, verify
 
-__all__ = ["Builder", "Computation", "HloModule", "HloVerifyError", "Instruction", "Shape", "WhileLoop", "verify"]
+__all__ = [
+    "Builder",
+    "Computation",
+    "HloModule",
+    "HloVerifyError",
+    "Instruction",
+    "Shape",
+    "WhileLoop",
+    "verify",
+]

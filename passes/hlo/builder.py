@@ -6,8 +6,9 @@ from typing import Any
 from dhelix.passes.hlo import schema, shapes
 from dhelix.passes.hlo.module import NEW, Computation, HloModule, Instruction
 
+
 class Builder:
-    """Appends instructions to one computation. Names are made unique, ids are given by `HloModule.to_bytes`."""
+    """Appends instructions to one computation; makes names unique. `HloModule.to_bytes` gives ids."""
 
     def __init__(self, computation: Computation) -> None:
         self.computation = computation
@@ -29,9 +30,12 @@ class Builder:
         return self._append(proto, operands, called)
 
     def copy(
-        self, original: Instruction, operands: Iterable[Instruction], called: Iterable[Computation] | None = None
+        self,
+        original: Instruction,
+        operands: Iterable[Instruction],
+        called: Iterable[Computation] | None = None,
     ) -> Instruction:
-        """A copy of `original` on other operands. Control predecessors are not copied: they name the old place."""
+        """A copy of `original` on other operands, without control predecessors, which name the old place."""
         proto = schema.InstructionProto()
         proto.CopyFrom(original.proto)
         proto.name = self.module.unique_name(original.name)
@@ -63,13 +67,19 @@ class Builder:
     def while_loop(
         self, initial: Instruction, body: Computation, condition: Computation, like: Instruction, name: str
     ) -> Instruction:
-        """A loop from `initial`; its metadata comes from the loop `like`, what the compiler knew of that does not."""
+        """A loop from `initial` with the metadata of `like`, but not what the compiler knew of that."""
         loop = self.make("while", initial.shape, [initial], name=name, called=[body, condition])
         loop.proto.metadata.CopyFrom(like.proto.metadata)
         return loop
 
     def scalar(self, value: int | bool, element_type: int) -> Instruction:
-        field = {shapes.PRED: "preds", shapes.S32: "s32s", shapes.S64: "s64s", shapes.U32: "u32s", shapes.U64: "u64s"}
+        field = {
+            shapes.PRED: "preds",
+            shapes.S32: "s32s",
+            shapes.S64: "s64s",
+            shapes.U32: "u32s",
+            shapes.U64: "u64s",
+        }
         constant = self.make("constant", shapes.scalar(element_type))
         constant.proto.literal.shape.CopyFrom(constant.shape)
         getattr(constant.proto.literal, field[element_type]).append(value)

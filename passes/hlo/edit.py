@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.module import Computation, Instruction
 
-# Opcodes whose called computation is a scalar function of its operands; XLA lets several instructions share it.
+# Opcodes whose called computation is a scalar function of its operands; several instructions may share it.
 _APPLIED = frozenset(
-    "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter sort".split()
+    "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter "
+    "sort".split()
 )
 _EFFECTS = frozenset(
     "infeed outfeed send send-done recv recv-done rng rng-get-and-update-state domain parameter".split()
@@ -15,7 +16,7 @@ _EFFECTS = frozenset(
 
 
 def has_side_effect(instruction: Instruction) -> bool:
-    """Whether the instruction does more than compute its result; a loop or call has the effects of what it calls."""
+    """Whether the instruction does more than compute its result; a loop has the effects of its body."""
     if instruction.opcode in _EFFECTS:
         return instruction.opcode != "parameter"
     if instruction.opcode == "custom-call":

@@ -1,4 +1,4 @@
-"""Reachability by data flow and control dependencies inside one computation, and walks over the call graph."""
+"""Reachability by data flow and control dependencies in one computation, and walks over the call graph."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -9,7 +9,9 @@ def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[I
     """The seeds and everything that depends on them. Instructions stand operands first, so one sweep does."""
     found = set(seeds)
     for instruction in computation.instructions:
-        if not found.isdisjoint(instruction.operands) or not found.isdisjoint(instruction.control_predecessors):
+        if not found.isdisjoint(instruction.operands) or not found.isdisjoint(
+            instruction.control_predecessors
+        ):
             found.add(instruction)
     return found
 
@@ -34,7 +36,9 @@ def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
     return found
 
 
-def walk(computation: Computation, into: Callable[[Instruction], bool] = lambda i: True) -> Iterator[Instruction]:
+def walk(
+    computation: Computation, into: Callable[[Instruction], bool] = lambda i: True
+) -> Iterator[Instruction]:
     """Instructions of `computation` and of everything it calls where `into(caller)`; callers come first."""
     for instruction in computation.instructions:
         yield instruction

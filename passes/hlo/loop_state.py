@@ -1,7 +1,7 @@
 """Edits of a loop's state in place: elements added or dropped, and two loops made one.
 
-Each edit keeps the loop's other elements, their values and their readers; it renumbers what must be renumbered in
-the body, the condition, the initial tuple and the readers of the result.
+Each edit keeps the loop's other elements, their values and their readers; it renumbers what must
+be renumbered in the body, the condition, the initial tuple and the readers of the result.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ def add_element(loop: Instruction, initial: Instruction) -> Instruction:
 
 
 def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
-    """Removes elements that neither the condition nor anything but the body's root reads, nor any reader of the loop.
+    """Removes elements that only the body's root reads: neither the condition nor a reader of the loop.
 
     Raises ValueError when something still does.
     """
@@ -44,7 +44,11 @@ def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
     for owner in (loop, body.parameters[0], condition.parameters[0], body.root):
         remaining = [owner.shape.tuple_shapes[k] for k in kept]
         owner.shape.CopyFrom(shapes.tuple_of(remaining))
-    for source, computation in ((body.parameters[0], body), (condition.parameters[0], condition), (loop, loop.computation)):
+    for source, computation in (
+        (body.parameters[0], body),
+        (condition.parameters[0], condition),
+        (loop, loop.computation),
+    ):
         readers = computation.users()
         dead = []
         for read in readers[source]:
@@ -69,10 +73,10 @@ def _elements(start: Instruction) -> list[Instruction]:
 
 
 def merge(first: Instruction, second: Instruction, name: str) -> tuple[Instruction, Copies, Copies]:
-    """One loop whose body does an iteration of both. The caller has proved equal trip counts and independence.
+    """One loop whose body does an iteration of both. The caller proved equal trip counts and independence.
 
-    Elements of `second` that are the same as elements of `first` are carried once: invariants with the same initial
-    value, and counters that go through the same values (both conditions then agree, and `first`'s decides).
+    Elements of `second` that are the same as elements of `first` are carried once: invariants with the same
+    initial value, and counters that go through the same values (the conditions then agree).
     Readers of both loops read the merged one. Returns it, and where each body's instructions went.
     """
     a, b = WhileLoop(first), WhileLoop(second)
@@ -101,7 +105,6 @@ def merge(first: Instruction, second: Instruction, name: str) -> tuple[Instructi
     computation.instructions = [i for i in computation.instructions if i not in gone]
     computation.sort()
     return merged, copies_a, copies_b
-
 
 
 def _places(a: WhileLoop, b: WhileLoop) -> dict[int, int]:
@@ -140,7 +143,9 @@ def _copy_condition(loop: WhileLoop, initial: Instruction, name: str) -> Computa
     return builder.finish(copies[loop.condition.root])
 
 
-def _redirect(computation: Computation, old: Instruction, new: Instruction, place: Callable[[int], int]) -> None:
+def _redirect(
+    computation: Computation, old: Instruction, new: Instruction, place: Callable[[int], int]
+) -> None:
     """Readers of `old`'s result read `new`'s; a reader of the whole tuple gets one rebuilt from it."""
     whole: Instruction | None = None
     for user in computation.users()[old]:
@@ -150,5 +155,7 @@ def _redirect(computation: Computation, old: Instruction, new: Instruction, plac
             continue
         if whole is None:
             builder = Builder(computation)
-            whole = builder.tuple([builder.element(new, place(k)) for k in range(len(old.shape.tuple_shapes))])
+            whole = builder.tuple(
+                [builder.element(new, place(k)) for k in range(len(old.shape.tuple_shapes))]
+            )
         user.operands = [whole if o is old else o for o in user.operands]

@@ -1,9 +1,9 @@
 """`while` loops: state, invariants, trip counts, and scalar integers that follow from the loop counter.
 
-Trip counts are proved, never guessed: the part of the state that the loop condition depends on is executed with
-XLA's integer semantics, from its constant initial values. That covers any counter that `lax.scan`, `fori_loop` or
-`while_loop` can make of constants, up or down, by any step; a loop that depends on anything else has no proved
-trip count.
+Trip counts are proved, never guessed: the part of the state that the loop condition depends on is executed
+with XLA's integer semantics, from its constant initial values. That covers any counter that `lax.scan`,
+`fori_loop` or `while_loop` can make of constants, up or down, by any step; a loop that depends on anything
+else has no proved trip count.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,21 @@ from dhelix.passes.hlo.module import Computation, Instruction
 
 _MAX_TRIPS = 1_000_000
 _WIDTH = {shapes.S32: (32, True), shapes.U32: (32, False), shapes.S64: (64, True), shapes.U64: (64, False)}
-_LITERAL = {shapes.PRED: "preds", shapes.S32: "s32s", shapes.S64: "s64s", shapes.U32: "u32s", shapes.U64: "u64s"}
+_LITERAL = {
+    shapes.PRED: "preds",
+    shapes.S32: "s32s",
+    shapes.S64: "s64s",
+    shapes.U32: "u32s",
+    shapes.U64: "u64s",
+}
 _COMPARE = {
     "LT": lambda a, b: a < b, "LE": lambda a, b: a <= b, "GT": lambda a, b: a > b, "GE": lambda a, b: a >= b,
     "EQ": lambda a, b: a == b, "NE": lambda a, b: a != b,
 }  # fmt: skip
 _BINARY = {
     "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
-    "minimum": min, "maximum": max, "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+    "minimum": min, "maximum": max, "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
 }  # fmt: skip
 
 
@@ -46,7 +53,8 @@ class WhileLoop:
             or len(parameters) != 1
             or self.body.root.opcode != "tuple"
             or any(
-                parameters[0] in i.operands and i.opcode != "get-tuple-element" for i in self.body.instructions
+                parameters[0] in i.operands and i.opcode != "get-tuple-element"
+                for i in self.body.instructions
             )
         ):
             raise PassRefusal("the loop does not carry a tuple that its body takes apart and rebuilds", loop)
@@ -123,7 +131,7 @@ class WhileLoop:
         return evaluate(value, {})
 
     def index_table(self, value: Instruction) -> list[int] | None:
-        """`value`, a scalar of the body, in each iteration, where it follows from the loop counter; else None."""
+        """`value`, a scalar of the body, in each iteration, where the loop counter decides it; else None."""
         if self.counters is None:
             return None
         try:
@@ -160,7 +168,8 @@ def evaluate(value: Instruction, state: Mapping[int, int]) -> int:
 
 
 _EVALUABLE = frozenset(_BINARY) | {
-    "compare", "select", "clamp", "negate", "convert", "copy", "reshape", "bitcast", "not", "constant", "call",
+    "compare", "select", "clamp", "negate", "convert", "copy", "reshape", "bitcast", "not", "constant",
+    "call",
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """A module of HLO as a graph of Python objects over `HloModuleProto`.
 
-`HloModule.from_bytes` turns ids into references (`instruction.operands`, `instruction.called`), so that passes
-edit pointers and never ids; `to_bytes` numbers what is new and writes references back. Everything that the
-schema does not declare stays in each object's `proto` and is written back as it was.
+`HloModule.from_bytes` turns ids into references (`instruction.operands`, `instruction.called`), so that
+passes edit pointers and never ids; `to_bytes` numbers what is new and writes references back. Everything that
+the schema does not declare stays in each object's `proto` and is written back as it was.
 
 Order is kept: `computation.instructions` holds operands before users, `module.computations` callees before
 callers. A pass may append out of order; `to_bytes` restores the order with the least movement.
@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 from dhelix.passes import jax_compat
 from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import schema, shapes
-
 
 NEW = -1  # id of an instruction that the module has not been written with yet; 0 is a valid id
 
@@ -112,7 +111,9 @@ class Computation:
                     order.append(top)
                     stack.pop()
                 elif state.get(top) == 1:
-                    raise DhelixError(f"instructions of {self.name} depend on each other in a circle at {top.name}")
+                    raise DhelixError(
+                        f"instructions of {self.name} depend on each other in a circle at {top.name}"
+                    )
                 else:
                     state[top] = 1
                     stack.extend(reversed(waiting))
@@ -130,13 +131,15 @@ class Computation:
 
 
 class HloModule:
-    """A parsed module. `schedule` maps computations to their instruction sequence; empty before scheduling."""
+    """A parsed module. `schedule` maps computations to instruction sequences; empty before scheduling."""
 
     def __init__(self, source: bytes, origin: str = "HLO module") -> None:
         try:
             self.proto = schema.ModuleProto.FromString(source)
         except DecodeError as error:
-            raise DhelixError(f"{origin} is no serialized HloModuleProto, or it is cut short: {error}") from None
+            raise DhelixError(
+                f"{origin} is no serialized HloModuleProto, or it is cut short: {error}"
+            ) from None
         self._source = source
         self._names: dict[str, int] | None = None
         self._last_computation = max((c.id for c in self.proto.computations), default=0)
@@ -188,10 +191,12 @@ class HloModule:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "HloModule":
-        """Reads a file of an XLA dump: text (`*.txt`, `*.hlo`), HloModuleProto (`*.pb`) or HloProto (`*.hlo.pb`)."""
+        """Reads a file of an XLA dump: text (.txt, .hlo), HloModuleProto (.pb) or HloProto (.hlo.pb)."""
         path = Path(path)
         if not path.is_file():
-            raise DhelixError(f"{path}: no such file; name one .hlo.pb or .txt file of an --xla_dump_to folder")
+            raise DhelixError(
+                f"{path}: no such file; name one .hlo.pb or .txt file of an --xla_dump_to folder"
+            )
         data = path.read_bytes()
         if path.suffix in (".txt", ".hlo"):
             try:
@@ -222,7 +227,7 @@ class HloModule:
         return HloModule(self.to_bytes())
 
     def unique_name(self, base: str) -> str:
-        """`base` with a number that no instruction or computation of the module has; trailing numbers are dropped."""
+        """`base`, trailing numbers dropped, with a number that nothing of that name in the module has."""
         if self._names is None:
             self._names = {}
             for computation in self.computations:
@@ -242,9 +247,11 @@ class HloModule:
             self._names.setdefault(name, 0)
 
     def new_computation(self, base: str) -> Computation:
-        """An empty computation, to be filled by a Builder. It stays in the module only while something calls it."""
+        """An empty computation, to be filled by a Builder. `to_bytes` drops it if nothing calls it."""
         self._last_computation += 1
-        computation = Computation(schema.ComputationProto(name=self.unique_name(base), id=self._last_computation), self)
+        computation = Computation(
+            schema.ComputationProto(name=self.unique_name(base), id=self._last_computation), self
+        )
         self.computations.append(computation)
         return computation
 
@@ -289,7 +296,9 @@ class HloModule:
         self.schedule = {c: s for c, s in self.schedule.items() if c in order}
         for computation in self.computations:
             computation.sort()
-            number = max((i.proto.id & 0xFFFFFFFF for i in computation.instructions if i.proto.id != NEW), default=0)
+            number = max(
+                (i.proto.id & 0xFFFFFFFF for i in computation.instructions if i.proto.id != NEW), default=0
+            )
             for instruction in computation.instructions:
                 if instruction.proto.id == NEW:
                     number += 1

@@ -1,7 +1,7 @@
 """The part of XLA's `hlo.proto` and `xla_data.proto` that the passes read or write.
 
-No maintained package ships Python classes for these files, so the few messages needed are declared here with
-protobuf descriptors. Fields that are not declared ride along as unknown fields and are written back untouched.
+No maintained package ships Python classes for these files, so the few messages needed are declared here
+with protobuf descriptors. Undeclared fields ride along as unknown fields and are written back untouched.
 Field numbers are XLA's (xla/service/hlo.proto, xla/xla_data.proto); they are never reused by XLA, so this
 schema reads modules of any version.
 """
@@ -59,6 +59,17 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("replica_groups", 1, "ReplicaGroup*"),
         ("iota_replica_group_list", 2, "IotaReplicaGroupList"),
     ),
+    "MeshAxis": (("name", 1, "string"), ("size", 2, "int64")),
+    "DeviceIota": (("reshape_dims", 1, "int64*"), ("transpose_perm", 2, "int32*")),
+    "Mesh": (("axes", 1, "MeshAxis*"), ("device_ids", 2, "int64*"), ("iota", 3, "DeviceIota")),
+    "SubAxis": (("pre_size", 1, "int64"), ("size", 2, "int64")),
+    "AxisRef": (("mesh_axis_index", 1, "int64"), ("sub_axis", 2, "SubAxis")),
+    "MeshAxesReplicaGroupList": (("mesh", 1, "Mesh"), ("axes", 2, "AxisRef*")),
+    "OutputOperandAliasing": (
+        ("output_shape_index", 1, "int64*"),
+        ("operand_index", 2, "int64"),
+        ("operand_shape_index", 3, "int64*"),
+    ),
     "Instruction": (
         ("name", 1, "string"),
         ("opcode", 2, "string"),
@@ -83,9 +94,12 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("comparison_direction", 63, "string"),
         ("custom_call_has_side_effect", 65, "bool"),
         ("frontend_attributes", 68, "FrontendAttributes"),
+        ("output_operand_aliasing", 74, "OutputOperandAliasing*"),
         ("async_execution_thread", 79, "string"),
         ("collective_device_list", 87, "CollectiveDeviceList"),
         ("is_composite", 89, "bool"),
+        ("iota_replica_groups", 92, "IotaReplicaGroupList"),
+        ("mesh_replica_groups", 93, "MeshAxesReplicaGroupList"),
     ),
     "Computation": (
         ("name", 1, "string"),
@@ -127,7 +141,9 @@ def _build() -> dict[str, type]:
                 entry = message.nested_type.add(name=f"{field_name.title().replace('_', '')}Entry")
                 entry.options.map_entry = True
                 for n, part in enumerate((key, value), 1):
-                    _set_type(entry.field.add(name=("key", "value")[n - 1], number=n, label=_F.LABEL_OPTIONAL), part)
+                    _set_type(
+                        entry.field.add(name=("key", "value")[n - 1], number=n, label=_F.LABEL_OPTIONAL), part
+                    )
                 field.label, field.type = _F.LABEL_REPEATED, _F.TYPE_MESSAGE
                 field.type_name = f".dhelix.{name}.{entry.name}"
                 continue

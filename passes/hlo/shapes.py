@@ -1,4 +1,4 @@
-"""Shapes: `Shape` messages with `element_type`, `dimensions` and, for tuples, `tuple_shapes`. Sizes are in bytes."""
+"""`Shape` messages: `element_type`, `dimensions` and, for tuples, `tuple_shapes`. Sizes are in bytes."""
 
 import math
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ PRED, S32, S64, U32, U64, F32, TUPLE, TOKEN = 1, 4, 5, 8, 9, 11, 13, 17
 
 # xla_data.proto PrimitiveType: number -> (name, bits)
 _TYPES: dict[int, tuple[str, int]] = {
-    1: ("pred", 8), 2: ("s8", 8), 3: ("s16", 16), 4: ("s32", 32), 5: ("s64", 64), 6: ("u8", 8), 7: ("u16", 16),
-    8: ("u32", 32), 9: ("u64", 64), 10: ("f16", 16), 11: ("f32", 32), 12: ("f64", 64), 14: ("opaque", 0),
-    15: ("c64", 64), 16: ("bf16", 16), 17: ("token", 0), 18: ("c128", 128), 19: ("f8e5m2", 8), 20: ("f8e4m3fn", 8),
-    21: ("s4", 4), 22: ("u4", 4), 23: ("f8e4m3b11fnuz", 8), 24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8),
-    26: ("s2", 2), 27: ("u2", 2), 28: ("f8e4m3", 8), 29: ("f8e3m4", 8), 30: ("s1", 1), 31: ("u1", 1),
-    32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
+    1: ("pred", 8), 2: ("s8", 8), 3: ("s16", 16), 4: ("s32", 32), 5: ("s64", 64), 6: ("u8", 8),
+    7: ("u16", 16), 8: ("u32", 32), 9: ("u64", 64), 10: ("f16", 16), 11: ("f32", 32), 12: ("f64", 64),
+    14: ("opaque", 0), 15: ("c64", 64), 16: ("bf16", 16), 17: ("token", 0), 18: ("c128", 128),
+    19: ("f8e5m2", 8), 20: ("f8e4m3fn", 8), 21: ("s4", 4), 22: ("u4", 4), 23: ("f8e4m3b11fnuz", 8),
+    24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 26: ("s2", 2), 27: ("u2", 2), 28: ("f8e4m3", 8),
+    29: ("f8e3m4", 8), 30: ("s1", 1), 31: ("u1", 1), 32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8),
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The checks that every pass's input and output must meet; each failure names the instruction.
 
-XLA verifies modules too, but it does so inside the compiler, where a failure ends the user's job. Here a module
-that does not hold is dropped and the one before it used.
+XLA verifies modules too, but inside the compiler, where a failure ends the user's job. Here a module that
+does not hold is dropped and the one before it used.
 """
 
 from dhelix.passes.errors import DhelixError
@@ -28,13 +28,14 @@ def verify(module: HloModule) -> None:
 
 
 def verify_sequence(computation: Computation, sequence: list[Instruction]) -> None:
-    """A schedule is a permutation of the instructions in which operands and control predecessors come first."""
+    """A schedule is a permutation of the instructions; operands and control predecessors come first."""
     done: set[Instruction] = set()
     for instruction in sequence:
         for needed in (*instruction.operands, *instruction.control_predecessors):
             if needed not in done:
                 raise HloVerifyError(
-                    f"schedule of {computation.name}: {instruction.name} runs before {needed.name}, which it needs"
+                    f"schedule of {computation.name}: {instruction.name} runs before {needed.name}, "
+                    "which it needs"
                 )
         if instruction in done or instruction.computation is not computation:
             raise HloVerifyError(f"schedule of {computation.name} holds {instruction.name} twice or wrongly")
@@ -61,10 +62,14 @@ def _check_computation(computation: Computation, names: set[str], known: set[Com
         _unique(names, instruction.name, computation.name)
         for operand in instruction.operands:
             if operand not in seen:
-                raise _error(instruction, f"reads {operand.name}, which is not before it in {computation.name}")
+                raise _error(
+                    instruction, f"reads {operand.name}, which is not before it in {computation.name}"
+                )
         for called in instruction.called:
             if called not in known:
-                raise _error(instruction, f"calls {called.name}, which does not stand before {computation.name}")
+                raise _error(
+                    instruction, f"calls {called.name}, which does not stand before {computation.name}"
+                )
         check = _CHECKS.get(instruction.opcode)
         if check is not None:
             check(instruction)
@@ -73,7 +78,9 @@ def _check_computation(computation: Computation, names: set[str], known: set[Com
     for instruction in computation.instructions:
         for predecessor in instruction.control_predecessors:
             if predecessor not in seen:
-                raise _error(instruction, f"has control predecessor {predecessor.name} of another computation")
+                raise _error(
+                    instruction, f"has control predecessor {predecessor.name} of another computation"
+                )
     if computation.root not in seen:
         raise HloVerifyError(f"root of {computation.name} is not one of its instructions")
     numbers = [p.proto.parameter_number for p in computation.parameters]
@@ -104,7 +111,12 @@ def _check_while(instruction: Instruction) -> None:
     for computation in (body, condition):
         if len(computation.parameters) != 1:
             raise _error(instruction, f"{computation.name} must have one parameter")
-        _expect(instruction, computation.parameters[0].shape, instruction.shape, f"the parameter of {computation.name}")
+        _expect(
+            instruction,
+            computation.parameters[0].shape,
+            instruction.shape,
+            f"the parameter of {computation.name}",
+        )
     _expect(instruction, body.root.shape, instruction.shape, f"the result of {body.name}")
     if condition.root.shape.element_type != shapes.PRED:
         raise _error(instruction, f"condition {condition.name} returns no predicate")
@@ -113,7 +125,9 @@ def _check_while(instruction: Instruction) -> None:
 def _check_call(instruction: Instruction) -> None:
     parameters = instruction.called[0].parameters
     if len(parameters) != len(instruction.operands):
-        raise _error(instruction, f"gives {len(instruction.operands)} arguments for {len(parameters)} parameters")
+        raise _error(
+            instruction, f"gives {len(instruction.operands)} arguments for {len(parameters)} parameters"
+        )
     for operand, parameter in zip(instruction.operands, parameters, strict=True):
         _expect(instruction, operand.shape, parameter.shape, f"operand {operand.name}")
 
