@@ -1,0 +1,145 @@
+"""Checkpoints of a training run: the state and, beside it, the run's configuration as JSON.
+
+A step is written to a temporary folder that Orbax renames when it is whole, so an interrupted save leaves
+nothing that a resume would take for a checkpoint. What a checkpoint holds is compared with what the run
+expects before anything is read.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from dhelix.passes.errors import DhelixError
+
+Config = Mapping[str, Any]
+"""JSON values by name; nested mappings are compared entry by entry."""
+
+
+class CheckpointError(DhelixError):
+    """A checkpoint cannot be written or read, or is another model's."""
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder; to be used as a context manager, whose end awaits the writes.
+
+    Args:
+      folder: made where there is none.
+      config: what the checkpoints belong to. A checkpoint whose configuration differs is refused.
+      keep: how many of the newest to keep.
+      notes: JSON values that are stored beside the configuration and not compared.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], config: Config, keep: int = 3, notes: Config | None = None
+    ):
+        self.folder = Path(folder).absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
+        self._config = _plain({"config": config, "notes": notes or {}})
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """Number of the newest whole checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any) -> None:
+        """Copies `state` off the devices and writes it in the background."""
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(self._config))
+        self._manager.save(step, args=items, force=True)
+
+    def wait(self) -> None:
+        """Until all saves are on disk."""
+        self._manager.wait_until_finished()
+
+    def notes(self, step: int) -> Config:
+        """The notes that were stored with a checkpoint."""
+        return self._run(step)["notes"]
+
+    def restore(self, abstract_state: Any) -> tuple[int, Any]:
+        """Step and state of the newest checkpoint, laid out as `abstract_state` (`jax.ShapeDtypeStruct`s with
+        shardings, which may differ from those it was written with).
+
+        Raises:
+          CheckpointError: there is none, or it is of another configuration, or its arrays have other names,
+            shapes or types. Names the first entry that differs.
+        """
+        step = self.latest_step
+        if step is None:
+            raise CheckpointError(f"no checkpoint in {self.folder}; leave out --resume to start a new run")
+        where = f"the checkpoint of step {step} in {self.folder}"
+        _compare(where, self._run(step)["config"], self._config["config"])
+        metadata = self._manager.item_metadata(step)["state"]
+        stored = {} if metadata is None else _arrays(getattr(metadata, "tree", metadata))
+        _compare(where, stored, _arrays(abstract_state))
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        )
+        return step, restored["state"]
+
+    def _run(self, step: int) -> dict[str, Any]:
+        restore = ocp.args.Composite(run=ocp.args.JsonRestore())
+        try:
+            return self._manager.restore(step, args=restore)["run"]
+        except (FileNotFoundError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder / str(step)} was not written by `dhelix train` ({_first_line(error)}); "
+                "give another --checkpoint_dir"
+            ) from error
+
+
+def _arrays(tree: Any) -> dict[str, str]:
+    """Shape and type of each array by its path: `params.layers.wq` -> `float32[4,128,8,16]`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {_path(path): _describe(leaf) for path, leaf in leaves if hasattr(leaf, "shape")}
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    names = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    return ".".join(str(name) for name in names)
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _compare(where: str, stored: Config, expected: Config) -> None:
+    stored, expected = _flat(stored), _flat(expected)
+    for name in [*expected, *(name for name in stored if name not in expected)]:
+        there, here = stored.get(name, "absent"), expected.get(name, "absent")
+        if there != here:
+            raise CheckpointError(
+                f"{where} is of another model: {name} is {there} there and {here} here; "
+                "give the options it was written with, or another --checkpoint_dir"
+            )
+
+
+def _flat(config: Config, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    """As it comes back from JSON: tuples become lists."""
+    return json.loads(json.dumps(config))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,114 @@
+"""Byte-level text to train on: any file or folder, by default the Python standard library's own sources.
+
+A batch is a function of the step's number alone, so that a resumed run reads what an unbroken one would have
+read, and each host reads only the rows that its devices hold.
+"""
+
+import dataclasses
+import os
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from dhelix.passes.errors import DhelixError
+
+VOCABULARY = 256
+"""One token per byte."""
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+class DataError(DhelixError):
+    """The text to train on is missing, unreadable, empty or too short."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """A text as one array of bytes, uint8 `[size]`; `name` says where it is from."""
+
+    name: str
+    tokens: np.ndarray
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hex digits of the content: tells whether a resumed run reads the same text."""
+        return f"{zlib.crc32(self.tokens.data):08x}"
+
+    def check(self, seq: int) -> None:
+        """Raises DataError unless a row of `seq` + 1 tokens can be cut out."""
+        if len(self.tokens) < seq + 1:
+            raise DataError(
+                f"{self.name} holds {len(self.tokens)} bytes, and a row of --seq {seq} needs {seq + 1}; "
+                "give more text by --data or a smaller --seq"
+            )
+
+    def offsets(self, step: int, rows: int, seq: int, seed: int = 0) -> np.ndarray:
+        """Where the rows of batch number `step` begin: uniform over the text, int64 `[rows]`."""
+        self.check(seq)
+        return np.random.default_rng([seed, step]).integers(0, len(self.tokens) - seq, rows)
+
+    def batch(self, step: int, rows: int, seq: int, seed: int = 0, part: slice = slice(None)) -> np.ndarray:
+        """The rows `part` of batch number `step`: int32 `[rows, seq + 1]`, inputs and targets overlapping."""
+        starts = self.offsets(step, rows, seq, seed)[part]
+        return self.tokens[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
+
+    def sharded_batch(
+        self, step: int, rows: int, seq: int, sharding: NamedSharding, seed: int = 0
+    ) -> dict[str, jax.Array]:
+        """`{"tokens": int32 [rows, seq + 1]}` over the devices of `sharding`; a host reads its own rows."""
+
+        def local(index: Any) -> np.ndarray:
+            return self.batch(step, rows, seq, seed, index[0])[:, index[1]]
+
+        return {"tokens": jax.make_array_from_callback((rows, seq + 1), sharding, local)}
+
+
+def load(path: str | os.PathLike[str] | None = None) -> Corpus:
+    """The text of a file, or of all files of a folder in the order of their paths; None is the library's.
+
+    A single file is mapped, not read. Hidden files and folders are left out. Raises DataError.
+    """
+    if path is None:
+        library = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _files(library) if file.suffix == ".py"]
+        kept = [file for file in files if not _NOT_LIBRARY & set(file.relative_to(library).parts)]
+        return _corpus("the standard library's sources", kept)
+    root = Path(path)
+    if not root.exists():
+        raise DataError(f"there is no file or folder {path}; give --data one that exists")
+    return _corpus(str(path), _files(root) if root.is_dir() else [root])
+
+
+def _files(folder: Path) -> list[Path]:
+    """Regular files below `folder`, by their paths relative to it: the same order on every host."""
+    files = [
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _corpus(name: str, files: list[Path]) -> Corpus:
+    if len(files) == 1:
+        tokens = _read(files[0], mapped=True)
+    else:
+        tokens = np.concatenate([np.empty(0, np.uint8), *(_read(file) for file in files)])
+    if not len(tokens):
+        raise DataError(f"{name} holds no text; give --data a file, or a folder with files in it")
+    return Corpus(name, tokens)
+
+
+def _read(file: Path, mapped: bool = False) -> np.ndarray:
+    try:
+        # An empty file cannot be mapped.
+        if mapped and file.stat().st_size:
+            return np.memmap(file, np.uint8, "r")
+        return np.fromfile(file, np.uint8)
+    except OSError as error:
+        raise DataError(f"cannot read {file} ({error.strerror}); check its permissions") from None
