@@ -1,4 +1,4 @@
-"""What a Bazel test runs: pytest, without the tests for real GPUs, on files named below the working directory."""
+"""What a Bazel test runs: pytest on files named below the working directory, less the tests for real GPUs."""
 
 import os
 import sys
