@@ -1,0 +1,156 @@
+"""What a collective of an HLO module is: kind, size, and which devices take part.
+
+XLA writes a collective plain (`all-gather`), as a pair (`async-start` around it and `async-done`, or the
+older `all-gather-start` and `all-gather-done`), or inside a fusion that is itself plain or async (Triton
+collectives). It writes the devices in one of four forms: lists, a reshaped and transposed iota, and both
+again as axes of a mesh. This module reads all of them.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from dhelix.passes.hlo import Instruction, shapes
+from dhelix.passes.hlo.schema import InstructionProto
+
+KINDS = frozenset(
+    """all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute
+    collective-broadcast""".split()
+)
+_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective as costs see it.
+
+    Attributes:
+      kind: HLO's name, such as `all-gather`.
+      size: bytes of the whole buffer on one device: gathered, or before it is reduced.
+      groups: devices that communicate with each other; pairs for `collective-permute`. Empty: all devices.
+    """
+
+    kind: str
+    size: int
+    groups: Groups
+
+    def group_size(self, default: int) -> int:
+        return max(map(len, self.groups), default=default)
+
+    def nodes(self, gpus_per_node: int) -> int:
+        """Over how many nodes the widest group spreads, device n standing on node n // gpus_per_node."""
+        return max((len({d // gpus_per_node for d in group}) for group in self.groups), default=1)
+
+
+def is_start(instruction: Instruction) -> bool:
+    """Whether an async pair of any kind (collective, fusion, copy) begins here."""
+    return instruction.opcode.endswith("-start")
+
+
+def is_done(instruction: Instruction) -> bool:
+    return instruction.opcode.endswith("-done")
+
+
+def start_of(done: Instruction) -> Instruction:
+    """The start of the pair that `done` ends."""
+    start = done.operands[0]
+    while start.opcode == "async-update":
+        start = start.operands[0]
+    return start
+
+
+def find_collective(instruction: Instruction) -> Collective | None:
+    """The collective that begins at `instruction`, or None. The `-done` of a pair begins none."""
+    found = _payload(instruction)
+    if found is None:
+        return None
+    kind = found.opcode.removesuffix("-start")
+    if found is instruction and is_start(found):  # its shape holds the operands and the result
+        size = max(map(_bytes, (*found.operands, *found.shape.tuple_shapes[1:2])))
+    else:
+        size = max(sum(map(_bytes, found.operands)), _bytes(found))
+    return Collective(kind, size, device_groups(found))
+
+
+def _bytes(value: Any) -> int:
+    return shapes.byte_size(value.shape if isinstance(value, Instruction) else value)
+
+
+def _payload(instruction: Instruction) -> Instruction | None:
+    opcode = instruction.opcode
+    if opcode.removesuffix("-start") in KINDS:
+        return instruction
+    if opcode in ("async-start", "fusion"):
+        inside = (_payload(i) for called in instruction.called for i in called.instructions)
+        return next((found for found in inside if found is not None), None)
+    return None
+
+
+def device_groups(collective: Instruction) -> Groups:
+    """Groups of device ids, in whichever form XLA wrote them; empty means all devices in one group."""
+    proto = collective.proto
+    if proto.source_target_pairs:
+        return tuple((pair.source, pair.target) for pair in proto.source_target_pairs)
+    only = InstructionProto()
+    for field in _FIELDS:
+        getattr(only, field).MergeFrom(getattr(proto, field))
+    return _groups(only.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=1024)
+def _groups(serialized: bytes) -> Groups:
+    proto = InstructionProto.FromString(serialized)
+    listed = proto.replica_groups or proto.collective_device_list.replica_groups
+    if listed:
+        return tuple(tuple(group.replica_ids) for group in listed)
+    for iota in (proto.iota_replica_groups, proto.collective_device_list.iota_replica_group_list):
+        if iota.num_replica_groups:
+            ids = _iota(iota.iota_reshape_dims, iota.iota_transpose_perm)
+            return tuple(itertools.batched(ids, iota.num_devices_per_group))
+    mesh = proto.mesh_replica_groups.mesh
+    return _mesh_groups(mesh, proto.mesh_replica_groups.axes) if mesh.axes else ()
+
+
+def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
+    """0, 1, ... in the shape `dimensions`, transposed, read off row by row."""
+    strides = _strides(dimensions)
+    order = list(permutation) or list(range(len(dimensions)))
+    return [
+        sum(i * strides[axis] for i, axis in zip(index, order, strict=True))
+        for index in itertools.product(*(range(dimensions[axis]) for axis in order))
+    ]
+
+
+def _mesh_groups(mesh: Any, axes: Any) -> Groups:
+    """Devices that differ only along `axes`; an axis may be taken in part: `size` after `pre_size` of it."""
+    dimensions: list[int] = []
+    taken: list[int] = []
+    for number, axis in enumerate(mesh.axes):
+        parts = sorted(
+            (ref.sub_axis.pre_size or 1, ref.sub_axis.size or axis.size)
+            for ref in axes
+            if ref.mesh_axis_index == number
+        )
+        done = 1
+        for before, size in parts:
+            dimensions += [before // done, size]
+            taken.append(len(dimensions) - 1)
+            done = before * size
+        dimensions.append(axis.size // done)
+    ids = list(mesh.device_ids) or _iota(mesh.iota.reshape_dims or dimensions, mesh.iota.transpose_perm)
+    rest = [n for n in range(len(dimensions)) if n not in taken]
+    width = 1
+    for n in taken:
+        width *= dimensions[n]
+    return tuple(itertools.batched((ids[i] for i in _iota(dimensions, rest + taken)), width))
+
+
+def _strides(dimensions: Sequence[int]) -> list[int]:
+    strides = [1] * len(dimensions)
+    for n in reversed(range(len(dimensions) - 1)):
+        strides[n] = strides[n + 1] * dimensions[n + 1]
+    return strides

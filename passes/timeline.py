@@ -1,0 +1,282 @@
+"""The one evaluator of schedules: when each instruction of a sequence runs, and what it costs together.
+
+Compute runs in the order of the sequence, one instruction at a time. A collective may begin when the compute
+before its start is done and its lane is free; a lane runs one collective at a time, in the order of their
+starts. A done makes compute wait. While a collective and compute run at the same time each proceeds at a rate
+of its own (`Hardware.compute_rate`, `communication_rate`), so lengths depend on what lies beside what. A
+loop is entered: its body is played from idle lanes once and repeated, or played as it stands while a
+collective that began outside is still under way. Nothing here decides anything: costs and an order in, times
+out.
+
+Async compute (fusions on further streams) shares the SMs with the rest, and so counts as compute at its
+start. A collective that is no pair, or that XLA will make synchronous, is a start and a done at one place.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dhelix.passes.collectives import is_done, is_start, start_of
+from dhelix.passes.costs import Cost, Costs, Lane, sequence_of, trip_count
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.profiles.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An instruction on its lane, from `start` to `end` seconds; `body` repeated `count` times for a loop."""
+
+    instruction: str
+    lane: Lane
+    start: float
+    end: float
+    body: "Timeline | None" = None
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """All executions of one collective, loops counted.
+
+    Attributes:
+      alone: seconds it would take if nothing ran beside it; `hidden + exposed` is what it takes.
+      hidden: of these, seconds under compute; `exposed`: while compute waits.
+      under: compute instructions that run meanwhile, and for how long, longest first.
+    """
+
+    instruction: str
+    lane: Lane
+    count: int
+    alone: float
+    hidden: float
+    exposed: float
+    under: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A sequence played from idle lanes. Seconds, loops counted.
+
+    Attributes:
+      seconds: from the first instruction to the last.
+      compute: the compute lane is busy; `compute_alone` without what collectives slow it down by.
+      hidden: communication (of any lane) and compute run; `exposed`: communication runs and compute waits.
+    """
+
+    seconds: float
+    compute: float
+    compute_alone: float
+    hidden: float
+    exposed: float
+    intervals: tuple[Interval, ...]
+    collectives: tuple[CollectiveTime, ...]
+
+    @property
+    def communication(self) -> float:
+        return self.hidden + self.exposed
+
+    @property
+    def slow_down(self) -> float:
+        """What compute loses by running beside collectives."""
+        return self.compute - self.compute_alone
+
+
+def simulate(
+    computation: Computation,
+    order: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    hardware: Hardware,
+    bodies: dict[Computation, Timeline] | None = None,
+) -> Timeline:
+    """Plays `order`, a sequence of `computation`, from idle lanes to the end of its last instruction.
+
+    Args:
+      costs: of every instruction, in called computations too; `Costs(hardware)` computes them as needed.
+      bodies: timelines of called computations, kept from call to call; they must have been played alike.
+    """
+    player = _Player(costs, hardware, {} if bodies is None else bodies)
+    player.play(order)
+    player.drain()
+    return player.timeline()
+
+
+def simulate_module(
+    module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None
+) -> Timeline:
+    """The entry computation of a module, in the order of its schedule."""
+    costs = Costs(hardware) if costs is None else costs
+    return simulate(module.entry, sequence_of(module.entry), costs, hardware)
+
+
+@dataclass
+class _Flight:
+    """A collective that has been started."""
+
+    instruction: Instruction
+    lane: Lane
+    left: float
+    begin: float | None = None
+
+
+@dataclass
+class _Tally:
+    lane: Lane
+    count: int = 0
+    alone: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+    under: dict[str, float] = field(default_factory=dict)
+
+
+class _Player:
+    """The state of the lanes while a sequence is played."""
+
+    def __init__(
+        self, costs: Mapping[Instruction, Cost], hardware: Hardware, bodies: dict[Computation, Timeline]
+    ) -> None:
+        self.costs, self.hardware, self.bodies = costs, hardware, bodies
+        self.now = self.compute = self.compute_alone = self.hidden = self.exposed = 0.0
+        self.lanes: dict[Lane, deque[_Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
+        self.under_way: dict[Instruction, _Flight] = {}
+        self.intervals: list[Interval] = []
+        self.tallies: dict[str, _Tally] = {}
+
+    def play(self, order: Sequence[Instruction]) -> None:
+        for instruction in order:
+            if is_done(instruction):
+                self.wait(start_of(instruction))
+            elif instruction.opcode == "while":
+                self.loop(instruction)
+            elif instruction.opcode == "call":
+                self.play(sequence_of(instruction.called[0]))
+            elif instruction.opcode == "conditional":
+                branches = [(self.body(c).seconds, -n) for n, c in enumerate(instruction.called)]
+                self.play(sequence_of(instruction.called[-max(branches)[1]]))
+            else:
+                self.run(instruction, self.costs[instruction])
+
+    def run(self, instruction: Instruction, cost: Cost) -> None:
+        if cost.seconds <= 0.0:
+            return
+        if cost.lane is Lane.COMPUTE:
+            start = self.now
+            self._advance(cost.seconds, instruction.name)
+            self.compute_alone += cost.seconds
+            self.compute += self.now - start
+            self.intervals.append(Interval(instruction.name, cost.lane, start, self.now))
+            return
+        flight = _Flight(instruction, cost.lane, cost.seconds)
+        self.lanes[cost.lane].append(flight)
+        self.under_way[instruction] = flight
+        tally = self.tallies.setdefault(instruction.name, _Tally(cost.lane))
+        tally.count += 1
+        tally.alone += cost.seconds
+        if not is_start(instruction):
+            self.wait(instruction)
+
+    def wait(self, start: Instruction) -> None:
+        """Compute stands still until the collective begun at `start` is done."""
+        while start in self.under_way:
+            self._pass(None, "")
+
+    def drain(self) -> None:
+        while self.under_way:
+            self._pass(None, "")
+
+    def loop(self, loop: Instruction) -> None:
+        count = trip_count(loop)
+        left = 1 if count is None else count
+        while left and self.under_way:
+            self.play(sequence_of(loop.called[0]))
+            left -= 1
+        if not left:
+            return
+        body, start = self.body(loop.called[0]), self.now
+        self.now += left * body.seconds
+        for name in ("compute", "compute_alone", "hidden", "exposed"):
+            setattr(self, name, getattr(self, name) + left * getattr(body, name))
+        self.intervals.append(Interval(loop.name, Lane.COMPUTE, start, self.now, body, left))
+        for inner in body.collectives:
+            tally = self.tallies.setdefault(inner.instruction, _Tally(inner.lane))
+            tally.count += left * inner.count
+            for name in ("alone", "hidden", "exposed"):
+                setattr(tally, name, getattr(tally, name) + left * getattr(inner, name))
+            for beside, seconds in inner.under:
+                tally.under[beside] = tally.under.get(beside, 0.0) + left * seconds
+
+    def body(self, computation: Computation) -> Timeline:
+        if computation not in self.bodies:
+            self.bodies[computation] = simulate(
+                computation, sequence_of(computation), self.costs, self.hardware, self.bodies
+            )
+        return self.bodies[computation]
+
+    def _advance(self, work: float, name: str) -> None:
+        while work > 0.0:
+            work = self._pass(work, name)
+
+    def _pass(self, work: float | None, name: str) -> float:
+        """Lets time pass to the next end: of a collective, or of `work` seconds of compute. Returns what is
+        left."""
+        heads = [lane[0] for lane in self.lanes.values() if lane]
+        if not heads:
+            self.now += work or 0.0
+            return 0.0
+        beside = work is not None
+        compute_rate = self.hardware.compute_rate if beside else 1.0
+        rate = self.hardware.communication_rate if beside else 1.0
+        first = min(head.left for head in heads)
+        ends = first / rate
+        last = False
+        if work is not None and work / compute_rate <= ends:
+            ends, last = work / compute_rate, work / compute_rate < ends
+        start, self.now = self.now, self.now + ends
+        if beside:
+            self.hidden += ends
+        else:
+            self.exposed += ends
+        for head in heads:
+            self._progress(head, start, ends, beside, name)
+            if not last and head.left == first:
+                self._finish(head)
+            else:
+                head.left = max(head.left - ends * rate, 0.0)
+        if work is None or ends == work / compute_rate:
+            return 0.0
+        return work - ends * compute_rate
+
+    def _progress(self, head: _Flight, start: float, seconds: float, beside: bool, name: str) -> None:
+        if head.begin is None:
+            head.begin = start
+        tally = self.tallies[head.instruction.name]
+        if beside:
+            tally.hidden += seconds
+            tally.under[name] = tally.under.get(name, 0.0) + seconds
+        else:
+            tally.exposed += seconds
+
+    def _finish(self, flight: _Flight) -> None:
+        self.lanes[flight.lane].popleft()
+        del self.under_way[flight.instruction]
+        begin = self.now if flight.begin is None else flight.begin
+        self.intervals.append(Interval(flight.instruction.name, flight.lane, begin, self.now))
+
+    def timeline(self) -> Timeline:
+        collectives = tuple(
+            CollectiveTime(name, t.lane, t.count, t.alone, t.hidden, t.exposed, _longest_first(t.under))
+            for name, t in self.tallies.items()
+        )
+        intervals = sorted(self.intervals, key=lambda i: (i.start, i.end))
+        return Timeline(
+            self.now,
+            self.compute,
+            self.compute_alone,
+            self.hidden,
+            self.exposed,
+            tuple(intervals),
+            collectives,
+        )
+
+
+def _longest_first(under: dict[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(under.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,1 @@
+"""What things cost: hardware descriptions and cost models. Knows nothing of HLO."""

@@ -1,0 +1,76 @@
+"""Descriptions of GPUs and their networks: what the roofline in `roofline.py` and the timeline need.
+
+Peaks are the vendors'; efficiencies are what well-shaped operators of a Transformer reach of them. H200's are
+fitted to measured steps (Llama-8B layer shapes, 8 layers, TP = SP = 4, M = 16; times in ms):
+
+    program          step   without communication   compute beside NCCL   collective time under compute
+    plain            1075   894                     915                   46 %
+    two strands      1025   880                     973                   90 %
+
+Collective time is stretched where it lies under compute: strands expose 50 = 10 % of it, so it totals 500, of
+which the 450 under compute cost compute 93 (rate 0.8) and did the work of about 130 alone (rate 0.3). That
+both proceed and gain a tenth together, no more, is why the share of hidden communication is no measure of
+speed. The other GPUs take the same fractions of their own peaks: guesses until a profile is measured there.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU in its cluster. Seconds, bytes, operations per second, bytes per second.
+
+    Attributes:
+      peak_flops: dense bf16 tensor-core operations per second; other types scale by their width.
+      memory_bandwidth: of device memory; `memory_bytes` is its size.
+      gemm_efficiency, attention_efficiency, memory_efficiency: share of the peak that operators reach.
+      kernel_seconds: what a kernel costs beside its work: launch, ramp up and down.
+      intra_bandwidth: bus bandwidth that one collective reaches per GPU inside a node (NCCL's busbw).
+      inter_bandwidth: the same per GPU across nodes; a group with k GPUs on each node has k network cards.
+      intra_latency, inter_latency: start-up of a collective, for the kernel and per step of its ring.
+      gpus_per_node: devices 0 .. n-1 are node 0, and so on.
+      compute_rate: how fast compute proceeds while a collective runs beside it; 1 is undisturbed.
+      communication_rate: how fast the collective proceeds meanwhile.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bandwidth: float
+    memory_bytes: float
+    intra_bandwidth: float
+    inter_bandwidth: float
+    gpus_per_node: int = 8
+    gemm_efficiency: float = 0.7
+    attention_efficiency: float = 0.55
+    memory_efficiency: float = 0.8
+    kernel_seconds: float = 3e-6
+    intra_latency: float = 8e-6
+    inter_latency: float = 20e-6
+    compute_rate: float = 0.8
+    communication_rate: float = 0.3
+
+
+# NVLink 4, 18 links: 450 GB/s each way, of which NCCL reaches about 330; 400 Gb/s of network per GPU.
+H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
+H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9)
+# A100 with NVLink cut to 400 GB/s (200 each way); 4 x 200 Gb/s per node of 8 (DHelix 6, AMSP VI).
+A800 = Hardware("A800", 312e12, 2.04e12, 80e9, 150e9, 11e9)
+# PCIe 4.0, shared by the node; one 100 Gb/s card per node of 8 (DHelix section 6).
+A40 = Hardware(
+    "A40",
+    149.7e12,
+    0.696e12,
+    48e9,
+    16e9,
+    1.4e9,
+    intra_latency=15e-6,
+    compute_rate=0.9,
+    communication_rate=0.8,
+)
+
+# Without peer-to-peer access (`NCCL_P2P_DISABLE=1`) collectives go through host memory, a PCIe-class network.
+H200_NO_P2P = replace(
+    H200, name="H200-no-p2p", intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9
+)
+
+ALL: dict[str, Hardware] = {h.name: h for h in (H200, H200_NO_P2P, H100, A800, A40)}
