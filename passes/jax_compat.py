@@ -7,9 +7,11 @@ Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; wha
 from __future__ import annotations
 
 import copy
+from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax._src import config
 from jax.interpreters import mlir
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -21,7 +23,8 @@ def parse_hlo_text(text: str) -> bytes:
     try:
         return _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
     except Exception as error:  # XlaRuntimeError, whose module differs between jaxlib versions
-        raise DhelixError(f"not HLO text that this jaxlib reads: {str(error).splitlines()[0]}") from None
+        message = " ".join(str(error).split())
+        raise DhelixError(f"not HLO text that this jaxlib reads: {message[:300]}") from None
 
 
 def hlo_text(module: bytes) -> str:
@@ -63,3 +66,24 @@ def _computation(lowered: jax.stages.Lowered) -> Any:
             f" (jax {jax.__version__}; dhelix supports jax >= 0.11.2 and < 0.13)"
         )
     return computation
+
+
+def trace_context() -> Hashable:
+    """What of JAX's configuration, context meshes included, makes `jax.jit` trace anew."""
+    return config.trace_context()
+
+
+def is_jitted(function: object) -> bool:
+    """Whether `function` is the result of `jax.jit`."""
+    return hasattr(function, "_jit_info")
+
+
+def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Positions and names of the static arguments of what `jax.jit` returned."""
+    info = jitted._jit_info
+    return frozenset(info.static_argnums), frozenset(info.static_argnames)
+
+
+def program_key(lowered: jax.stages.Lowered) -> int:
+    """Equal for two lowerings that are one cached program. Valid while one of the two is alive."""
+    return id(_computation(lowered))

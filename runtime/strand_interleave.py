@@ -1,0 +1,294 @@
+"""`@strand_interleave`: a train step whose micro-batches run as two strands.
+
+    @strand_interleave(donate_argnums=0)                    # the step has a loop over micro-batches, or
+    @strand_interleave(microbatches=16, donate_argnums=0)   # it calls dhelix.value_and_grad
+    def train_step(state, batch): ...
+
+It stands in place of `jax.jit`. For each kind of arguments (told apart as by `jax.jit`: shapes, types,
+shardings, static values, configuration) the step is lowered, its HLO goes through the LOWERED passes, and the
+result is compiled; on GPUs the compiler calls the passes of the later stages. Where no pass changes anything,
+the step is what `jax.jit` makes of it, and a line in the log says why. With DHELIX=off in the environment it is
+`jax.jit(train_step)` altogether: no pass, no splitting of the batch.
+
+Nothing here touches a device before the first call: `jax.distributed.initialize()` works after decoration.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Collection, Hashable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+from jax.core import Tracer
+
+from dhelix.passes import jax_compat
+from dhelix.passes.activation_sharing import ActivationSharing
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.manager import Pass, PassManager, Stage, say_once
+from dhelix.passes.report import Report
+from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.runtime import registration, verification
+from dhelix.runtime.specialization import Specialization
+from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
+
+SCHEDULES: dict[str, tuple[Pass, ...]] = {"list": (), "xla": ()}
+_JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
+
+
+def default_passes(schedule: str = "list") -> tuple[Pass, ...]:
+    """The passes that `strand_interleave` runs. `schedule` is one of SCHEDULES."""
+    if schedule not in SCHEDULES:
+        raise DhelixError(f"schedule={schedule!r} means nothing; take one of {', '.join(sorted(SCHEDULES))}")
+    return (StrandDuplication(), ActivationSharing(), *SCHEDULES[schedule])
+
+
+@overload
+def strand_interleave(function: Callable[..., Any], /, **options: Any) -> InterleavedStep: ...
+@overload
+def strand_interleave(**options: Any) -> Callable[[Callable[..., Any]], InterleavedStep]: ...
+def strand_interleave(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    microbatches: int | None = None,
+    reduce: str = "mean",
+    schedule: str = "list",
+    strict: bool = False,
+    verify: bool = False,
+    passes: Sequence[Pass] | None = None,
+    disable: Collection[str] = (),
+    dump_to: str | Path | None = None,
+    **jit_options: Any,
+) -> Any:
+    """Decorates a train step, plain or already jitted.
+
+    Args:
+      function: the step.
+      microbatches: into how many micro-batches `dhelix.value_and_grad` splits its batch. None: the step has a
+        loop over micro-batches of its own, which is used as it stands.
+      reduce: how losses and gradients of micro-batches combine: "mean", "sum", "weighted".
+      schedule: order of operators on GPUs: "list", or "xla" to leave it to XLA.
+      strict: raise where the step would be left alone.
+      verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
+        arguments (`runtime.verification`).
+      passes: what to run in place of `default_passes(schedule)`.
+      disable: names of passes not to run.
+      dump_to: folder for the HLO before and after each pass.
+      jit_options: of `jax.jit`: donate_argnums, static_argnames, in_shardings, ... Not for a jitted function,
+        which keeps its own.
+
+    Returns:
+      An `InterleavedStep`, or without `function` a decorator that makes one.
+    """
+    if function is None:
+        return functools.partial(
+            strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, strict=strict,
+            verify=verify, passes=passes, disable=disable, dump_to=dump_to, **jit_options,
+        )  # fmt: skip
+    _check_options(function, microbatches, reduce, jit_options)
+    manager = PassManager(default_passes(schedule) if passes is None else passes, disable, strict, dump_to)
+    return InterleavedStep(function, microbatches, reduce, manager, verify, jit_options)
+
+
+class InterleavedStep:
+    """A train step to call in place of the function that it wraps."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        microbatches: int | None,
+        reduce: str,
+        manager: PassManager,
+        verify: bool,
+        jit_options: dict[str, Any],
+    ):
+        functools.update_wrapper(self, function)
+        self._manager = manager
+        self._verify = verify
+        self._microbatches = microbatches
+        self._reduce = reduce
+        self._function = function
+        self._jit_options = jit_options
+        self._plain = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
+        self._jitted = self._plain if microbatches is None else self._jit_traced(microbatches)
+        self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
+        self._specializations: dict[Hashable, Specialization] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _on():
+            return self._plain(*args, **kwargs)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            reason = "is called inside another transformation of JAX, and becomes part of it as it is"
+            say_once(f"{self._name} {reason}; decorate the outermost step", (self._name, reason))
+            return self._jitted(*args, **kwargs)
+        chosen = self._specialize(args, kwargs)
+        if self._verify and not chosen.verified:
+            self._compare(chosen, args, kwargs)
+            chosen.verified = True
+        return self._call(chosen, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The transformed program before XLA; `jax.ShapeDtypeStruct`s do for arguments, as with `jax.jit`."""
+        if not _on():
+            return self._plain.lower(*args, **kwargs)
+        return self._specialize(args, kwargs).lowered
+
+    def plan(self, *args: Any, **kwargs: Any) -> Report:
+        """What the passes decide for these arguments, without compiling: the LOWERED stage."""
+        return self._specialize(args, kwargs).plan() if _on() else self._report_off()
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
+        return self._specialize(args, kwargs).report() if _on() else self._report_off()
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """As a method of a class, like a function."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def _report_off(self) -> Report:
+        name = f"jit_{self._name}"
+        return Report(
+            name, "", (self._manager.not_run(Stage.LOWERED, name, "DHELIX=off or jax.disable_jit"),)
+        )
+
+    @property
+    def _name(self) -> str:
+        return getattr(self, "__name__", type(self._function).__name__)
+
+    def _jit_traced(self, microbatches: int, results: bool = False) -> Any:
+        """The function jitted with its batch split; with `results`, returns what value_and_grad returned."""
+
+        @functools.wraps(self._function)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with microbatching(microbatches, self._reduce) as active:
+                output = self._function(*args, **kwargs)
+            self._check_used(active)
+            return active.results if results else output
+
+        dropped = {"donate_argnums", "donate_argnames", "out_shardings"} if results else set()
+        return jax.jit(traced, **{k: v for k, v in self._jit_options.items() if k not in dropped})
+
+    def _check_used(self, active: Microbatching) -> None:
+        if active.results:
+            return
+        reason = (
+            "microbatches= has no effect: the step does not call dhelix.value_and_grad, or calls it inside a"
+            " jax.jit of its own that was traced before"
+        )
+        if self._manager.strict:
+            raise DhelixError(reason)
+        say_once(f"{self._name}: {reason}", (self._name, reason))
+
+    def _specialize(self, args: Any, kwargs: Any) -> Specialization:
+        key = self._key(args, kwargs)
+        with self._lock:
+            if key is not None and key in self._specializations:
+                return self._specializations[key]
+            lowered = self._jitted.lower(*args, **kwargs)
+            same = ("program", jax_compat.program_key(lowered))
+            if same not in self._specializations:
+                self._specializations[same] = Specialization(self._name, self._manager, lowered)
+            if key is not None:
+                self._specializations[key] = self._specializations[same]
+            return self._specializations[same]
+
+    def _call(self, chosen: Specialization, args: Any, kwargs: Any) -> Any:
+        compiled = chosen.compile()
+        if compiled is None:
+            return self._jitted(*args, **kwargs)
+        _, (args, kwargs) = self._separate(args, kwargs)
+        return compiled(*args, **kwargs)
+
+    def _key(self, args: Any, kwargs: Any) -> Hashable | None:
+        """What `jax.jit` tells programs apart by; None if an argument is none that it takes."""
+        static, dynamic = self._separate(args, kwargs)
+        leaves, treedef = jax.tree.flatten(dynamic)
+        try:
+            key = (jax_compat.trace_context(), static, treedef, tuple(map(_leaf_key, leaves)))
+            hash(key)
+            return key
+        except TypeError:  # jax.jit explains it better when it lowers
+            return None
+
+    def _separate(self, args: Any, kwargs: Any) -> tuple[Hashable, Any]:
+        """Static arguments, and the others."""
+        if not self._static_numbers and not self._static_names:
+            return (), (args, kwargs)
+        numbers = {number % len(args) for number in self._static_numbers if -len(args) <= number < len(args)}
+        static = (
+            tuple((i, type(args[i]), args[i]) for i in sorted(numbers)),
+            tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self._static_names),
+        )
+        dynamic = (
+            tuple(arg for i, arg in enumerate(args) if i not in numbers),
+            {k: v for k, v in kwargs.items() if k not in self._static_names},
+        )
+        return static, dynamic
+
+    def _compare(self, chosen: Specialization, args: Any, kwargs: Any) -> None:
+        """Raises VerificationError unless the step computes what the plain one does."""
+        relative = verification.tolerance(chosen.original, verification.TOLERANCE)
+        expected = self._jitted(*verification.copy_arguments(args), **verification.copy_arguments(kwargs))
+        actual = self._call(chosen, verification.copy_arguments(args), verification.copy_arguments(kwargs))
+        advice = "A pass changed what the step computes: report it, and set DHELIX=off or disable= meanwhile"
+        verification.compare(expected, actual, "output", relative, advice)
+        if self._microbatches is None:
+            return
+        relative = verification.tolerance(chosen.original, verification.LOOP_TOLERANCE)
+        whole = self._jit_traced(1, results=True)(*args, **kwargs)
+        split = self._jit_traced(self._microbatches, results=True)(*args, **kwargs)
+        advice = (
+            f"{self._microbatches} micro-batches do not combine to the whole batch: if micro-batches weigh"
+            ' differently (padding masks) take reduce="weighted", if the loss is a sum reduce="sum";'
+            " dropout must be off to verify"
+        )
+        for (value, gradients), (loop_value, loop_gradients) in zip(whole, split, strict=True):
+            verification.compare(value, loop_value, "loss", relative, advice)
+            verification.compare(gradients, loop_gradients, "gradient", relative, advice, one_scale=True)
+
+
+def _on() -> bool:
+    return registration.enabled() and not jax.config.jax_disable_jit
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.Array):
+        return leaf.aval, leaf.sharding, leaf.committed
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return type(leaf), jax.typeof(leaf)
+
+
+def _check_options(
+    function: Callable[..., Any], microbatches: int | None, reduce: str, jit_options: dict[str, Any]
+) -> None:
+    name = getattr(function, "__name__", repr(function))
+    if not callable(function):
+        raise DhelixError(f"strand_interleave decorates a function, not {type(function).__name__}")
+    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        raise DhelixError(
+            f"microbatches={microbatches!r}: give how many, 1 or more, or None for the step's own loop"
+        )
+    check_reduction(reduce)
+    for option in sorted(set(jit_options) - _JIT_OPTIONS):
+        raise DhelixError(f"{option!r} is an option of neither strand_interleave nor jax.jit")
+    if jax_compat.is_jitted(function):
+        if jit_options:
+            raise DhelixError(
+                f"{name} is jitted already: give {', '.join(sorted(jit_options))} to that jax.jit"
+            )
+        if microbatches is not None:
+            raise DhelixError(
+                f"{name} is jitted already, and may be traced: decorate the plain function with"
+                " strand_interleave(microbatches=...), which takes the options of jax.jit"
+            )
+    elif hasattr(function, "lower"):
+        raise DhelixError(
+            f"{name} is a {type(function).__name__}, not a plain function: decorate the function itself; with"
+            " Flax NNX split the state and pass it (nnx.split, nnx.merge)"
+        )
