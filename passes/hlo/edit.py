@@ -10,18 +10,22 @@ _APPLIED = frozenset(
     "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter "
     "sort".split()
 )
-_EFFECTS = frozenset(
-    "infeed outfeed send send-done recv recv-done rng rng-get-and-update-state domain parameter".split()
-)
+_EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 
 
 def has_side_effect(instruction: Instruction) -> bool:
     """Whether the instruction does more than compute its result; a loop has the effects of its body."""
-    if instruction.opcode in _EFFECTS:
-        return instruction.opcode != "parameter"
-    if instruction.opcode == "custom-call":
-        return instruction.proto.custom_call_has_side_effect
-    return any(has_side_effect(i) for c in instruction.called for i in c.instructions)
+    pending = [instruction]
+    seen: set[Computation] = set()
+    while pending:
+        top = pending.pop()
+        if top.opcode in _EFFECTS or (top.opcode == "custom-call" and top.proto.custom_call_has_side_effect):
+            return True
+        for called in top.called:
+            if called not in seen:
+                seen.add(called)
+                pending.extend(called.instructions)
+    return False
 
 
 def copy_called(instruction: Instruction) -> list[Computation]:
@@ -32,11 +36,18 @@ def copy_called(instruction: Instruction) -> list[Computation]:
 
 
 def copy_computation(original: Computation) -> Computation:
-    builder = Builder(original.module.new_computation(original.name))
-    builder.computation.proto.program_shape.CopyFrom(original.proto.program_shape)
+    """A copy with copies of the loops, branches, calls and fusions in it; scheduled like `original`."""
+    module = original.module
+    copy = module.new_computation(original.name)
+    name, number = copy.name, copy.id
+    copy.proto.CopyFrom(original.proto)
+    copy.proto.name, copy.proto.id = name, number
     copies: dict[Instruction, Instruction] = {}
-    copy_instructions(builder, original.instructions, copies)
-    return builder.finish(copies[original.root])
+    copy_instructions(Builder(copy), original.instructions, copies)
+    if original in module.schedule:
+        module.schedule[copy] = [copies[i] for i in module.schedule[original]]
+    copy.root = copies[original.root]
+    return copy
 
 
 def copy_instructions(
@@ -68,42 +79,86 @@ def inline_calls(computation: Computation, keep: Callable[[Instruction], bool] =
     """Replaces each `call` in `computation` by the body that it calls, recursively, unless `keep(call)`.
 
     Lowered JAX calls functions for `jit`, `custom_vjp` and loop bodies; XLA inlines them too, but only later.
-    Returns the number of calls replaced.
+    As there, the call's name stack is put before that of what it calls, which holds only the inner part.
+    Elements read from a tuple that is built in the same place are read directly. Returns the number of calls
+    replaced.
     """
-    result: list[Instruction] = []
-    stands_for: dict[Instruction, Instruction] = {}
-    count = 0
-    for instruction in computation.instructions:
-        instruction.operands = [stands_for.get(o, o) for o in instruction.operands]
-        instruction.control_predecessors = [stands_for.get(p, p) for p in instruction.control_predecessors]
-        source = instruction.operands[0] if instruction.operands else None
-        if instruction.opcode == "get-tuple-element" and source is not None and source.opcode == "tuple":
-            stands_for[instruction] = source.operands[instruction.tuple_index]
-        elif instruction.opcode == "call" and not keep(instruction):
-            callee = copy_computation(instruction.called[0])
-            count += 1 + inline_calls(callee, keep)
-            given = dict(zip(callee.parameters, instruction.operands, strict=True))
-            for inner in callee.instructions:
-                if inner not in given:
-                    inner.operands = [given.get(o, o) for o in inner.operands]
-                    inner.computation = computation
-                    result.append(inner)
-            stands_for[instruction] = given.get(callee.root, callee.root)
-        else:
-            result.append(instruction)
-    computation.instructions = result
-    computation.root = stands_for.get(computation.root, computation.root)
+    computation.sort()
+    instructions, computation.instructions = computation.instructions, []
+    values: dict[Instruction, Instruction] = {}
+    count = _inline(Builder(computation), instructions, values, keep, None)
+    computation.root = values[computation.root]
     return count
+
+
+def _inline(
+    builder: Builder,
+    instructions: Iterable[Instruction],
+    values: dict[Instruction, Instruction],
+    keep: Callable[[Instruction], bool],
+    stack: str | None,
+) -> int:
+    """Appends `instructions`, or copies of them under the name stack `stack`, with their calls replaced.
+
+    `values` maps the parameters, and receives for every instruction what stands for its value.
+    """
+    placed = builder.computation.instructions
+    bodies: dict[Instruction, list[Instruction]] = {}
+    count = 0
+    for original in instructions:
+        if original in values:
+            continue
+        operands = [values[o] for o in original.operands]
+        after = [q for p in original.control_predecessors for q in bodies.get(p, [values[p]])]
+        if original.opcode == "get-tuple-element" and operands[0].opcode == "tuple" and not after:
+            values[original] = operands[0].operands[original.tuple_index]
+        elif original.opcode == "call" and not keep(original):
+            callee, start = original.called[0], len(placed)
+            inner = dict(zip(callee.parameters, operands, strict=True))
+            count += 1 + _inline(builder, callee.instructions, inner, keep, _join(stack, original.op_name))
+            values[original] = inner[callee.root]
+            for instruction in placed[start:] if after else ():
+                instruction.control_predecessors.extend(after)
+            bodies[original] = placed[start:] or after
+        else:
+            instruction = original
+            if stack is None:
+                original.operands = operands
+                placed.append(original)
+            else:
+                instruction = builder.copy(original, operands, copy_called(original))
+                _put_under(stack, instruction)
+            instruction.control_predecessors = after
+            values[original] = instruction
+    return count
+
+
+def _join(outer: str | None, inner: str) -> str:
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+def _put_under(stack: str, instruction: Instruction) -> None:
+    """Puts `stack` before the names of `instruction` and of its loop body; a call's body gets it later."""
+    if instruction.op_name:
+        instruction.proto.metadata.op_name = _join(stack, instruction.op_name)
+    if instruction.opcode in ("while", "conditional"):
+        for called in instruction.called:
+            for inner in called.instructions:
+                _put_under(stack, inner)
 
 
 def drop_dead(computation: Computation) -> int:
     """Removes instructions that nothing reads and that have no effect. Returns how many."""
+    computation.sort()
     live: set[Instruction] = {computation.root}
-    before = len(computation.instructions)
     for instruction in reversed(computation.instructions):
         if instruction in live or instruction.opcode == "parameter" or has_side_effect(instruction):
             live.add(instruction)
             live.update(instruction.operands)
             live.update(instruction.control_predecessors)
+    before = len(computation.instructions)
     computation.instructions = [i for i in computation.instructions if i in live]
+    schedule = computation.module.schedule
+    if computation in schedule:
+        schedule[computation] = [i for i in schedule[computation] if i in live]
     return before - len(computation.instructions)

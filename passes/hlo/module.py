@@ -5,10 +5,11 @@ passes edit pointers and never ids; `to_bytes` numbers what is new and writes re
 the schema does not declare stays in each object's `proto` and is written back as it was.
 
 Order is kept: `computation.instructions` holds operands before users, `module.computations` callees before
-callers. A pass may append out of order; `to_bytes` restores the order with the least movement.
+callers. A pass may append out of order; `to_bytes` restores the order, moving only what must move.
 """
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -93,37 +94,9 @@ class Computation:
 
     def sort(self) -> None:
         """Operands and control predecessors before users, otherwise keeping the present order."""
-        seen: set[Instruction] = set()
-        if all(self._defined(i, seen) for i in self.instructions):
-            return
-        order: list[Instruction] = []
-        state: dict[Instruction, int] = {}  # 1 being visited, 2 placed
-        for start in self.instructions:
-            stack = [start]
-            while stack:
-                top = stack[-1]
-                if state.get(top) == 2:
-                    stack.pop()
-                    continue
-                waiting = [o for o in (*top.operands, *top.control_predecessors) if state.get(o) != 2]
-                if not waiting:
-                    state[top] = 2
-                    order.append(top)
-                    stack.pop()
-                elif state.get(top) == 1:
-                    raise DhelixError(
-                        f"instructions of {self.name} depend on each other in a circle at {top.name}"
-                    )
-                else:
-                    state[top] = 1
-                    stack.extend(reversed(waiting))
-        self.instructions = order
-
-    @staticmethod
-    def _defined(instruction: Instruction, seen: set[Instruction]) -> bool:
-        seen.add(instruction)
-        return all(o in seen for o in instruction.operands) and all(
-            o in seen for o in instruction.control_predecessors
+        where = f"instructions of {self.name} depend on each other"
+        self.instructions = _needed_first(
+            self.instructions, lambda i: i.operands + i.control_predecessors, where
         )
 
     def __repr__(self) -> str:
@@ -133,7 +106,7 @@ class Computation:
 class HloModule:
     """A parsed module. `schedule` maps computations to instruction sequences; empty before scheduling."""
 
-    def __init__(self, source: bytes, origin: str = "HLO module") -> None:
+    def __init__(self, source: bytes, origin: str = "the input") -> None:
         try:
             self.proto = schema.ModuleProto.FromString(source)
         except DecodeError as error:
@@ -141,44 +114,29 @@ class HloModule:
                 f"{origin} is no serialized HloModuleProto, or it is cut short: {error}"
             ) from None
         self._source = source
+        self._source_rewritten: bytes | None = None
         self._names: dict[str, int] | None = None
-        self._last_computation = max((c.id for c in self.proto.computations), default=0)
-        by_id: dict[int, Computation] = {}
-        self.computations: list[Computation] = []
-        for proto in self.proto.computations:
-            computation = Computation(proto, self)
-            by_id[proto.id] = computation
-            self.computations.append(computation)
-        instructions: dict[int, Instruction] = {}
+        self.computations = [Computation(proto, self) for proto in self.proto.computations]
+        del self.proto.computations[:]  # the objects hold them from here on
+        self._last_computation = max((c.id for c in self.computations), default=0)
         try:
+            by_id = _by_id(self.computations)
             for computation in self.computations:
-                self._read_instructions(computation, by_id, instructions)
+                _read_instructions(computation, by_id)
             self.entry = by_id[self.proto.entry_computation_id]
             self.schedule: dict[Computation, list[Instruction]] = {
-                by_id[key]: [instructions[i] for i in sequence.instruction_ids]
+                by_id[key]: _read_sequence(by_id[key], sequence.instruction_ids)
                 for key, sequence in sorted(self.proto.schedule.sequences.items())
             }
+            if self.proto.entry_computation_name not in ("", self.entry.name):
+                raise KeyError(self.proto.entry_computation_name)
         except KeyError as error:
             raise DhelixError(
-                f"{origin} is not a well-formed HLO module: it refers to id {error}, which it does not hold; "
-                "give a whole HloModuleProto as written by --xla_dump_hlo_as_proto or an HLO pass hook"
+                f"{origin} is no HLO module, or it is cut short: instruction or computation {error} is "
+                "missing or there twice; give a whole HloModuleProto, as --xla_dump_hlo_as_proto writes it"
             ) from None
-
-    @staticmethod
-    def _read_instructions(
-        computation: Computation, by_id: dict[int, Computation], instructions: dict[int, Instruction]
-    ) -> None:
-        own = [Instruction(proto, computation) for proto in computation.proto.instructions]
-        instructions.update((i.proto.id, i) for i in own)
-        for instruction in own:
-            proto = instruction.proto
-            instruction.operands = [instructions[i] for i in proto.operand_ids]
-            if proto.control_predecessor_ids:
-                instruction.control_predecessors = [instructions[i] for i in proto.control_predecessor_ids]
-            if proto.called_computation_ids:
-                instruction.called = [by_id[i] for i in proto.called_computation_ids]
-        computation.instructions = own
-        computation.root = instructions[computation.proto.root_id]
+        reachable = self._callees([self.entry])
+        self._unused = [c for c in self.computations if c not in reachable]  # not by us, so they stay
 
     @classmethod
     def from_bytes(cls, source: bytes) -> "HloModule":
@@ -203,7 +161,7 @@ class HloModule:
                 return cls.from_text(data.decode())
             except (UnicodeDecodeError, DhelixError) as error:
                 raise DhelixError(f"{path} does not parse as HLO text: {error}") from None
-        for candidate in (data, _hlo_proto_payload(data)):
+        for candidate in (_hlo_proto_payload(data), data):
             if candidate is not None and _looks_like_module(candidate):
                 return cls(candidate, str(path))
         raise DhelixError(
@@ -241,7 +199,7 @@ class HloModule:
     def _reserve(self, name: str) -> None:
         stem, _, number = name.rpartition(".")
         assert self._names is not None
-        if stem and number.isdigit():
+        if stem and number.isdecimal():
             self._names[stem] = max(self._names.get(stem, 0), int(number))
         else:
             self._names.setdefault(name, 0)
@@ -260,84 +218,140 @@ class HloModule:
         self._arrange()
         proto = schema.ModuleProto()
         proto.CopyFrom(self.proto)
-        del proto.computations[:]
         for computation in self.computations:
-            proto.computations.append(self._write_computation(computation))
-        proto.schedule.sequences.clear()
+            _write_computation(computation, proto.computations.add())
+        proto.entry_computation_id = self.entry.id
+        if proto.entry_computation_name:
+            proto.entry_computation_name = self.entry.name
+        if proto.HasField("host_program_shape"):
+            _describe(self.entry, proto.host_program_shape)
+        if self.schedule or self.proto.schedule.sequences:
+            proto.ClearField("schedule")
         for computation, sequence in self.schedule.items():
             ids = proto.schedule.sequences[computation.id].instruction_ids
             ids.extend(i.proto.id for i in sequence)
-        if not self.schedule and not self.proto.HasField("schedule"):
-            proto.ClearField("schedule")
         result = proto.SerializeToString(deterministic=True)
-        unchanged = schema.ModuleProto.FromString(self._source).SerializeToString(deterministic=True)
-        return self._source if result == unchanged else result
+        if self._source_rewritten is None:
+            source = schema.ModuleProto.FromString(self._source)
+            self._source_rewritten = source.SerializeToString(deterministic=True)
+        return self._source if result == self._source_rewritten else result
 
     def to_text(self) -> str:
         return jax_compat.hlo_text(self.to_bytes())
 
+    @staticmethod
+    def _callees(roots: Iterable[Computation]) -> dict[Computation, list[Computation]]:
+        """What each computation calls, for the roots and all that they reach."""
+        found: dict[Computation, list[Computation]] = {}
+        pending = list(roots)
+        while pending:
+            top = pending.pop()
+            if top not in found:
+                found[top] = list(dict.fromkeys(c for i in top.instructions for c in i.called))
+                pending.extend(found[top])
+        return found
+
     def _arrange(self) -> None:
-        """Orders computations callee first (dropping the unreachable ones) and numbers new instructions."""
-        order: dict[Computation, None] = {}
-        position = {c: n for n, c in enumerate(self.computations)}
-        stack: list[tuple[Computation, bool]] = [(self.entry, False)]
-        while stack:
-            computation, expanded = stack.pop()
-            if computation in order:
-                continue
-            if expanded:
-                order[computation] = None
-                continue
-            stack.append((computation, True))
-            called = {c for i in computation.instructions for c in i.called if c not in order}
-            stack.extend((c, False) for c in sorted(called, key=lambda c: -position[c]))
-        present = [c for c in self.computations if c in order]
-        self.computations = present if _callees_first(present) else list(order)
-        self.schedule = {c: s for c, s in self.schedule.items() if c in order}
+        """Orders computations callee first, drops those that a pass left unused, numbers new instructions."""
+        callees = self._callees([self.entry, *self._unused])
+        present = {c: None for c in self.computations if c in callees}
+        present.update(dict.fromkeys(callees))  # what an earlier call dropped may be in use again
+        circle = f"computations of {self.name} call each other"
+        self.computations = _needed_first(list(present), lambda c: callees[c], circle)
+        self.schedule = {c: s for c, s in self.schedule.items() if c in callees}
         for computation in self.computations:
             computation.sort()
-            number = max(
-                (i.proto.id & 0xFFFFFFFF for i in computation.instructions if i.proto.id != NEW), default=0
-            )
+            ids = [i.proto.id for i in computation.instructions]
+            number = max((n & 0xFFFFFFFF for n in ids if n != NEW), default=0)
             for instruction in computation.instructions:
                 if instruction.proto.id == NEW:
                     number += 1
                     instruction.proto.id = (computation.id << 32) | number
 
-    @staticmethod
-    def _write_computation(computation: Computation) -> Any:
-        for instruction in computation.instructions:
-            proto = instruction.proto
-            proto.operand_ids[:] = [o.proto.id for o in instruction.operands]
-            if proto.control_predecessor_ids or instruction.control_predecessors:
-                proto.control_predecessor_ids[:] = [o.proto.id for o in instruction.control_predecessors]
-            if proto.called_computation_ids or instruction.called:
-                proto.called_computation_ids[:] = [c.id for c in instruction.called]
-        proto = schema.ComputationProto()
-        proto.CopyFrom(computation.proto)
-        del proto.instructions[:]
-        proto.instructions.extend(i.proto for i in computation.instructions)
-        proto.root_id = computation.root.proto.id
-        parameters = computation.parameters
-        program = proto.program_shape
-        known = [*program.parameters, program.result]
-        if len(known) != len(parameters) + 1 or not all(
-            shapes.same(a, b.shape) for a, b in zip(known, (*parameters, computation.root), strict=True)
-        ):
-            del program.parameters[:], program.parameter_names[:]
-            program.parameters.extend(p.shape for p in parameters)
-            program.parameter_names.extend(p.name for p in parameters)
-            program.result.CopyFrom(computation.root.shape)
-        return proto
+
+def _by_id(objects: list[Any]) -> dict[int, Any]:
+    """Objects by the id in their proto. Raises KeyError when two share one."""
+    found = {o.proto.id: o for o in objects}
+    if len(found) != len(objects):
+        seen: set[int] = set()
+        raise KeyError(next(o.name for o in objects if o.proto.id in seen or seen.add(o.proto.id)))
+    return found
 
 
-def _callees_first(computations: list[Computation]) -> bool:
-    seen: set[Computation] = set()
-    for computation in computations:
-        if any(c not in seen for i in computation.instructions for c in i.called):
-            return False
-        seen.add(computation)
-    return True
+def _read_instructions(computation: Computation, computations: dict[int, Computation]) -> None:
+    computation.instructions = [Instruction(proto, computation) for proto in computation.proto.instructions]
+    del computation.proto.instructions[:]
+    by_id = _by_id(computation.instructions)
+    for instruction in computation.instructions:
+        proto = instruction.proto
+        instruction.operands = [by_id[i] for i in proto.operand_ids]
+        if proto.control_predecessor_ids:
+            instruction.control_predecessors = [by_id[i] for i in proto.control_predecessor_ids]
+        if proto.called_computation_ids:
+            instruction.called = [computations[i] for i in proto.called_computation_ids]
+    computation.root = by_id[computation.proto.root_id]
+
+
+def _read_sequence(computation: Computation, ids: Iterable[int]) -> list[Instruction]:
+    by_id = _by_id(computation.instructions)
+    return [by_id[i] for i in ids]
+
+
+def _write_computation(computation: Computation, proto: Any) -> None:
+    for instruction in computation.instructions:
+        own = instruction.proto
+        own.operand_ids[:] = [o.proto.id for o in instruction.operands]
+        if own.control_predecessor_ids or instruction.control_predecessors:
+            own.control_predecessor_ids[:] = [o.proto.id for o in instruction.control_predecessors]
+        if own.called_computation_ids or instruction.called:
+            own.called_computation_ids[:] = [c.id for c in instruction.called]
+    proto.CopyFrom(computation.proto)
+    proto.instructions.extend(i.proto for i in computation.instructions)
+    proto.root_id = computation.root.proto.id
+    _describe(computation, proto.program_shape)
+
+
+def _describe(computation: Computation, program: Any) -> None:
+    """Writes a computation's signature where it changed; else its layouts and names stay."""
+    parameters = computation.parameters
+    wanted = [*(p.shape for p in parameters), computation.root.shape]
+    known = [*program.parameters, program.result]
+    if len(known) != len(wanted) or not all(map(shapes.same, known, wanted)):
+        del program.parameters[:], program.parameter_names[:]
+        program.parameters.extend(p.shape for p in parameters)
+        program.parameter_names.extend(p.name for p in parameters)
+        program.result.CopyFrom(computation.root.shape)
+
+
+def _needed_first[T: Computation | Instruction](
+    items: list[T], needs: Callable[[T], Iterable[T]], circle: str
+) -> list[T]:
+    """`items` with what each needs before it, else in their order. Needs outside `items` do not count."""
+    placed: set[T] = set()
+    for item in items:
+        if not placed.issuperset(needs(item)):
+            break
+        placed.add(item)
+    else:
+        return items
+    members, order, entered = set(items), [], set()
+    placed.clear()
+    for start in items:
+        stack = [start]
+        while stack:
+            top = stack[-1]
+            waiting = [n for n in needs(top) if n in members and n not in placed]
+            if top in placed:
+                stack.pop()
+            elif not waiting:
+                placed.add(top)
+                order.append(stack.pop())
+            elif top in entered:
+                raise DhelixError(f"{circle} in a circle at {top.name}")
+            else:
+                entered.add(top)
+                stack.extend(reversed(waiting))
+    return order
 
 
 def _hlo_proto_payload(data: bytes) -> bytes | None:
