@@ -6,7 +6,7 @@ with XLA's integer semantics, from its constant initial values. That covers any 
 else has no proved trip count.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from dhelix.passes.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.module import Computation, Instruction
 
-_MAX_TRIPS = 1_000_000
+_MAX_TRIPS = 20_000  # about 0.2 s of evaluation; micro-batches and layers are far fewer
 _WIDTH = {shapes.S32: (32, True), shapes.U32: (32, False), shapes.S64: (64, True), shapes.U64: (64, False)}
 _LITERAL = {
     shapes.PRED: "preds",
@@ -40,16 +40,15 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class WhileLoop:
-    """A `while` over a tuple. Raises PassRefusal when it is not of that form (every JAX loop is)."""
+    """A `while` over a tuple. Raises PassRefusal for any other, such as JAX makes for a lone array."""
 
     instruction: Instruction
 
     def __post_init__(self) -> None:
         loop = self.instruction
-        parameters = self.body.parameters
+        parameters = self.body.parameters if loop.opcode == "while" else []
         if (
-            loop.opcode != "while"
-            or not shapes.is_tuple(loop.shape)
+            not shapes.is_tuple(loop.shape)
             or len(parameters) != 1
             or self.body.root.opcode != "tuple"
             or any(
@@ -90,18 +89,23 @@ class WhileLoop:
     @cached_property
     def condition_indices(self) -> frozenset[int]:
         """State elements that the condition reads."""
-        live = [self.condition.root]
-        seen: set[Instruction] = set()
-        found = set()
-        while live:
-            instruction = live.pop()
-            if instruction in seen:
-                continue
-            seen.add(instruction)
-            if _reads_parameter(instruction):
-                found.add(instruction.tuple_index)
-            live.extend(instruction.operands)
+        return frozenset(_indices_read([self.condition.root]))
+
+    @cached_property
+    def deciding_indices(self) -> frozenset[int]:
+        """State elements that the trip count follows from: what the condition reads and their sources."""
+        found: set[int] = set()
+        reached = set(self.condition_indices)
+        while reached != found:
+            found = reached
+            reached = found | _indices_read(self.body.root.operands[k] for k in found)
         return frozenset(found)
+
+    @cached_property
+    def induction_index(self) -> int | None:
+        """The loop counter: the only state element that changes among those that decide the trip count."""
+        changing = self.deciding_indices - self.invariants
+        return min(changing) if len(changing) == 1 else None
 
     @cached_property
     def trip_count(self) -> int | None:
@@ -113,13 +117,13 @@ class WhileLoop:
     def counters(self) -> list[dict[int, int]] | None:
         """For each iteration, the values of the state elements that decide the trip count, at its start."""
         try:
-            state = {k: self._initial_value(k) for k in self.condition_indices}
+            state = {k: self._initial_value(k) for k in sorted(self.deciding_indices)}
             history: list[dict[int, int]] = []
             while evaluate(self.condition.root, state):
-                if len(history) == _MAX_TRIPS:
-                    return None
                 history.append(state)
                 state = {k: evaluate(self.body.root.operands[k], state) for k in state}
+                if len(history) == _MAX_TRIPS or state == history[-1]:  # the latter never ends
+                    return None
         except Unknown:
             return None
         return history
@@ -140,13 +144,30 @@ class WhileLoop:
             return None
 
 
+def _indices_read(values: Iterable[Instruction]) -> set[int]:
+    """State elements that `values` follow from."""
+    pending = list(values)
+    seen: set[Instruction] = set()
+    found: set[int] = set()
+    while pending:
+        top = pending.pop()
+        if top not in seen:
+            seen.add(top)
+            pending.extend(top.operands)
+            if _reads_parameter(top):
+                found.add(top.tuple_index)
+    return found
+
+
 def _reads_parameter(instruction: Instruction) -> bool:
     return instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "parameter"
 
 
-def evaluate(value: Instruction, state: Mapping[int, int]) -> int:
-    """A scalar integer or predicate, given the known elements of the loop state. Raises Unknown."""
-    memo: dict[Instruction, int] = {}
+def evaluate(
+    value: Instruction, state: Mapping[int, int], known: Mapping[Instruction, int] | None = None
+) -> int:
+    """A scalar integer or predicate, given elements of the loop state and other values. Raises Unknown."""
+    memo: dict[Instruction, int] = dict(known or {})
     stack = [value]
     while stack:
         top = stack[-1]
@@ -169,7 +190,7 @@ def evaluate(value: Instruction, state: Mapping[int, int]) -> int:
 
 _EVALUABLE = frozenset(_BINARY) | {
     "compare", "select", "clamp", "negate", "convert", "copy", "reshape", "bitcast", "not", "constant",
-    "call",
+    "call", "fusion",
 }  # fmt: skip
 
 
@@ -196,22 +217,12 @@ def _apply(instruction: Instruction, operands: list[int]) -> int:
         return 1 - operands[0]
     elif opcode in ("convert", "copy", "reshape", "bitcast"):
         result = operands[0]
-    elif opcode == "call":
-        result = _call(instruction, operands)
+    elif opcode in ("call", "fusion"):
+        callee = instruction.called[0]
+        result = evaluate(callee.root, {}, dict(zip(callee.parameters, operands, strict=True)))
     else:
         raise Unknown
     return _wrap(result, shape.element_type)
-
-
-def _call(instruction: Instruction, operands: list[int]) -> int:
-    callee = instruction.called[0]
-    values = dict(zip(callee.parameters, operands, strict=True))
-    for inner in callee.instructions:
-        if inner not in values:
-            if any(o not in values for o in inner.operands):
-                raise Unknown
-            values[inner] = _apply(inner, [values[o] for o in inner.operands])
-    return values[callee.root]
 
 
 def _wrap(value: int, element_type: int) -> int:

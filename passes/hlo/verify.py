@@ -4,6 +4,8 @@ XLA verifies modules too, but inside the compiler, where a failure ends the user
 does not hold is dropped and the one before it used.
 """
 
+from collections.abc import Callable
+
 from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.module import Computation, HloModule, Instruction
@@ -15,34 +17,64 @@ class HloVerifyError(DhelixError):
 
 def verify(module: HloModule) -> None:
     """Raises HloVerifyError naming the first instruction that breaks a rule. Linear in the module."""
+    computation_names: set[str] = set()  # instructions may have the same: XLA keeps the two apart
     names: set[str] = set()
     known: set[Computation] = set()
+    owners: dict[Computation, Instruction] = {}
     for computation in module.computations:
-        _unique(names, computation.name, computation.name)
-        _check_computation(computation, names, known)
+        if computation.name in computation_names:
+            raise HloVerifyError(f"computation {computation.name}: the name is taken")
+        computation_names.add(computation.name)
+        _check_computation(computation, names, known, owners)
         known.add(computation)
     if module.entry not in known:
         raise HloVerifyError(f"entry computation {module.entry.name} is not in the module")
     for computation, sequence in module.schedule.items():
         verify_sequence(computation, sequence)
+    if module.is_scheduled:
+        _check_coverage(module)
 
 
 def verify_sequence(computation: Computation, sequence: list[Instruction]) -> None:
     """A schedule is a permutation of the instructions; operands and control predecessors come first."""
+    members = set(computation.instructions)
     done: set[Instruction] = set()
     for instruction in sequence:
+        if instruction not in members:
+            raise HloVerifyError(
+                f"schedule of {computation.name} holds {instruction.name}, which is not in it"
+            )
+        if instruction in done:
+            raise HloVerifyError(f"schedule of {computation.name} holds {instruction.name} twice")
         for needed in (*instruction.operands, *instruction.control_predecessors):
             if needed not in done:
                 raise HloVerifyError(
                     f"schedule of {computation.name}: {instruction.name} runs before {needed.name}, "
                     "which it needs"
                 )
-        if instruction in done or instruction.computation is not computation:
-            raise HloVerifyError(f"schedule of {computation.name} holds {instruction.name} twice or wrongly")
         done.add(instruction)
-    if len(done) != len(computation.instructions):
+    if len(done) != len(members):
         missing = next(i for i in computation.instructions if i not in done)
         raise HloVerifyError(f"schedule of {computation.name} lacks {missing.name}")
+
+
+def _check_coverage(module: HloModule) -> None:
+    """In a scheduled module the entry, loops, branches and calls that it reaches each have a sequence."""
+    pending: list[tuple[Computation, Instruction | None]] = [(module.entry, None)]
+    done: set[Computation] = set()
+    while pending:
+        computation, caller = pending.pop()
+        if computation in done:
+            continue
+        done.add(computation)
+        if computation not in module.schedule:
+            who = f"{caller.name} ({caller.opcode})" if caller else "the module"
+            raise HloVerifyError(
+                f"{who} runs {computation.name}, which has no schedule in a scheduled module"
+            )
+        for instruction in computation.instructions:
+            if instruction.opcode in ("while", "conditional", "call"):
+                pending.extend((called, instruction) for called in instruction.called)
 
 
 def same_signature(a: HloModule, b: HloModule) -> bool:
@@ -55,37 +87,50 @@ def same_signature(a: HloModule, b: HloModule) -> bool:
     )
 
 
-def _check_computation(computation: Computation, names: set[str], known: set[Computation]) -> None:
+def _check_computation(
+    computation: Computation,
+    names: set[str],
+    known: set[Computation],
+    owners: dict[Computation, Instruction],
+) -> None:
+    late = f"which is not before it in {computation.name}"
     seen: set[Instruction] = set()
-    parameters = 0
     for instruction in computation.instructions:
-        _unique(names, instruction.name, computation.name)
+        if instruction in seen or instruction.computation is not computation:
+            raise _error(instruction, f"stands in {computation.name} twice or belongs to another computation")
+        if instruction.name in names:
+            raise _error(instruction, f"in {computation.name}: the name is taken")
+        names.add(instruction.name)
         for operand in instruction.operands:
             if operand not in seen:
-                raise _error(
-                    instruction, f"reads {operand.name}, which is not before it in {computation.name}"
-                )
+                raise _error(instruction, f"reads {operand.name}, {late}")
+        for needed in instruction.control_predecessors:
+            if needed not in seen:
+                raise _error(instruction, f"must follow {needed.name}, {late}")
         for called in instruction.called:
             if called not in known:
-                raise _error(
-                    instruction, f"calls {called.name}, which does not stand before {computation.name}"
-                )
-        check = _CHECKS.get(instruction.opcode)
-        if check is not None:
-            check(instruction)
-        parameters += instruction.opcode == "parameter"
+                raise _error(instruction, f"calls {called.name}, which is not before {computation.name}")
+            owner = owners.setdefault(called, instruction) if instruction.opcode in _OWNERS else instruction
+            if owner is not instruction:
+                raise _error(instruction, f"shares {called.name} with {owner.name}; it needs a copy")
+        if instruction.opcode in _CHECKS:
+            _check_instruction(instruction, *_CHECKS[instruction.opcode])
         seen.add(instruction)
-    for instruction in computation.instructions:
-        for predecessor in instruction.control_predecessors:
-            if predecessor not in seen:
-                raise _error(
-                    instruction, f"has control predecessor {predecessor.name} of another computation"
-                )
     if computation.root not in seen:
         raise HloVerifyError(f"root of {computation.name} is not one of its instructions")
     numbers = [p.proto.parameter_number for p in computation.parameters]
-    if numbers != list(range(parameters)):
+    if numbers != list(range(len(numbers))):
         raise HloVerifyError(f"parameters of {computation.name} are numbered {numbers}")
+
+
+def _check_instruction(
+    instruction: Instruction, operands: int | None, called: int | None, check: Callable[[Instruction], None]
+) -> None:
+    if operands is not None and len(instruction.operands) != operands:
+        raise _error(instruction, f"has {len(instruction.operands)} operands, not {operands}")
+    if called is not None and len(instruction.called) != called:
+        raise _error(instruction, f"calls {len(instruction.called)} computations, not {called}")
+    check(instruction)
 
 
 def _check_element(instruction: Instruction) -> None:
@@ -104,32 +149,38 @@ def _check_tuple(instruction: Instruction) -> None:
 
 
 def _check_while(instruction: Instruction) -> None:
-    if len(instruction.called) != 2 or len(instruction.operands) != 1:
-        raise _error(instruction, "needs one operand, a body and a condition")
     body, condition = instruction.called
     _expect(instruction, instruction.operands[0].shape, instruction.shape, "its initial state")
     for computation in (body, condition):
-        if len(computation.parameters) != 1:
-            raise _error(instruction, f"{computation.name} must have one parameter")
-        _expect(
-            instruction,
-            computation.parameters[0].shape,
-            instruction.shape,
-            f"the parameter of {computation.name}",
-        )
+        _check_passed(instruction, instruction.operands, computation)
     _expect(instruction, body.root.shape, instruction.shape, f"the result of {body.name}")
-    if condition.root.shape.element_type != shapes.PRED:
+    if condition.root.shape.element_type != shapes.PRED or condition.root.shape.dimensions:
         raise _error(instruction, f"condition {condition.name} returns no predicate")
 
 
 def _check_call(instruction: Instruction) -> None:
-    parameters = instruction.called[0].parameters
-    if len(parameters) != len(instruction.operands):
+    (callee,) = instruction.called
+    _check_passed(instruction, instruction.operands, callee)
+    _expect(instruction, callee.root.shape, instruction.shape, f"the result of {callee.name}")
+
+
+def _check_conditional(instruction: Instruction) -> None:
+    arguments = instruction.operands[1:]
+    if not arguments or len(arguments) != len(instruction.called):
+        raise _error(instruction, f"has {len(arguments)} arguments for {len(instruction.called)} branches")
+    for argument, branch in zip(arguments, instruction.called, strict=True):
+        _check_passed(instruction, [argument], branch)
+        _expect(instruction, branch.root.shape, instruction.shape, f"the result of {branch.name}")
+
+
+def _check_passed(instruction: Instruction, arguments: list[Instruction], callee: Computation) -> None:
+    parameters = callee.parameters
+    if len(parameters) != len(arguments):
         raise _error(
-            instruction, f"gives {len(instruction.operands)} arguments for {len(parameters)} parameters"
+            instruction, f"gives {len(arguments)} arguments for {len(parameters)} parameters of {callee.name}"
         )
-    for operand, parameter in zip(instruction.operands, parameters, strict=True):
-        _expect(instruction, operand.shape, parameter.shape, f"operand {operand.name}")
+    for argument, parameter in zip(arguments, parameters, strict=True):
+        _expect(instruction, argument.shape, parameter.shape, f"{argument.name} for {callee.name}")
 
 
 def _check_barrier(instruction: Instruction) -> None:
@@ -141,21 +192,19 @@ def _expect(instruction: Instruction, found: object, wanted: object, what: str) 
         raise _error(instruction, f"{what} is {shapes.text(found)} where {shapes.text(wanted)} is needed")
 
 
-def _unique(names: set[str], name: str, where: str) -> None:
-    if name in names:
-        raise HloVerifyError(f"{name} in {where}: the name is taken")
-    names.add(name)
-
-
 def _error(instruction: Instruction, message: str) -> HloVerifyError:
     return HloVerifyError(f"{instruction.name} ({instruction.opcode}) {message}")
 
 
-_CHECKS = {
-    "get-tuple-element": _check_element,
-    "tuple": _check_tuple,
-    "while": _check_while,
-    "call": _check_call,
-    "fusion": _check_call,
-    "opt-barrier": _check_barrier,
+_OWNERS = ("while", "fusion")  # each has bodies of its own
+
+# opcode -> number of operands, number of called computations (None: any), further check
+_CHECKS: dict[str, tuple[int | None, int | None, Callable[[Instruction], None]]] = {
+    "get-tuple-element": (1, 0, _check_element),
+    "tuple": (None, 0, _check_tuple),
+    "while": (1, 2, _check_while),
+    "call": (None, 1, _check_call),
+    "fusion": (None, 1, _check_call),
+    "conditional": (None, None, _check_conditional),
+    "opt-barrier": (1, 0, _check_barrier),
 }
