@@ -43,6 +43,7 @@ COMMANDS = {
     ),
 }
 
+_LIST = "COMMA SEPARATED LIST OF STRINGS"
 _OVERVIEW = """\
 dhelix hides the communication of distributed training behind its computation.
 
@@ -121,10 +122,11 @@ def _flag_help(values: flags.FlagValues) -> str:
     for name in dict.fromkeys(values[key].name for key in values):
         flag = values[name]
         choices = getattr(flag.parser, "enum_values", None)
-        kind = "|".join(choices) if choices else flag.flag_type().upper()
+        kind = "|".join(choices) if choices else flag.flag_type().upper().replace(_LIST, "A,B")
         spelled = f"--[no]{name}" if flag.boolean else f"--{name}={kind}"
         spelled = f"-{flag.short_name}, {spelled}" if flag.short_name else spelled
-        shown = "" if flag.boolean or flag.default in (None, "") else f" (default: {flag.default})"
-        text = textwrap.fill(f"{flag.help}{shown}", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        shown = "" if flag.boolean or flag.default in (None, "", []) else f" (default: {flag.default})"
+        words = flag.help.removeprefix(f"<{kind}>: ")  # absl lists choices here too
+        text = textwrap.fill(f"{words}{shown}", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append(f"  {spelled}\n{text}")
     return "\n".join(lines)

@@ -1,0 +1,262 @@
+"""`dhelix inspect`: what each collective of a compiled step is hidden under, what is exposed, what is copied.
+
+    dhelix inspect DUMP --compare OTHER_DUMP --png timeline.png
+
+From Python, with a compiled step in hand: `inspect_compiled(jax.jit(step).lower(...).compile())`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch import dumps, timeline_plot
+from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+from dhelix.profiles import hardware as gpus
+
+USAGE = """\
+usage: dhelix inspect DUMP [--compare OTHER] [flags]
+
+Reads a scheduled HLO module and says, for each collective, what lies under it and how much of it is exposed;
+which large buffers are copied inside loops; and how much memory the step needs. Nothing runs: times are
+estimates of a cost model.
+
+DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt), or its folder: then the largest such
+module is taken. With --compare, DUMP is the program before and OTHER the one after."""
+
+_DEFAULT_GPU = "H200"
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    flags.DEFINE_string("compare", None, "a second dump, shown beside the first", flag_values=values)
+    flags.DEFINE_enum(
+        "hardware",
+        None,
+        sorted(gpus.ALL),
+        f"GPU that times are estimated for (default: that of the dump, else {_DEFAULT_GPU})",
+        flag_values=values,
+    )
+    flags.DEFINE_bool("json", False, "print everything as JSON instead of tables", flag_values=values)
+    flags.DEFINE_string("png", None, "write the timeline as a picture to this file", flag_values=values)
+    flags.DEFINE_string("perfetto", None, "write the timeline for ui.perfetto.dev", flag_values=values)
+    flags.DEFINE_list("titles", [], "titles for the picture, one for each dump", flag_values=values)
+    flags.DEFINE_string("headline", "", "headline of the picture", flag_values=values)
+    flags.DEFINE_integer("top", 12, "how many rows a table shows", lower_bound=1, flag_values=values)
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
+    if len(arguments) != 1:
+        raise DhelixError(
+            "give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare"
+        )
+    paths = [path for path in (arguments[0], values.compare) if path is not None]
+    titles = values.titles
+    found = [
+        inspect_dump(path, values.hardware, title)
+        for path, title in zip(paths, [*titles, "", ""], strict=False)
+    ]
+    if values.png:
+        save_png(found, values.png, values.headline)
+    if values.perfetto:
+        timeline_plot.save_perfetto([i.picture for i in found], values.perfetto)
+    if values.json:
+        print(to_json(found))
+    else:
+        print_tables(found, values.top)
+
+
+def inspect_compiled(
+    compiled: Any, hardware: str = _DEFAULT_GPU, title: str = "", source: str = "compiled step"
+) -> Inspection:
+    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
+
+    Args:
+      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`.
+      title: of the picture; by default the module's name.
+      source: what to call it in tables.
+
+    Raises:
+      DhelixError: the executable has no scheduled HLO, or there is no such hardware.
+    """
+    text = compiled.as_text()
+    if not text:
+        raise DhelixError(
+            "the compiled step does not say its HLO; dump it with --xla_dump_to and inspect that"
+        )
+    stats = compiled.memory_analysis()
+    memory = None
+    if stats is not None:
+        memory = dumps.Memory(
+            stats.argument_size_in_bytes,
+            stats.output_size_in_bytes,
+            stats.alias_size_in_bytes,
+            stats.temp_size_in_bytes,
+            "memory_analysis() of the compiled step",
+        )
+    module = HloModule.from_text(text)
+    if not module.is_scheduled:
+        raise DhelixError(
+            f"{module.name} is not scheduled, and estimates follow the schedule; compile it first"
+        )
+    return inspect_module(module, _hardware(hardware), memory, source, title)
+
+
+def inspect_dump(path: str | Path, hardware: str | None = None, title: str = "") -> Inspection:
+    """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
+
+    Raises:
+      DhelixError: nothing to read there, no HLO, not scheduled, or no such hardware.
+    """
+    file = dumps.find_module(path)
+    module = dumps.read_module(file)
+    notes = []
+    if Path(path).is_dir():
+        notes.append(f"{file.name} is the largest module of {path}")
+    if "cpu_after" in file.name:
+        notes.append("compiled for CPU, where no collective is asynchronous: compile for GPUs to see overlap")
+    gpu = _hardware(hardware or dumps.read_gpu(file, gpus.ALL) or _DEFAULT_GPU)
+    return inspect_module(module, gpu, dumps.read_memory(file), str(file), title, tuple(notes))
+
+
+def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
+    """One picture of one or several inspections, on the same time axis."""
+    first = found[0]
+    pictures = [first.picture]
+    for other in found[1:]:
+        ratio = f"{other.step_ms / first.step_ms:.2f} x" if first.step_ms else ""
+        summary = f"{other.picture.summary}  ·  {ratio}"
+        pictures.append(dataclasses.replace(other.picture, summary=summary))
+    timeline_plot.save_png(pictures, path, headline, f"{_estimate(found)} Nothing here was measured.")
+
+
+def to_json(found: Sequence[Inspection]) -> str:
+    """An object with one key, `inspection`, or with `before` and `after`."""
+    keys = ("before", "after") if len(found) == 2 else ("inspection",)
+    return json.dumps({key: i.to_dict() for key, i in zip(keys, found, strict=True)}, indent=2)
+
+
+def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | None = None) -> None:
+    """Totals of one inspection or two side by side, then collectives and copies of each."""
+    if console is None:
+        console = Console(width=None if sys.stdout.isatty() else 144, highlight=False)
+    for inspection in found:
+        console.print(
+            f"{inspection.source}: {inspection.module}, {inspection.instructions:,} instructions",
+            style="bold",
+        )
+        for note in inspection.notes:
+            console.print(f"  {note}", style="yellow")
+    console.print(_estimate(found))
+    console.print(_totals(found))
+    for inspection in found:
+        name = f" of {inspection.picture.title}" if len(found) > 1 else ""
+        console.print(_collectives(inspection, name, top))
+        console.print(
+            _copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}."
+        )
+
+
+def _hardware(name: str) -> gpus.Hardware:
+    if name not in gpus.ALL:
+        raise DhelixError(f"there is no hardware {name!r}; take one of {', '.join(sorted(gpus.ALL))}")
+    return gpus.ALL[name]
+
+
+def _estimate(found: Sequence[Inspection]) -> str:
+    names = dict.fromkeys(f"{i.cost_model} cost model for {i.hardware}" for i in found)
+    return f"Times are estimates of the {', and of the '.join(names)}."
+
+
+def _totals(found: Sequence[Inspection]) -> Table:
+    table = Table(title="One step", title_justify="left", title_style="bold")
+    table.add_column("")
+    for inspection in found:
+        table.add_column(inspection.picture.title, justify="right")
+    two = len(found) == 2
+    if two:
+        table.add_column("after / before", justify="right")
+    rows: list[tuple[str, list[float | None], str]] = [
+        ("step", [i.step_ms for i in found], "ms"),
+        ("compute", [i.compute_ms for i in found], "ms"),
+        ("  lost to running beside collectives", [i.slow_down_ms for i in found], "ms"),
+        ("communication, with nothing beside it", [i.communication_alone_ms for i in found], "ms"),
+        ("communication, as it runs", [i.communication_ms for i in found], "ms"),
+        ("  hidden under compute", [i.hidden_ms for i in found], "ms"),
+        ("  exposed", [i.exposed_ms for i in found], "ms"),
+        ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found], "ms"),
+        ("memory: arguments", [i.memory and i.memory.arguments for i in found], "GiB"),
+        ("memory: outputs", [i.memory and i.memory.outputs for i in found], "GiB"),
+        ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found], "GiB"),
+        ("memory: temporaries", [i.memory and i.memory.temporaries for i in found], "GiB"),
+        ("memory: peak", [i.memory and i.memory.peak for i in found], "GiB"),
+    ]
+    for name, numbers, unit in rows:
+        shown = [
+            "-" if n is None else f"{n:,.1f} ms" if unit == "ms" else f"{n / 2**30:.2f} GiB" for n in numbers
+        ]
+        if two:
+            before, after = numbers
+            shown.append(f"{after / before:.2f} x" if before and after is not None else "")
+        table.add_row(name, *shown, style="bold" if name in ("step", "  exposed", "memory: peak") else "")
+    return table
+
+
+def _collectives(inspection: Inspection, name: str, top: int) -> Table:
+    table = Table(title=f"Collectives{name}, most exposed first", title_justify="left", title_style="bold")
+    for column in ("collective", "part", "in loops"):
+        table.add_column(column, overflow="fold")
+    for column in ("runs", "size", "alone", "hidden", "exposed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("lies under (ms of each run)", overflow="fold")
+    for report in inspection.collectives[:top]:
+        table.add_row(
+            report.instruction,
+            report.part,
+            " > ".join(report.loops) or "-",
+            f"{report.executions:,}",
+            f"{report.bytes / 2**20:,.1f} MiB",
+            f"{report.alone_ms:,.1f} ms",
+            f"{report.hidden_ms:,.1f} ms",
+            f"{report.exposed_ms:,.1f} ms",
+            _under(report),
+        )
+    hidden = inspection.collectives[top:]
+    if hidden:
+        table.caption = f"and {len(hidden)} more, {sum(r.exposed_ms for r in hidden):,.1f} ms exposed (--top)"
+    return table
+
+
+def _under(report: CollectiveReport) -> str:
+    """The three longest kinds of operators under a collective."""
+    kinds: dict[str, float] = {}
+    for under in report.under:
+        kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
+    longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
+    return ", ".join(f"{what} {ms:.2f}" for what, ms in longest if ms >= 0.005) or "nothing"
+
+
+def _copies(inspection: Inspection, name: str, top: int) -> Table:
+    title = f"Large buffers copied or filled in loops{name}, longest first"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("instruction", "kind", "shape", "in loops"):
+        table.add_column(column, overflow="fold")
+    for column in ("size", "runs", "total"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for copy in inspection.copies[:top]:
+        size, total = f"{copy.bytes / 2**20:,.0f} MiB", f"{copy.total_ms:,.1f} ms"
+        loops = " > ".join(copy.loops)
+        table.add_row(copy.instruction, copy.kind, copy.shape, loops, size, f"{copy.executions:,}", total)
+    left = inspection.copies[top:]
+    if left:
+        table.caption = f"and {len(left)} more, {sum(c.total_ms for c in left):,.1f} ms (--top)"
+    return table

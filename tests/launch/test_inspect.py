@@ -1,0 +1,286 @@
+"""`dhelix inspect` on a small module: a GEMM over an all-gather, a copy and an all-reduce in a loop."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dhelix.launch import cli, dumps, inspect
+from dhelix.launch.inspection import Inspection
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+
+BIG = "bf16[4096,4096]{1,0}"
+STATE = f"(s32[], {BIG}, {BIG})"
+TEXT = f"""HloModule jit_step, is_scheduled=true
+
+add {{
+  a = bf16[] parameter(0)
+  b = bf16[] parameter(1)
+  ROOT c = bf16[] add(a, b)
+}}
+
+gather {{
+  part = bf16[1024,4096]{{1,0}} parameter(0)
+  ROOT all-gather.1 = {BIG} all-gather(part), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+}}
+
+condition {{
+  state.1 = {STATE} parameter(0)
+  i.1 = s32[] get-tuple-element(state.1), index=0
+  limit = s32[] constant(5)
+  ROOT less = pred[] compare(i.1, limit), direction=LT
+}}
+
+body {{
+  state = {STATE} parameter(0)
+  i = s32[] get-tuple-element(state), index=0
+  one = s32[] constant(1)
+  next = s32[] add(i, one)
+  x = {BIG} get-tuple-element(state), index=1
+  w = {BIG} get-tuple-element(state), index=2
+  mine = bf16[1024,4096]{{1,0}} slice(x), slice={{[0:1024], [0:4096]}}
+  all-gather-start.1 = ((bf16[1024,4096]{{1,0}}), {BIG}) async-start(mine), calls=gather, \
+metadata={{op_name="jit(step)/strand_beta/while/body/all_gather"}}
+  dot.1 = {BIG} dot(x, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, \
+metadata={{op_name="jit(step)/strand_alpha/while/body/transpose(jvp())/dot_general"}}
+  all-gather-done.1 = {BIG} async-done(all-gather-start.1)
+  copy.1 = {BIG} copy(dot.1)
+  all-reduce.1 = {BIG} all-reduce(copy.1), channel_id=2, replica_groups={{{{0,1,2,3}}}}, to_apply=add
+  sum = {BIG} add(all-reduce.1, all-gather-done.1)
+  ROOT result = {STATE} tuple(next, sum, w)
+}}
+
+ENTRY main {{
+  x.2 = {BIG} parameter(0)
+  w.2 = {BIG} parameter(1)
+  zero = s32[] constant(0)
+  start = {STATE} tuple(zero, x.2, w.2)
+  while.1 = {STATE} while(start), condition=condition, body=body
+  copy.2 = {BIG} copy(w.2)
+  ROOT out = {BIG} get-tuple-element(while.1), index=1
+}}
+"""
+BUFFERS = """BufferAssignment:
+allocation 0: size 1000, page 0, parameter 0, shape |bf16[..]| at ShapeIndex {}, maybe-live-out:
+ value: <9 x.2 @0> (size=1000,offset=0): bf16[..]
+allocation 1: size 30, page 0, parameter 1, shape |bf16[..]| at ShapeIndex {}:
+allocation 2: size 500, page 0, maybe-live-out:
+allocation 3: size 7, page 0, thread-local:
+allocation 4: size 7000, page 0, preallocated-temp:
+ value: <10 copy @0> (size=7000,offset=0): bf16[..]
+"""
+NAME = "module_0001.jit_step.sm_9.0a_gpu_after_optimizations"
+
+Dump = Callable[..., Path]
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Dump:
+    """Writes a dump folder with one module (text and proto) and what XLA writes beside it."""
+
+    def write(folder: str = "dump", text: str = TEXT, name: str = NAME) -> Path:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / f"{name}.txt").write_text(text)
+        module = HloModule.from_text(text).to_bytes()
+        size = len(module).to_bytes(4, "little")  # HloProto: field 1, its length as a varint, the module
+        length = bytes(
+            b for b in (size[0] & 0x7F | 0x80, (len(module) >> 7) & 0x7F | 0x80, len(module) >> 14)
+        )
+        (path / f"{name}.hlo.pb").write_bytes(b"\x0a" + length + module)
+        (path / f"{name}-buffer-assignment.txt").write_text(BUFFERS)
+        (path / "module_0001.jit_step.gpu_target_config.pbtxt").write_text('name: "NVIDIA H100"')
+        unscheduled = text.replace("is_scheduled=true", "is_scheduled=false")
+        (path / "module_0001.jit_step.before_optimizations.txt").write_text(unscheduled)
+        return path
+
+    return write
+
+
+def dhelix_inspect(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["inspect", *map(str, arguments)])
+    return stopped.value.code or 0  # type: ignore[return-value]
+
+
+def check(found: Inspection) -> None:
+    gather, reduce = sorted(found.collectives, key=lambda c: c.kind)
+    assert (gather.kind, gather.part, gather.loops, gather.executions) == (
+        "all-gather",
+        "beta",
+        ("while.1",),
+        5,
+    )
+    assert (gather.bytes, gather.devices) == (32 * 2**20, 4)
+    assert gather.hidden_ms > 0 and gather.exposed_ms < gather.alone_ms
+    assert [u.what for u in gather.under] == ["GEMM"]
+    assert (reduce.kind, reduce.executions, reduce.hidden_ms) == ("all-reduce", 5, 0)
+    assert reduce.exposed_ms == pytest.approx(reduce.alone_ms)
+    assert found.collectives[0] is reduce  # most exposed first
+    assert found.exposed_ms == pytest.approx(gather.exposed_ms + reduce.exposed_ms)
+    assert found.hidden_ms == pytest.approx(gather.hidden_ms)
+    assert found.communication_alone_ms == pytest.approx(gather.alone_ms + reduce.alone_ms)
+    assert found.step_ms == pytest.approx(found.compute_ms + found.exposed_ms)
+    (copy,) = found.copies  # the one outside the loop costs once and is no news
+    assert (copy.instruction, copy.kind, copy.bytes, copy.executions) == ("copy.1", "copy", 32 * 2**20, 5)
+
+
+def test_what_it_finds(dump: Dump) -> None:
+    found = inspect.inspect_dump(dump())
+    check(found)
+    assert found.cost_model == "roofline"
+    assert found.hardware == "H100"  # what the dump was compiled for
+    assert found.source.endswith(f"{NAME}.hlo.pb")
+    assert found.memory is not None
+    memory = found.memory
+    assert (memory.arguments, memory.outputs, memory.aliased, memory.temporaries) == (1030, 1500, 1000, 7000)
+    assert memory.peak == 8530
+
+
+def test_text_and_proto_say_the_same(dump: Dump) -> None:
+    folder = dump()
+    text, proto = (inspect.inspect_dump(folder / f"{NAME}.{end}").to_dict() for end in ("txt", "hlo.pb"))
+    assert {**text, "source": ""} == {**proto, "source": ""}
+
+
+def test_picture(dump: Dump) -> None:
+    picture = inspect.inspect_dump(dump()).picture
+    assert picture.lanes == ["compute", "communication"]
+    assert sum(bar.name == "dot.1" for bar in picture.bars) == 5
+    assert {bar.key for bar in picture.bars if bar.name == "dot.1"} == {"alpha"}
+    assert {bar.key for bar in picture.bars if bar.name == "copy.1"} == {"copy"}
+    (window,) = picture.zoom
+    starts = [bar.start for bar in picture.bars if bar.name == "next"]  # the first of the body
+    assert window.start == pytest.approx(starts[2])  # out of the middle
+    assert window.end == pytest.approx(starts[3])
+
+
+def test_the_largest_module_of_a_folder_and_says_which(
+    dump: Dump, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = dump()
+    small = "HloModule jit_init, is_scheduled=true\n\nENTRY main {\n  ROOT x = f32[] parameter(0)\n}\n"
+    dump(text=small, name="module_0009.jit_init.sm_9.0a_gpu_after_optimizations")
+    assert dhelix_inspect(folder) == 0
+    assert f"{NAME}.hlo.pb is the largest module of {folder}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_tables(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_inspect(dump() / f"{NAME}.txt", "--hardware=A40") == 0
+    text = capsys.readouterr().out
+    assert "estimates of the roofline cost model for A40" in text
+    for word in ("all-gather-start.1", "all-reduce.1", "GEMM", "copy.1", "exposed", "memory: peak"):
+        assert word in text
+
+
+def test_json(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_inspect(dump(), "--json") == 0
+    found = json.loads(capsys.readouterr().out)["inspection"]
+    assert found["estimated"] is True
+    assert found["memory"]["peak"] == 8530
+    assert [c["instruction"] for c in found["collectives"]] == ["all-reduce.1", "all-gather-start.1"]
+
+
+def test_compare(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = dump()
+    after = dump("after", TEXT.replace("copy.1 = ", "copied = ").replace("(copy.1)", "(dot.1)"))
+    png, trace = tmp_path / "timeline.png", tmp_path / "timeline.pftrace"
+    options = ("--compare", after, "--titles=plain,two strands", "--png", png, "--perfetto", trace)
+    assert dhelix_inspect(before, *options) == 0
+    text = capsys.readouterr().out
+    assert "plain" in text and "two strands" in text and "after / before" in text
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert trace.stat().st_size > 0
+    assert dhelix_inspect(before, "--compare", after, "--json") == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"before", "after"}
+
+
+def test_a_compiled_step() -> None:
+    x = jnp.ones((64, 64))
+    compiled = jax.jit(lambda a, b: (a + b, b @ b), donate_argnums=0).lower(x, x).compile()
+    found = inspect.inspect_compiled(compiled, title="small step")
+    assert found.picture.title == "small step"
+    assert found.collectives == () and found.hidden_share == 1.0
+    assert found.memory is not None
+    assert (found.memory.arguments, found.memory.aliased) == (2 * 64 * 64 * 4, 64 * 64 * 4)
+
+
+def test_a_dump_of_this_jax(tmp_path: Path) -> None:
+    """What XLA writes today, read back: names of files, buffer assignment, memory."""
+    code = "import jax; jax.jit(lambda a: a @ a).lower(jax.numpy.ones((64, 64))).compile()"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    found = inspect.inspect_dump(tmp_path)
+    assert found.memory is not None and found.memory.arguments == 64 * 64 * 4
+    assert any("compiled for CPU" in note for note in found.notes)
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(b"\x7fELF\x00\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("x.txt", lambda p: p.write_text("To whom it may concern"), "holds no HLO module"),
+        (
+            "x.txt",
+            lambda p: p.write_text(TEXT[: len(TEXT) // 2]),
+            "cut short, or of another version; give the .hlo.pb",
+        ),
+        (
+            "x.txt",
+            lambda p: p.write_text(TEXT.replace("async-start", "async-take-off")),
+            "of another version",
+        ),
+        ("x.txt", _binary, "is no text"),
+        ("x.hlo.pb", _binary, "dump again with --xla_dump_to"),
+        ("x.hlo.pb", lambda p: p.write_bytes(HloModule.from_text(TEXT).to_bytes()[:-100]), "cut short"),
+        ("x.txt", lambda p: p.write_text(TEXT.replace("=true", "=false")), "is not scheduled"),
+    ],
+)
+def test_bad_dumps(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    damage: Callable[[Path], object],
+    message: str,
+) -> None:
+    damage(tmp_path / name)
+    assert dhelix_inspect(tmp_path / name, "--png", tmp_path / "p.png") == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert message in shown.err
+    assert not (tmp_path / "p.png").exists()
+
+
+def test_an_unscheduled_module_names_the_file_to_give(dump: Dump) -> None:
+    with pytest.raises(DhelixError, match=f"not scheduled.*give {NAME}.hlo.pb of the same folder"):
+        dumps.read_module(dump() / "module_0001.jit_step.before_optimizations.txt")
+
+
+def test_folders_without_a_scheduled_module(tmp_path: Path) -> None:
+    with pytest.raises(DhelixError, match="holds no HLO dump; compile the step with XLA_FLAGS="):
+        inspect.inspect_dump(tmp_path)
+    (tmp_path / "module_0001.jit_step.before_optimizations.txt").write_text(TEXT)
+    with pytest.raises(DhelixError, match=r"before_optimizations.txt but no \*after_optimizations\* file"):
+        inspect.inspect_dump(tmp_path)
+    with pytest.raises(DhelixError, match="no such file or folder"):
+        inspect.inspect_dump(tmp_path / "missing")
+
+
+def test_wrong_arguments(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_inspect() == 1
+    assert "give one dump to inspect" in capsys.readouterr().err
+    assert dhelix_inspect(dump(), "--hardware=B9000") == 2
+    assert "H200" in capsys.readouterr().err
+    assert dhelix_inspect(dump(), "--png", tmp_path / "nowhere" / "p.png") == 1
+    assert "cannot write" in capsys.readouterr().err
+    with pytest.raises(DhelixError, match="no hardware 'B9000'"):
+        inspect.inspect_dump(dump(), "B9000")
