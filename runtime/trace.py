@@ -25,13 +25,10 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
+from dhelix.passes.collectives import find_collective
 from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 
-COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast", "send", "recv",
-)  # fmt: skip
 _COLLECTIVE_NAME = re.compile(
     "^(ragged-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|psum"
     "|ppermute|send|recv)([-.0-9]|$)"
@@ -168,17 +165,13 @@ def analyse(
 
 
 def collective_instructions(module: HloModule) -> frozenset[str]:
-    """Names of the instructions that communicate: collectives, and fusions and async wrappers around them."""
-    found: set[str] = set()
-    communicating: set[str] = set()  # computations
-    for computation in module.computations:  # callees first
-        for instruction in computation.instructions:
-            opcode = instruction.opcode.removesuffix("-start").removesuffix("-done")
-            wraps = opcode in ("async", "fusion") and any(c.name in communicating for c in instruction.called)
-            if opcode in COLLECTIVES or wraps:
-                found.add(instruction.name)
-                communicating.add(computation.name)
-    return frozenset(found)
+    """Names of the instructions that communicate: collectives, and fusions and async starts around them."""
+    return frozenset(
+        instruction.name
+        for computation in module.computations
+        for instruction in computation.instructions
+        if find_collective(instruction) is not None
+    )
 
 
 def _kernel(
