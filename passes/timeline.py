@@ -94,8 +94,9 @@ def simulate(
       costs: of every instruction, in called computations too; `Costs(hardware)` computes them as needed.
       bodies: timelines of called computations, kept from call to call; they must have been played alike.
     """
-    player = _Player(costs, hardware, {} if bodies is None else bodies)
-    player.play(order)
+    player = Player(costs, hardware, {} if bodies is None else bodies)
+    for instruction in order:
+        player.play(instruction)
     player.drain()
     return player.timeline()
 
@@ -109,7 +110,7 @@ def simulate_module(
 
 
 @dataclass
-class _Flight:
+class Flight:
     """A collective that has been started."""
 
     instruction: Instruction
@@ -128,34 +129,45 @@ class _Tally:
     under: dict[str, float] = field(default_factory=dict)
 
 
-class _Player:
-    """The state of the lanes while a sequence is played."""
+class Player:
+    """The lanes while a sequence is played, instruction by instruction.
+
+    A scheduler may look at `now` (seconds), at `under_way` (collectives begun and not done, by their start)
+    and at what `lanes` hold, the running one first.
+    """
 
     def __init__(
         self, costs: Mapping[Instruction, Cost], hardware: Hardware, bodies: dict[Computation, Timeline]
     ) -> None:
         self.costs, self.hardware, self.bodies = costs, hardware, bodies
         self.now = self.compute = self.compute_alone = self.hidden = self.exposed = 0.0
-        self.lanes: dict[Lane, deque[_Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
-        self.under_way: dict[Instruction, _Flight] = {}
+        self.lanes: dict[Lane, deque[Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
+        self.under_way: dict[Instruction, Flight] = {}
         self.intervals: list[Interval] = []
         self.tallies: dict[str, _Tally] = {}
 
-    def play(self, order: Sequence[Instruction]) -> None:
-        for instruction in order:
-            if is_done(instruction):
-                self.wait(start_of(instruction))
-            elif instruction.opcode == "while":
-                self.loop(instruction)
-            elif instruction.opcode == "call":
-                self.play(sequence_of(instruction.called[0]))
-            elif instruction.opcode == "conditional":
-                branches = [(self.body(c).seconds, -n) for n, c in enumerate(instruction.called)]
-                self.play(sequence_of(instruction.called[-max(branches)[1]]))
-            else:
-                self.run(instruction, self.costs[instruction])
+    def play(self, instruction: Instruction) -> None:
+        if is_done(instruction):
+            self._wait(start_of(instruction))
+        elif instruction.opcode == "while":
+            self._loop(instruction)
+        elif instruction.opcode == "call":
+            self._play_all(instruction.called[0])
+        elif instruction.opcode == "conditional":
+            self._play_all(max(instruction.called, key=lambda c: self._body(c).seconds))
+        else:
+            self._run(instruction, self.costs[instruction])
 
-    def run(self, instruction: Instruction, cost: Cost) -> None:
+    def drain(self) -> None:
+        """Lets every collective come to its end."""
+        while self.under_way:
+            self._pass(None, "")
+
+    def _play_all(self, computation: Computation) -> None:
+        for instruction in sequence_of(computation):
+            self.play(instruction)
+
+    def _run(self, instruction: Instruction, cost: Cost) -> None:
         if cost.seconds <= 0.0:
             return
         if cost.lane is Lane.COMPUTE:
@@ -165,33 +177,29 @@ class _Player:
             self.compute += self.now - start
             self.intervals.append(Interval(instruction.name, cost.lane, start, self.now))
             return
-        flight = _Flight(instruction, cost.lane, cost.seconds)
+        flight = Flight(instruction, cost.lane, cost.seconds)
         self.lanes[cost.lane].append(flight)
         self.under_way[instruction] = flight
         tally = self.tallies.setdefault(instruction.name, _Tally(cost.lane))
         tally.count += 1
         tally.alone += cost.seconds
         if not is_start(instruction):
-            self.wait(instruction)
+            self._wait(instruction)
 
-    def wait(self, start: Instruction) -> None:
+    def _wait(self, start: Instruction) -> None:
         """Compute stands still until the collective begun at `start` is done."""
         while start in self.under_way:
             self._pass(None, "")
 
-    def drain(self) -> None:
-        while self.under_way:
-            self._pass(None, "")
-
-    def loop(self, loop: Instruction) -> None:
+    def _loop(self, loop: Instruction) -> None:
         count = trip_count(loop)
         left = 1 if count is None else count
         while left and self.under_way:
-            self.play(sequence_of(loop.called[0]))
+            self._play_all(loop.called[0])
             left -= 1
         if not left:
             return
-        body, start = self.body(loop.called[0]), self.now
+        body, start = self._body(loop.called[0]), self.now
         self.now += left * body.seconds
         for name in ("compute", "compute_alone", "hidden", "exposed"):
             setattr(self, name, getattr(self, name) + left * getattr(body, name))
@@ -204,7 +212,7 @@ class _Player:
             for beside, seconds in inner.under:
                 tally.under[beside] = tally.under.get(beside, 0.0) + left * seconds
 
-    def body(self, computation: Computation) -> Timeline:
+    def _body(self, computation: Computation) -> Timeline:
         if computation not in self.bodies:
             self.bodies[computation] = simulate(
                 computation, sequence_of(computation), self.costs, self.hardware, self.bodies
@@ -245,7 +253,7 @@ class _Player:
             return 0.0
         return work - ends * compute_rate
 
-    def _progress(self, head: _Flight, start: float, seconds: float, beside: bool, name: str) -> None:
+    def _progress(self, head: Flight, start: float, seconds: float, beside: bool, name: str) -> None:
         if head.begin is None:
             head.begin = start
         tally = self.tallies[head.instruction.name]
@@ -255,7 +263,7 @@ class _Player:
         else:
             tally.exposed += seconds
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, flight: Flight) -> None:
         self.lanes[flight.lane].popleft()
         del self.under_way[flight.instruction]
         begin = self.now if flight.begin is None else flight.begin

@@ -108,6 +108,12 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("id", 5, "int64"),
         ("root_id", 6, "int64"),
     ),
+    "AliasEntry": (
+        ("output_shape_index", 1, "int64*"),
+        ("parameter_number", 2, "int64"),
+        ("parameter_shape_index", 3, "int64*"),
+    ),
+    "InputOutputAlias": (("entries", 1, "AliasEntry*"),),
     "InstructionSequence": (("instruction_ids", 1, "int64*"),),
     "Schedule": (("sequences", 1, "map<int64,InstructionSequence>"),),
     "Module": (
@@ -118,6 +124,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("id", 5, "int64"),
         ("entry_computation_id", 6, "int64"),
         ("schedule", 7, "Schedule"),
+        ("input_output_alias", 8, "InputOutputAlias"),
         ("frontend_attributes", 19, "FrontendAttributes"),
     ),
 }
