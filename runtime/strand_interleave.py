@@ -7,8 +7,8 @@
 It stands in place of `jax.jit`. For each kind of arguments (told apart as by `jax.jit`: shapes, types,
 shardings, static values, configuration) the step is lowered, its HLO goes through the LOWERED passes, and the
 result is compiled; on GPUs the compiler calls the passes of the later stages. Where no pass changes anything,
-the step is what `jax.jit` makes of it, and a line in the log says why. With DHELIX=off in the environment it is
-`jax.jit(train_step)` altogether: no pass, no splitting of the batch.
+the step is what `jax.jit` makes of it, and a line in the log says why. With DHELIX=off in the environment it
+is `jax.jit(train_step)` altogether: no pass, no splitting of the batch.
 
 Nothing here touches a device before the first call: `jax.distributed.initialize()` works after decoration.
 """
@@ -97,6 +97,8 @@ def strand_interleave(
 class InterleavedStep:
     """A train step to call in place of the function that it wraps."""
 
+    __name__: str
+
     def __init__(
         self,
         function: Callable[..., Any],
@@ -107,6 +109,7 @@ class InterleavedStep:
         jit_options: dict[str, Any],
     ):
         functools.update_wrapper(self, function)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
         self._manager = manager
         self._verify = verify
         self._microbatches = microbatches
@@ -124,7 +127,7 @@ class InterleavedStep:
             return self._plain(*args, **kwargs)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             reason = "is called inside another transformation of JAX, and becomes part of it as it is"
-            say_once(f"{self._name} {reason}; decorate the outermost step", (self._name, reason))
+            say_once(f"{self.__name__} {reason}; decorate the outermost step", (self.__name__, reason))
             return self._jitted(*args, **kwargs)
         chosen = self._specialize(args, kwargs)
         if self._verify and not chosen.verified:
@@ -151,14 +154,10 @@ class InterleavedStep:
         return self if instance is None else functools.partial(self, instance)
 
     def _report_off(self) -> Report:
-        name = f"jit_{self._name}"
+        name = f"jit_{self.__name__}"
         return Report(
             name, "", (self._manager.not_run(Stage.LOWERED, name, "DHELIX=off or jax.disable_jit"),)
         )
-
-    @property
-    def _name(self) -> str:
-        return getattr(self, "__name__", type(self._function).__name__)
 
     def _jit_traced(self, microbatches: int, results: bool = False) -> Any:
         """The function jitted with its batch split; with `results`, returns what value_and_grad returned."""
@@ -182,7 +181,7 @@ class InterleavedStep:
         )
         if self._manager.strict:
             raise DhelixError(reason)
-        say_once(f"{self._name}: {reason}", (self._name, reason))
+        say_once(f"{self.__name__}: {reason}", (self.__name__, reason))
 
     def _specialize(self, args: Any, kwargs: Any) -> Specialization:
         key = self._key(args, kwargs)
@@ -192,7 +191,7 @@ class InterleavedStep:
             lowered = self._jitted.lower(*args, **kwargs)
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
-                self._specializations[same] = Specialization(self._name, self._manager, lowered)
+                self._specializations[same] = Specialization(self.__name__, self._manager, lowered)
             if key is not None:
                 self._specializations[key] = self._specializations[same]
             return self._specializations[same]

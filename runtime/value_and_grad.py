@@ -244,9 +244,9 @@ class _Loop:
             return _Sum(one, weighted=False, stacked=True)
         name = "aux" + jax.tree_util.keystr(path)
         raise DhelixError(
-            f"{name} is {one.dtype}{list(one.shape)} for a micro-batch and {list(whole.shape)} for the batch,"
-            f" and there is no one way to combine {self.count} of them: return numbers, or arrays with the batch"
-            " as leading axis, or compute it outside value_and_grad"
+            f"{name} is {one.dtype}{list(one.shape)} for a micro-batch and {list(whole.shape)} for the"
+            f" batch, and there is no one way to combine {self.count} of them: return numbers, or arrays with"
+            " the batch as leading axis, or compute it outside value_and_grad"
         )
 
     def _check(self, batches: dict[int, Any]) -> None:

@@ -54,10 +54,8 @@ def compare(
         rounding, such as that of an attention key's bias, has no scale of its own.
     """
     leaves = jax.tree_util.tree_leaves_with_path(expected)
-    found = [
-        [float(value) for value in _difference(_numbers(want), _numbers(got))]
-        for (_, want), got in zip(leaves, jax.tree.leaves(actual), strict=True)
-    ]
+    wanted, given = (list(map(_numbers, jax.tree.leaves(tree))) for tree in (expected, actual))
+    found = [tuple(map(float, pair)) for pair in jax.device_get(_differences(wanted, given))]
     largest = max((scale for _, scale in found), default=0.0)
     worst: tuple[float, str, str] | None = None
     for (path, want), (difference, scale) in zip(leaves, found, strict=True):
@@ -77,6 +75,10 @@ def _numbers(x: Any) -> jax.Array:
 
 
 @jax.jit
+def _differences(wanted: list[jax.Array], given: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    return [_difference(want, got) for want, got in zip(wanted, given, strict=True)]
+
+
 def _difference(want: jax.Array, got: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Largest difference, infinite where only one is NaN, and the largest finite magnitude of `want`."""
     if want.size == 0:

@@ -1,0 +1,109 @@
+"""`verify=True` lets a right step through and stops a wrong one, naming what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.value_and_grad import value_and_grad
+from dhelix.runtime.verification import VerificationError, compare, tolerance
+from dhelix.tests.runtime.steps import batch, squared_error, weights
+from dhelix.tests.runtime.test_strand_interleave import Replace
+
+
+def test_wrong_pass_is_caught_before_it_touches_donated_arguments() -> None:
+    @strand_interleave(passes=[Replace("sine", "cosine")], verify=True, donate_argnums=0)
+    def step(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {"kept": state["kept"] * 2, "wrong": jnp.sin(state["wrong"])}
+
+    state = {"kept": jnp.ones(3), "wrong": jnp.ones(3)}
+    with pytest.raises(
+        VerificationError, match=r"output\['wrong'\] differs by 0.301, where 8.41e-07 is allowed"
+    ):
+        step(state)
+    assert not state["wrong"].is_deleted()
+
+
+def test_right_pass_runs_and_donates() -> None:
+    @strand_interleave(passes=[Replace("sine", "sine")], verify=True, donate_argnums=0)
+    def step(state: Any) -> Any:
+        return jnp.sin(state["x"]), jax.random.split(state["key"])[0], state["n"] + 1
+
+    state = {"x": jnp.array([1.0, jnp.nan, jnp.inf]), "key": jax.random.key(3), "n": 4}
+    x, key, n = step(state)
+    np.testing.assert_array_equal(x, jnp.sin(jnp.array([1.0, jnp.nan, jnp.inf])))
+    assert state["x"].is_deleted() and int(n) == 5
+
+
+def _masked(w: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
+    mask = data["mask"]
+    return jnp.where(mask, squared_rows(w, data), 0).sum() / mask.sum()
+
+
+def squared_rows(w: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
+    return ((jnp.tanh(data["x"] @ w[0]) - data["y"]) ** 2).sum(axis=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduce", "message"),
+    [
+        (squared_error, "mean", None),
+        (squared_error, "sum", "loss differs"),
+        (lambda w, data: squared_error(w, data) * 128, "mean", None),
+        (lambda w, data: squared_rows(w, data).sum(), "mean", 'if the loss is a sum reduce="sum"'),
+        (lambda w, data: squared_rows(w, data).sum(), "sum", None),
+        (_masked, "mean", 'padding masks\\) take reduce="weighted"'),
+        (_masked, "weighted", None),
+    ],
+)
+def test_reduction_that_does_not_fit_the_loss(loss: Any, reduce: str, message: str | None) -> None:
+    gradients = value_and_grad(loss, weights=lambda w, data: data["mask"].sum())
+
+    @strand_interleave(microbatches=4, reduce=reduce, verify=True, passes=[])
+    def step(w: jax.Array, data: Any) -> Any:
+        value, grads = gradients(w, data)
+        return w - 0.1 * grads, value
+
+    data = {**batch(), "mask": jnp.arange(16) < 7}
+    if message is None:
+        step(weights(), data)
+    else:
+        with pytest.raises(VerificationError, match=message):
+            step(weights(), data)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "passes"),
+    [
+        (jnp.float32([1, 1e-9]), jnp.float32([1, 9e-7]), True),
+        (jnp.float32([1, 0]), jnp.float32([1, 2e-6]), False),
+        (jnp.float32([jnp.nan, jnp.inf]), jnp.float32([jnp.nan, jnp.inf]), True),
+        (jnp.float32([jnp.nan, 1]), jnp.float32([0, 1]), False),
+        (jnp.float32([jnp.inf, 1]), jnp.float32([-jnp.inf, 1]), False),
+        (jnp.int32([1, 2]), jnp.int32([1, 3]), False),
+        (jnp.array([True]), jnp.array([False]), False),
+        (jnp.zeros((0, 3)), jnp.zeros((0, 3)), True),
+        (jax.random.key(1), jax.random.key(2), False),
+        (jnp.zeros(2), jnp.float32([0, 1e-30]), False),
+    ],
+)
+def test_compare(expected: jax.Array, actual: jax.Array, passes: bool) -> None:
+    if passes:
+        compare({"x": expected}, {"x": actual}, "tree", 1e-6, "")
+    else:
+        with pytest.raises(VerificationError, match=r"tree\['x'\] differs"):
+            compare({"x": expected}, {"x": actual}, "tree", 1e-6, "")
+
+
+def test_tolerance_follows_the_narrowest_type() -> None:
+    def narrow(dtype: Any) -> float:
+        return tolerance(jax.jit(lambda x: (x.astype(dtype) * 2).astype(x.dtype)).lower(jnp.ones(3)), 1e-6)
+
+    assert narrow(jnp.float32) == 1e-6
+    assert narrow(jnp.bfloat16) == 2.0**-6
+    assert narrow(jnp.float8_e4m3fn) == 0.5
