@@ -133,8 +133,8 @@ def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") 
     first = found[0]
     pictures = [first.picture]
     for other in found[1:]:
-        ratio = f"{other.step_ms / first.step_ms:.2f} x" if first.step_ms else ""
-        summary = f"{other.picture.summary}  ·  {ratio}"
+        ratio = other.step_ms / first.step_ms if first.step_ms else 1.0
+        summary = f"{other.picture.summary}  ·  {ratio:.2f} × the step above"
         pictures.append(dataclasses.replace(other.picture, summary=summary))
     timeline_plot.save_png(pictures, path, headline, f"{_estimate(found)} Nothing here was measured.")
 

@@ -179,12 +179,17 @@ def inspect_module(
 
 
 def part_of(instruction: Instruction) -> str:
-    """alpha or beta for the strand that the operator's name carries; else forward, backward or other."""
-    name = _op_name(instruction)
-    for strand in ("alpha", "beta"):
-        if f"strand_{strand}" in name:
-            return strand
-    return "backward" if "transpose(" in name else "forward" if "jvp(" in name else "other"
+    """alpha or beta for the strand that the operator's name carries; else forward, backward or other.
+
+    A fusion without a name of its own, or with one that tells nothing, is taken for what is inside.
+    """
+    for name in _op_names(instruction):
+        for strand in ("alpha", "beta"):
+            if f"strand_{strand}" in name:
+                return strand
+        if "jvp(" in name:
+            return "backward" if "transpose(" in name else "forward"
+    return "other"
 
 
 def _parts(computation: Computation) -> Iterator[tuple[Instruction, str]]:
@@ -208,7 +213,7 @@ def describe(instruction: Instruction) -> str:
         return "attention"
     if _moves(instruction) is not None:
         return str(_moves(instruction))
-    return _op_name(instruction).rpartition("/")[2] or instruction.opcode.removesuffix("-start")
+    return next(_op_names(instruction), instruction.opcode).rpartition("/")[2].removesuffix("-start")
 
 
 def _called(instruction: Instruction) -> Iterator[Computation]:
@@ -219,10 +224,12 @@ def _called(instruction: Instruction) -> Iterator[Computation]:
             yield from (c for i in called.instructions for c in _called(i))
 
 
-def _op_name(instruction: Instruction) -> str:
+def _op_names(instruction: Instruction) -> Iterator[str]:
+    """Names in the user's program: of the instruction, then of what it fuses, results first."""
     if instruction.op_name:
-        return instruction.op_name
-    return next((i.op_name for called in _called(instruction) for i in called.instructions if i.op_name), "")
+        yield instruction.op_name
+    for called in _called(instruction):
+        yield from (inner.op_name for inner in reversed(called.instructions) if inner.op_name)
 
 
 def _places(module: HloModule) -> Iterator[tuple[Computation, Place]]:

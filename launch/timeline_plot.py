@@ -29,10 +29,10 @@ _COLOURS = {
     "beta": ("#3f7cac", "strand β"),
     "forward": ("#3f7cac", "forward"),
     "backward": ("#e08a3c", "backward"),
-    "copy": ("#7b4fa3", "copy of a large buffer"),
+    "copy": ("#7b4fa3", "copies of large buffers"),
     "other": ("#aab2bb", "other compute"),
-    "hidden": ("#79b791", "communication hidden under compute"),
-    "exposed": ("#cf2e43", "communication exposed"),
+    "hidden": ("#79b791", "communication under compute"),
+    "exposed": ("#cf2e43", "exposed communication"),
 }
 _INK, _FAINT = "#24292f", "#f1f3f5"
 _WIDTH, _DPI = 12.0, 200  # inches; 1200 px wide on a page, twice that in the file
@@ -295,5 +295,12 @@ def _legend(figure: Any, pictures: Sequence[Picture], footnote: str) -> None:
         if key in shown:
             words.setdefault(colour, []).append(word)
     handles = [Patch(color=colour, label=", ".join(reversed(named))) for colour, named in words.items()]
-    legend = figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    legend = figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        columnspacing=1.6,
+    )
     legend.set_title(footnote, {"size": 8.5})

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dhelix.launch import cli, dumps, inspect
+from dhelix.launch import cli, dumps, inspect, inspection
 from dhelix.launch.inspection import Inspection
 from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import HloModule
@@ -159,6 +159,38 @@ def test_picture(dump: Dump) -> None:
     starts = [bar.start for bar in picture.bars if bar.name == "next"]  # the first of the body
     assert window.start == pytest.approx(starts[2])  # out of the middle
     assert window.end == pytest.approx(starts[3])
+
+
+FUSION = """HloModule jit_step, is_scheduled=true
+
+fused {
+  x = f32[8,8] parameter(0)
+  zero = f32[] constant(0), metadata={op_name="jit(step)/while/body"}
+  pad = f32[8,8] broadcast(zero), dimensions={}
+  ROOT dot.1 = f32[8,8] dot(x, pad), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="NAME"}
+}
+
+ENTRY main {
+  x.1 = f32[8,8] parameter(0)
+  ROOT fusion.1 = f32[8,8] fusion(x.1), kind=kCustom, calls=fused
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("jit(step)/strand_alpha/while/body/transpose(jvp())/dot_general", "alpha"),
+        ("jit(step)/strand_beta/while/body/jvp()/dot_general", "beta"),
+        ("jit(step)/while/body/transpose(jvp(layer))/dot_general", "backward"),
+        ("jit(step)/while/body/jvp(layer)/dot_general", "forward"),
+        ("jit(step)/optimizer/transpose(dot)/dot_general", "other"),
+    ],
+)
+def test_a_fusion_without_a_name_is_what_it_fuses(name: str, part: str) -> None:
+    fusion = HloModule.from_text(FUSION.replace("NAME", name)).entry.root
+    assert inspection.part_of(fusion) == part
+    assert inspection.describe(fusion) == "GEMM"
 
 
 def test_the_largest_module_of_a_folder_and_says_which(
