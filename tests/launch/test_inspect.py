@@ -167,7 +167,8 @@ fused {
   x = f32[8,8] parameter(0)
   zero = f32[] constant(0), metadata={op_name="jit(step)/while/body"}
   pad = f32[8,8] broadcast(zero), dimensions={}
-  ROOT dot.1 = f32[8,8] dot(x, pad), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="NAME"}
+  ROOT dot.1 = f32[8,8] dot(x, pad), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="NAME"}
 }
 
 ENTRY main {
