@@ -1,0 +1,176 @@
+"""`dhelix train`: flags, devices, checkpoints and progress around `dhelix.launch.trainer`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from dhelix.launch import trainer
+from dhelix.launch.checkpoint import Checkpoints
+from dhelix.launch.progress import Progress
+from dhelix.launch.trainer import Options, Run, Step
+from dhelix.models import PRESETS
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.report import Report
+from dhelix.runtime import deviceless
+
+USAGE = """\
+usage: dhelix train [flags]
+
+Trains a Llama on text, byte by byte, its micro-batches interleaved as two strands, or --plain.
+
+  dhelix train --cpu_devices 8 --mesh dp=2,tp=4              # tries it out, without a GPU
+  dhelix train --preset llama-8b --microbatches 16 --data corpus.txt --checkpoint_dir run1 --save_every 100
+  dhelix train ... --checkpoint_dir run1 --resume            # goes on where run1 stopped"""
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags, on `values`."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values)
+    real = functools.partial(flags.DEFINE_float, lower_bound=0.0, flag_values=values)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
+    default = Options()
+    choice("preset", default.preset, list(PRESETS), "the model")
+    number("layers", None, "number of layers, if not the preset's", 1)
+    number("seq", None, "sequence length, if not the preset's", 1)
+    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
+    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
+    number("microbatches", default.microbatches, "micro-batches per step", 1)
+    text("mesh", default.mesh, "devices per axis, such as dp=2,tp=4 (default: all there are)")
+    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
+    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)", 1)
+    number("steps", default.steps, "number of the last step", 1)
+    real("lr", default.lr, "highest learning rate")
+    number("warmup", None, "steps of warm-up (default: a tenth, at most 100)", 0)
+    number("seed", default.seed, "of the initial parameters and of the batches", 0)
+    switch("plain", help="without the passes")
+    switch("interleave", help="with interleaved strands (the default)")
+    switch("verify", help="compare the first step with the plain one")
+    text("data", None, "file or folder to train on (default: the Python standard library)")
+    text("checkpoint_dir", None, "folder for checkpoints (default: none)")
+    number("save_every", None, "steps between checkpoints (default: one at the end)", 1)
+    switch("resume", help="go on from the newest checkpoint")
+    real("peak_tflops", None, "of one device, for MFU (default: known for common GPUs)")
+    switch("json", help="print the results as JSON; progress goes to stderr")
+    number("cpu_devices", None, "run on so many CPU devices", 1)
+    switch("distributed", help="several processes; under Slurm and Kubernetes they find each other")
+    text("coordinator", None, "host:port of process 0, with --distributed")
+    number("num_processes", None, "with --distributed", 1)
+    number("process_id", None, "with --distributed", 0)
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Trains as the flags say. Raises DhelixError."""
+    if arguments:
+        raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix train --help`")
+    chosen: dict[str, Any] = values.flag_values_dict()
+    options = Options(**{field.name: chosen[field.name] for field in dataclasses.fields(Options)})
+    _check(chosen)
+    _prepare_devices(chosen)
+    quiet = jax.process_index() > 0
+    console = Console(stderr=chosen["json"], quiet=quiet)
+    prepared = trainer.prepare(options)
+    _introduce(prepared, console)
+    if options.checkpoint_dir is None:
+        trainer.start(prepared)
+        steps = _train(prepared, None, console)
+    else:
+        notes = trainer.notes(prepared)
+        with Checkpoints(options.checkpoint_dir, trainer.identity(prepared), notes=notes) as checkpoints:
+            trainer.start(prepared, checkpoints)
+            if prepared.first:
+                say_resumed(prepared, checkpoints, console)
+            steps = _train(prepared, checkpoints, console)
+    if chosen["json"]:
+        results = trainer.results(prepared, steps)
+        if not quiet:
+            print(json.dumps(results, indent=1))
+    return 0
+
+
+def _check(chosen: dict[str, Any]) -> None:
+    """Flags that need or exclude one another."""
+    if chosen["plain"] and chosen["interleave"]:
+        raise DhelixError("--plain and --interleave exclude each other; give one of them")
+    for name in ("resume", "save_every"):
+        if chosen[name] and not chosen["checkpoint_dir"]:
+            raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
+    for name in ("coordinator", "num_processes", "process_id"):
+        if chosen[name] is not None and not chosen["distributed"]:
+            raise DhelixError(f"--{name} means nothing without --distributed; give both or neither")
+
+
+def _prepare_devices(chosen: dict[str, Any]) -> None:
+    """All that must happen before JAX looks for devices."""
+    deviceless.prepare_environment()
+    if chosen["cpu_devices"]:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", chosen["cpu_devices"])
+    if chosen["distributed"]:
+        try:
+            jax.distributed.initialize(chosen["coordinator"], chosen["num_processes"], chosen["process_id"])
+        except (ValueError, RuntimeError) as error:
+            raise DhelixError(
+                f"the processes do not find each other ({error}); outside of Slurm and Kubernetes give "
+                "--coordinator, --num_processes and --process_id"
+            ) from error
+
+
+def _train(run: Run, checkpoints: Checkpoints | None, console: Console) -> list[Step]:
+    with Progress(console, run.first, run.options.steps) as progress:
+
+        def show(steps: list[Step]) -> None:
+            progress.update(steps[-1].number, f"loss {steps[-1].loss:.4f}", *trainer.speed(run, steps))
+
+        steps = trainer.train(run, checkpoints, show)
+    milliseconds = 1e3 * trainer.step_seconds(steps)
+    say(console, f"median step {milliseconds:,.0f} ms, {', '.join(trainer.speed(run, steps))}")
+    report = run.report()
+    for line in summary(report) if report is not None else ():
+        say(console, line)
+    return steps
+
+
+def summary(report: Report) -> list[str]:
+    """One line per pass that ran: what it did, or why it left the step alone."""
+    lines = []
+    for entry in report:
+        words = [f"{entry.name}: {entry.outcome}"]
+        for note in entry.notes:
+            words.append(note.message + (f" at {note.instruction}" if note.instruction else ""))
+        if entry.changed:
+            words.append(f"{entry.instructions_before} -> {entry.instructions_after} instructions")
+        lines.append(", ".join(words))
+    return lines
+
+
+def say(console: Console, text: str) -> None:
+    """A line of text as it is: no colours by guess, no breaks, no markup."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _introduce(run: Run, console: Console) -> None:
+    config, mesh = run.training.config, run.training.mesh
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    size = f"{config.parameter_count:,} parameters, {config.layers} layers, {config.dtype}"
+    how = f"{'plain' if run.options.plain else 'interleaved'}, {run.options.microbatches} micro-batches"
+    say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
+    text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"
+    say(console, f"text: {text}; a step takes {run.batch} sequences of {run.seq}")
+
+
+def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
+    """That a run goes on, and what makes its batches others than those of an unbroken run."""
+    before, now = checkpoints.notes(run.first), trainer.notes(run)
+    say(console, f"resumed from step {run.first} in {checkpoints.folder}")
+    for name in (name for name in now if before.get(name) != now[name]):
+        change = f"{name} was {before.get(name)} and is {now[name]}"
+        say(console, f"note: {change}, so the batches are not those of an unbroken run")
