@@ -1,4 +1,4 @@
-"""A small interpreter of HLO over 32-bit integers: what a module computes, and what effects it has in which order."""
+"""A small interpreter of HLO over 32-bit integers: what a module computes, and its effects in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading and writing modules: nothing is lost, nothing depends on chance, and bad input gets one clear error."""
+"""Reading and writing modules: nothing is lost or left to chance; bad input gets one error."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ ENTRY main {
   x = f32[4]{0} parameter(0), sharding={replicated}
   zero = f32[] constant(0)
   start = ((f32[4]{0}), f32[4]{0}, s32[]) async-start(x), calls=wrapped, async_execution_thread="other"
-  sum = f32[] reduce(x, zero), dimensions={0}, to_apply=add, control-predecessors={start}, backend_config={"a":1}
-  done = f32[4]{0} async-done(start)
+  sum = f32[] reduce(x, zero), dimensions={0}, to_apply=add, control-predecessors={start}
+  done = f32[4]{0} async-done(start), backend_config={"a":1}
   ROOT both = (f32[], f32[4]{0}) tuple(sum, done), metadata={op_name="jit(f)/tuple" source_line=3}
 }
 """
