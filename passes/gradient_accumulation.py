@@ -6,15 +6,16 @@ Before:                                         After:
     acc = acc + convert(grads)
 
 Contract
-    Consumes  a layer loop of strand alpha with a stack of gradients that starts at zero, is written once per slot
-              and is read by nothing but the addition to an accumulator that does not depend on the loop.
+    Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
+              which is read by nothing but the addition to an accumulator that does not depend on the loop.
     Makes     the accumulator a state element of the loop. The stack is gone.
     Leaves    every other stack.
 
-Why it is legal: every slot is written exactly once (index table of the proved loop counter), so each element of the
-accumulator sees the same single addition of the same two numbers as before: results are equal to the last bit.
-Costs nothing; it saves one stack of gradients in memory, which would otherwise be alive beside the other strand's
-logits, and its three trips through memory (zeros, write, read) per micro-batch.
+Why it is legal: every slot is written exactly once (index table of the proved loop counter), so each element
+of the accumulator sees the same single addition of the same two numbers as before: results are equal to the
+last bit, and what the stack started as never shows.
+Costs nothing; it saves one stack of gradients in memory, which would otherwise be alive beside the other
+strand's logits, and its three trips through memory (zeros, write, read) per micro-batch.
 """
 
 from dataclasses import dataclass
@@ -60,14 +61,16 @@ class GradientAccumulation:
                 drop_dead(computation)
                 drop_elements(loop, [s.element for s in sums])
                 drop_dead(computation)
-                context.note("gradients accumulated layer by layer", loop, stacks=len(sums), bytes_freed=freed)
+                done = "gradients accumulated layer by layer"
+                context.note(done, loop, stacks=len(sums), bytes_freed=freed)
                 changed = True
         return changed
 
 
 def _sums(loop: Instruction) -> list[_Sum]:
     body = loop.called[0]
-    writes = [r for r in body.root.operands if r.opcode == "dynamic-update-slice" and r.op_name.startswith(ALPHA)]
+    writes = [r for r in body.root.operands if r.opcode == "dynamic-update-slice"]
+    writes = [r for r in writes if r.op_name.startswith(ALPHA)]
     if not writes:
         return []
     users = loop.computation.users()
@@ -82,17 +85,13 @@ def _sums(loop: Instruction) -> list[_Sum]:
 
 
 def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) -> bool:
-    """A stack of zeros whose slots along dimension 0 are each written whole, once, and not read inside."""
-    start = loop.initial(element)
+    """A stack whose slots along dimension 0 are each written whole, once, and not read inside."""
     users = loop.body.users()
     reads = [r for r, k in loop.reads.items() if k == element]
     stack, part = write.shape.dimensions, write.operands[1].shape.dimensions
     table = loop.index_table(write.operands[2])
     return (
-        start is not None
-        and start.opcode == "broadcast"
-        and start.operands[0].opcode == "constant"
-        and [write.operands[0]] == reads
+        [write.operands[0]] == reads
         and users[reads[0]] == [write]
         and users[write] == [loop.body.root]
         and list(part) == [1, *stack[1:]]
@@ -125,7 +124,7 @@ def _addition(
 
 
 def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
-    """The loop's body reads a slot of the accumulator, adds the gradient of that layer, and writes it back."""
+    """The loop's body reads a slot of the accumulator, adds that layer's gradient, and writes it back."""
     kept = add_element(loop, one.accumulator)
     body = loop.called[0]
     builder = Builder(body)
