@@ -71,8 +71,13 @@ class Specialization:
         return Report(whole.module, whole.fingerprint, stages)
 
     def report(self) -> Report:
-        """What the passes of all stages did; compiles the program for it."""
-        return self.plan() if self.compile() is None else self._session.report(self._order)
+        """What the passes of all stages did; compiles the program unless `lowered` was compiled already."""
+        if self.left_alone:
+            return self.plan()
+        later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
+        if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
+            self.compile()
+        return self.plan() if self.left_alone else self._session.report(self._order)
 
     def _replace(self, module: bytes) -> None:
         try:

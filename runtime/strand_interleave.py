@@ -27,7 +27,9 @@ from jax.core import Tracer
 
 from dhelix.passes import jax_compat
 from dhelix.passes.activation_sharing import ActivationSharing
+from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.errors import DhelixError
+from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.report import Report
 from dhelix.passes.strand_duplication import StrandDuplication
@@ -35,7 +37,7 @@ from dhelix.runtime import registration, verification
 from dhelix.runtime.specialization import Specialization
 from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
 
-SCHEDULES: dict[str, tuple[Pass, ...]] = {"list": (), "xla": ()}
+SCHEDULES: dict[str, tuple[Pass, ...]] = {"list": (CollectiveSchedule(),), "xla": ()}
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 
 
@@ -43,7 +45,7 @@ def default_passes(schedule: str = "list") -> tuple[Pass, ...]:
     """The passes that `strand_interleave` runs. `schedule` is one of SCHEDULES."""
     if schedule not in SCHEDULES:
         raise DhelixError(f"schedule={schedule!r} means nothing; take one of {', '.join(sorted(SCHEDULES))}")
-    return (StrandDuplication(), ActivationSharing(), *SCHEDULES[schedule])
+    return (StrandDuplication(), GradientAccumulation(), ActivationSharing(), *SCHEDULES[schedule])
 
 
 @overload

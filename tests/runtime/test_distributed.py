@@ -60,4 +60,4 @@ def test_two_processes() -> None:
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
     lines = [output.splitlines()[-1] for output, _ in outputs]
-    assert lines[0] == lines[1] and lines[0].startswith("[0.")
+    assert lines[0] == lines[1] and lines[0].startswith("[1.1")
