@@ -139,9 +139,10 @@ def _close(loop: WhileLoop, seed: Instruction) -> tuple[set[Instruction], frozen
     """Everything that depends on `seed`, through the loop state too, and the state elements that it writes."""
     root = loop.body.root
     backward = {seed}
+    written: frozenset[int] = frozenset()
     while True:
         backward = graph.descendants(loop.body, backward) - {root}
-        written = frozenset(k for k, value in enumerate(root.operands) if value in backward)
+        written = _written(loop, backward, written)
         readers = {i for i, k in loop.reads.items() if k in written}
         reached = graph.descendants(loop.body, readers) - readers - {root}
         if reached <= backward:
@@ -151,6 +152,15 @@ def _close(loop: WhileLoop, seed: Instruction) -> tuple[set[Instruction], frozen
         if instruction.opcode == "tuple" and readers and backward.issuperset(readers):
             backward.add(instruction)
     return backward, written
+
+
+def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int]) -> frozenset[int]:
+    """State elements that get a value of `backward`, or the one that another such element had before."""
+    values = list(enumerate(loop.body.root.operands))
+    found = known | {k for k, value in values if value in backward}
+    while handed_on := {k for k, value in values if loop.reads.get(value) in found} - found:
+        found |= handed_on
+    return found
 
 
 def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset[int]) -> None:
