@@ -1,0 +1,62 @@
+"""The interleaved train step, compiled for 4, 8 and 64 H200s without having one: loops, copies and memory.
+
+Llama-8B shapes, 8 layers, 16 micro-batches. One test per case, as each compiles two programs (about
+10 s on one core). `benchmarks/structure.py` prints the numbers of these and more cases; docs/benchmarks.md
+quotes them.
+"""
+
+import jax
+import pytest
+
+from dhelix.benchmarks.structure import Case, interleave, lower, measure
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo.edit import replace_uses
+from dhelix.runtime import lowering
+
+MEMORY = 1.03  # peak of the interleaved step, at most, in units of the plain one's
+
+CASES = (
+    Case("4 GPUs"),
+    Case("8 GPUs", dp=2),
+    Case("64 GPUs", dp=8, tp=8),
+    Case("4 GPUs, automatic sharding", sharding="auto"),
+)
+
+SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_merged_layer_loop_without_copies_and_with_no_more_memory(case: Case) -> None:
+    plain = lower(case)
+    strands, _ = interleave(plain)
+    interleaved = measure(strands, strands=True)
+    found = interleaved.structure
+    assert found is not None
+    assert (found.layer_loops, found.merged_loops) == (1, 1)
+    assert not found.residual_copies
+    assert not found.other_copies
+    assert interleaved.peak <= MEMORY * measure(plain, strands=False).peak
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_copies_are_seen_where_there_are_some() -> None:
+    """Without the barrier between read and write of a slot, copy insertion copies whole stacks."""
+    strands, _ = interleave(lower(Case("small", layers=4, microbatches=4, overrides=SMALL)))
+    found = measure(_without_barriers(strands), strands=True).structure
+    assert found is not None
+    assert found.merged_loops == 1
+    assert found.residual_copies
+
+
+def _without_barriers(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    module = HloModule.from_bytes(lowering.hlo_bytes(lowered))
+    for computation in module.computations:
+        users = computation.users()
+        for barrier in [i for i in computation.instructions if i.opcode == "opt-barrier"]:
+            for read in users[barrier]:
+                replace_uses(computation, read, barrier.operands[0].operands[read.tuple_index])
+        computation.sort()
+    return lowering.with_hlo(lowered, module.to_bytes())
