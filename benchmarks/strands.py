@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant, of --steps steps")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--variants", default="plain,strands", help=f"of {', '.join(VARIANTS)}, separated by ','")
+    parser.add_argument("--variants", default="plain;strands", help=f"of {'; '.join(VARIANTS)}")
     parser.add_argument("--settings", default="default", help=f"of {', '.join(SETTINGS)}, separated by ','")
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--dump_hlo", action="store_true")
@@ -127,7 +127,7 @@ def run_setting(arguments: argparse.Namespace, setting: str) -> list[Result]:
         for _ in range(4)
     ]
     runs = []
-    for variant in arguments.variants.split(","):
+    for variant in arguments.variants.split(";"):
         try:
             compiled, result = build(arguments, training, setting, variant)
         except Exception as error:  # one variant that does not compile must not cost the others their turn
@@ -155,18 +155,17 @@ def build(arguments: argparse.Namespace, training, setting: str, variant: str):
     import jax
 
     from dhelix.passes.activation_sharing import ActivationSharing
+    from dhelix.passes.collective_schedule import CollectiveSchedule
     from dhelix.passes.gradient_accumulation import GradientAccumulation
     from dhelix.passes.manager import PassManager
     from dhelix.passes.strand_duplication import StrandDuplication
+    from dhelix.profiles.hardware import H200, H200_NO_P2P
     from dhelix.runtime import lowering
     from dhelix.runtime.registration import Session
 
     names, options = VARIANTS[variant]
-    known = [StrandDuplication(), GradientAccumulation(), ActivationSharing()]
-    if "collective-schedule" in names:
-        from dhelix.passes.collective_schedule import CollectiveSchedule
-
-        known.append(CollectiveSchedule())
+    schedule = CollectiveSchedule(H200_NO_P2P if setting == "no_p2p" else H200)
+    known = (StrandDuplication(), GradientAccumulation(), ActivationSharing(), schedule)
     manager = PassManager([p for p in known if p.name in names], strict=True)
     step = jax.jit(training.train_step, donate_argnums=0)
     lowered = step.lower(training.abstract_state(), training.abstract_batch(arguments.microbatches))
