@@ -15,7 +15,7 @@ from dhelix.tests.passes.hlo.interpreter import Trace, Value, run, same
 from dhelix.tests.passes.hlo.modules import programs
 
 ARGUMENT = np.array([1, -2, 3, 1 << 30], np.int32)
-quick = settings(max_examples=60)
+quick = settings(max_examples=50)
 
 
 def behaviour(module: HloModule) -> tuple[Value, Trace]:
