@@ -10,17 +10,20 @@ After:
     stack   = dynamic-update-slice(stack, r, slot)
 
 Contract
-    Consumes  the loop that strand_duplication made: a state element of the strand loop that goes into the merged
-              layer loop, is there read by slices only, and is replaced by a stack written there slot by slot.
-    Makes     one stack instead of two; `flip` is new state of the strand loop, and turns with each micro-batch.
-              B(M-1) after the loop reads its slots by the final flip, which is known: M is.
+    Consumes  the loop that strand_duplication made: a state element of the strand loop that goes into the
+              merged layer loop, is read there by slices only, and is replaced by a stack written slot by
+              slot.
+    Makes     one stack instead of two; `flip` is new state of the strand loop, and turns with each
+              micro-batch. B(M-1) after the loop reads its slots by the final flip, which is known: M is.
     Leaves    a stack that is used in any other way; says which and why.
 
-Why it is legal: the index tables of both accesses are computed from the proved loop counters. The read table is a
-permutation of the slots and the write table is its mirror image, so that with the mirror of one strand the two
-coincide: each slot is read, then written, once per pair of micro-batches; what is read was stored by the same rule.
-Costs: a slice of each residual is materialised by the barrier. Copy insertion cannot see that a slot is read before
-it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it. DHelix section 4.3.
+Why it is legal: the index tables of both accesses are computed from the proved loop counters. The read table
+is a permutation of the slots and the write table is its mirror image, so that with the mirror of one strand
+the two coincide: each slot is read, then written, once per pair of micro-batches; what is read was stored by
+the same rule.
+Costs: a slice of each residual is materialised by the barrier. Copy insertion cannot see that a slot is read
+before it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it.
+DHelix section 4.3.
 """
 
 from dataclasses import dataclass
@@ -90,6 +93,7 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
     for stack in stacks:
         _use_one_stack(WhileLoop(layers), stack, flip)
     _give_old_stack_to_both(strands, layers, stacks)
+    drop_dead(strands.computation)
     if trips % 2 == 1:  # F(0) is stored the plain way; the strand loop runs M - 1 times
         _mirror_last_reads(stacks)
     context.note("residuals of both strands share one buffer", layers, stacks=len(stacks), bytes_freed=freed)
@@ -97,12 +101,17 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
 
 
 def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int]]:
-    """Elements of the strand loop that enter the merged loop as one element and are replaced by another one."""
+    """Stacks of one slot per layer that enter the merged loop from the strand loop, and leave it replaced.
+
+    Element of the strand loop -> elements of the merged loop: the one that enters, the one that replaces it.
+    """
     body = WhileLoop(strands).body
+    trips = WhileLoop(layers).trip_count
     entering = {}
     for k, start in enumerate(layers.operands[0].operands):
         if start.opcode == "get-tuple-element" and start.operands[0] is body.parameters[0]:
-            entering.setdefault(start.tuple_index, k)
+            if list(start.shape.dimensions[:1]) == [trips]:
+                entering.setdefault(start.tuple_index, k)
     found = {}
     for outer, value in enumerate(body.root.operands):
         if value.opcode == "get-tuple-element" and value.operands[0] is layers and outer in entering:
@@ -113,19 +122,21 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
 
 def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> _Stack:
     """Proves that the two stacks can be one. Raises PassRefusal naming what stands in the way."""
+    _refuse_other_readers(strands, layers, outer, old)
     shape = layers.instruction.shape.tuple_shapes[old]
-    if not shape.dimensions or shape.dimensions[0] != layers.trip_count:
-        raise PassRefusal(f"{shapes.text(shape)} has no slot per layer", layers.instruction)
     users = layers.body.users()
     reads = _slices(layers, old, users)
     if old not in layers.invariants:
         raise PassRefusal("the backward pass changes it", layers.body.root.operands[old])
-    write = layers.body.root.operands[new]
+    root = layers.body.root
+    write = root.operands[new]
     targets = [r for r, k in layers.reads.items() if k == new]
     if write.opcode != "dynamic-update-slice" or write.operands[0] not in targets:
         raise PassRefusal("the forward pass does not write it slot by slot", write)
-    if any(u is not write for t in targets for u in users[t]) or users[write] != [layers.body.root]:
+    if any(u is not write for t in targets for u in users[t]) or users[write] != [root]:
         raise PassRefusal("the forward pass reads what it has written", write)
+    if root.operands.count(write) > 1:
+        raise PassRefusal("the forward pass hands it on twice", write)
     if not _one_slot(write.operands[1].shape, shape) or not _starts_at_zero(write.operands[3:]):
         raise PassRefusal("the forward pass writes more or less than one slot", write)
     tables = [layers.index_table(r.operands[1]) for r in reads]
@@ -137,23 +148,38 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
     mirrored = [slots - 1 - s for s in tables[0]]
     if sorted(written) != list(range(slots)) or mirrored != written:
         raise PassRefusal("backward does not walk the slots in the opposite order of forward", write)
-    body_readers = [u for r, k in strands.reads.items() if k == outer for u in strands.body.users()[r]]
-    if any(u is not layers.instruction.operands[0] for u in body_readers):
-        raise PassRefusal("it is read outside the layer loop", body_readers[0])
     last_loop, last = _last_use(strands, outer, tables[0])
     return _Stack(outer, old, new, tuple(reads), write, last_loop, last, slots)
+
+
+def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old: int) -> None:
+    """In the strand loop only the merged loop reads the stack, as one element, and nothing its end."""
+    start = layers.instruction.operands[0]
+    if sum(strands.reads.get(value) == outer for value in start.operands) != 1:
+        raise PassRefusal("it enters the layer loop twice", layers.instruction)
+    users = strands.body.users()
+    readers = [u for r, k in strands.reads.items() if k == outer for u in users[r]]
+    for result in users[layers.instruction]:
+        if result.opcode != "get-tuple-element":
+            readers.append(result)
+        elif result.tuple_index == old:
+            readers += users[result]
+    if any(u is not start for u in readers):
+        raise PassRefusal("it is read outside the layer loop", next(u for u in readers if u is not start))
 
 
 def _slices(loop: WhileLoop, index: int, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
     """The dynamic slices of one slot that read element `index`; refuses any other reader but the root."""
     stack = loop.instruction.shape.tuple_shapes[index]
+    if sum(loop.reads.get(value) == index for value in loop.body.root.operands) > 1:
+        raise PassRefusal("the backward pass hands it on twice", loop.instruction)
     found = []
     for read, k in loop.reads.items():
         for user in users[read] if k == index else ():
             if user is loop.body.root:
                 continue
             if user.opcode != "dynamic-slice" or not _one_slot(user.shape, stack):
-                raise PassRefusal("the backward pass reads more than one slot at a time", user)
+                raise PassRefusal("the backward pass reads more or less than one slot at a time", user)
             if not _starts_at_zero(user.operands[2:]):
                 raise PassRefusal("the backward pass reads a part of a slot", user)
             found.append(user)
@@ -174,7 +200,7 @@ def _starts_at_zero(indices: list[Instruction]) -> bool:
 
 
 def _last_use(strands: WhileLoop, outer: int, table: list[int]) -> tuple[Instruction, int]:
-    """The loop of B(M-1) and its element that holds the stack; it must read the slots as the merged loop does."""
+    """The loop of B(M-1) and its element that holds the stack; read slot for slot as in the merged loop."""
     computation = strands.instruction.computation
     users = computation.users()
     reads = [r for r in users[strands.instruction] if r.tuple_index == outer and users[r]]
@@ -184,14 +210,19 @@ def _last_use(strands: WhileLoop, outer: int, table: list[int]) -> tuple[Instruc
         raise PassRefusal("the last backward pass reads it outside its layer loop", strands.instruction)
     loop = WhileLoop(loops[0])
     index = starts[0].operands.index(reads[0])
+    if starts[0].operands.count(reads[0]) > 1:
+        raise PassRefusal("it enters the last layer loop twice", loop.instruction)
     slices = _slices(loop, index, loop.body.users())
     if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
         raise PassRefusal("the last backward pass reads other slots than the ones before", loop.instruction)
-    return loops[0], index
+    for result in users[loop.instruction]:
+        if result.opcode != "get-tuple-element" or (result.tuple_index == index and users[result]):
+            raise PassRefusal("it is read after the last backward pass", result)
+    return loop.instruction, index
 
 
 def _add_flip(strands: Instruction, layers: Instruction) -> Instruction:
-    """`flip`, false for F(0)'s residuals and turned by every micro-batch; returns it inside the merged loop."""
+    """`flip`, false for F(0)'s residuals and turned by every micro-batch; returns it in the merged loop."""
     start = Builder(strands.computation).scalar(False, shapes.PRED)
     flip = add_element(strands, start)
     body = strands.called[0]
