@@ -50,7 +50,7 @@ def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
         (loop, loop.computation),
     ):
         readers = computation.users()
-        dead = []
+        dead = set()
         for read in readers[source]:
             if read.opcode != "get-tuple-element":
                 raise ValueError(f"{read.name} reads the loop state as a whole")
@@ -59,7 +59,7 @@ def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
             elif readers[read] or computation.root is read:
                 raise ValueError(f"{read.name} still reads a dropped element")
             else:
-                dead.append(read)
+                dead.add(read)
         computation.instructions = [i for i in computation.instructions if i not in dead]
     loop.computation.sort()
 
@@ -122,9 +122,12 @@ def _places(a: WhileLoop, b: WhileLoop) -> dict[int, int]:
 
 
 def _same_course(a: WhileLoop, j: int, b: WhileLoop, k: int) -> bool:
-    if not shapes.same(a.instruction.shape.tuple_shapes[j], b.instruction.shape.tuple_shapes[k]):
+    """Whether two counters hold the same values in every iteration and after the last one."""
+    same_shape = shapes.same(a.instruction.shape.tuple_shapes[j], b.instruction.shape.tuple_shapes[k])
+    if not (same_shape and a.counters and b.counters) or a.counters[0][j] != b.counters[0][k]:
         return False
-    return bool(a.counters) and bool(b.counters) and [s[j] for s in a.counters] == [s[k] for s in b.counters]
+    following = a.index_table(a.body.root.operands[j])
+    return following is not None and following == b.index_table(b.body.root.operands[k])
 
 
 def _copy_body(builder: Builder, loop: WhileLoop, state: Instruction, place: Callable[[int], int]) -> Copies:

@@ -59,6 +59,8 @@ def _apply(instruction: Instruction, operands: list[Value], trace: Trace) -> Val
         return operands[0] < operands[1]
     if opcode == "tuple":
         return tuple(operands)
+    if opcode == "opt-barrier":
+        return operands[0]
     if opcode == "get-tuple-element":
         return operands[0][instruction.tuple_index]
     if opcode == "call":
