@@ -87,6 +87,23 @@ class Buffers:
                 found[instruction] = Access(tuple(dict.fromkeys(read)), tuple(dict.fromkeys(written)))
         return found
 
+    @cached_property
+    def touches(self) -> dict[Instruction, list[int]]:
+        """Buffers that an instruction reads or writes and that are not pinned."""
+        return {
+            i: [b for b in dict.fromkeys((*a.reads, *a.writes)) if b not in self.pinned]
+            for i, a in self.accesses.items()
+        }
+
+    @cached_property
+    def touch_counts(self) -> dict[int, int]:
+        """How often each buffer is touched; what lives on is touched once more, at the end."""
+        counts = dict.fromkeys(self.live_out, 1)
+        for touched in self.touches.values():
+            for buffer in touched:
+                counts[buffer] = counts.get(buffer, 0) + 1
+        return counts
+
     def order_edges(self, sequence: Sequence[Instruction]) -> list[tuple[Instruction, Instruction]]:
         """Pairs (before, after) that must keep their order because they meet in a buffer; linearly many."""
         writers: dict[int, int] = {}
@@ -196,11 +213,21 @@ class Memory:
         """To be called when the module's schedule has changed."""
         self._peaks.clear()
 
-    def inner(self, instruction: Instruction) -> int:
-        """What the computations that `instruction` runs need for themselves."""
-        if instruction.opcode not in ("while", "call", "conditional"):
-            return 0
-        return max((self._called_peak(c) for c in instruction.called), default=0)
+    def peak(self, computation: Computation, sequence: Sequence[Instruction]) -> int:
+        live = LiveSet(self, computation)
+        peak = 0
+        for instruction in sequence:
+            peak = max(peak, live.needed(instruction))
+            live.place(instruction)
+        return peak
+
+    def inner(self, computation: Computation) -> dict[Instruction, int]:
+        """What the callees of instructions that run others need for themselves."""
+        return {
+            i: max((self._called_peak(c) for c in i.called), default=0)
+            for i in computation.instructions
+            if i.opcode in ("while", "call", "conditional")
+        }
 
     def _called_peak(self, computation: Computation) -> int:
         if computation not in self._peaks:
@@ -208,46 +235,35 @@ class Memory:
             self._peaks[computation] = 0 if sequence is None else self.peak(computation, sequence)
         return self._peaks[computation]
 
-    def peak(self, computation: Computation, sequence: Sequence[Instruction]) -> int:
-        live = LiveSet(self, computation, sequence)
-        peak = 0
-        for instruction in sequence:
-            peak = max(peak, live.needed(instruction))
-            live.place(instruction)
-        return peak
-
 
 class LiveSet:
-    """Bytes that live while a sequence is laid down one instruction after the other, in any legal order."""
+    """Bytes that live while instructions of a computation are laid down one by one, in any legal order."""
 
-    def __init__(self, memory: Memory, computation: Computation, sequence: Sequence[Instruction]) -> None:
-        self._memory = memory
-        self._buffers = buffers = memory.buffers[computation]
-        self._touches = {
-            i: [b for b in dict.fromkeys((*a.reads, *a.writes)) if b not in buffers.pinned]
-            for i in sequence
-            if (a := buffers.accesses.get(i)) is not None
-        }
-        self._left: dict[int, int] = dict.fromkeys(buffers.live_out, 1)  # read once more, at the very end
-        for touched in self._touches.values():
-            for buffer in touched:
-                self._left[buffer] = self._left.get(buffer, 0) + 1
+    def __init__(self, memory: Memory, computation: Computation) -> None:
+        buffers = memory.buffers[computation]
+        self._size = buffers.size
+        self._touches = buffers.touches
+        self._left = dict(buffers.touch_counts)
+        self._inner = memory.inner(computation)
         self._born: set[int] = set()
         self.bytes = 0
 
     def needed(self, instruction: Instruction) -> int:
         """Bytes that live while `instruction` runs, if it is placed next."""
-        fresh = (b for b in self._touches.get(instruction, ()) if b not in self._born)
-        return self.bytes + sum(map(self._buffers.size, fresh)) + self._memory.inner(instruction)
+        total = self.bytes + self._inner.get(instruction, 0)
+        for buffer in self._touches.get(instruction, ()):
+            if buffer not in self._born:
+                total += self._size(buffer)
+        return total
 
     def place(self, instruction: Instruction) -> None:
         for buffer in self._touches.get(instruction, ()):
             if buffer not in self._born:
                 self._born.add(buffer)
-                self.bytes += self._buffers.size(buffer)
+                self.bytes += self._size(buffer)
             self._left[buffer] -= 1
             if not self._left[buffer]:
-                self.bytes -= self._buffers.size(buffer)
+                self.bytes -= self._size(buffer)
 
 
 def leaf_count(shape: Any) -> int:

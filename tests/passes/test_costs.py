@@ -1,0 +1,124 @@
+"""Costs of instructions of scheduled GPU programs, and the devices of collectives."""
+
+import pytest
+
+from dhelix.passes.collectives import device_groups, find_collective
+from dhelix.passes.costs import Costs, Lane, instruction_cost, trip_count
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.profiles import roofline
+from dhelix.profiles.hardware import H200
+from dhelix.tests.passes import golden
+
+MODULE = HloModule.from_text(golden.read("costs/operators.hlo"))
+COSTS = Costs(H200)
+MIB = 2**20
+
+
+def named(name: str) -> Instruction:
+    return next(i for i in MODULE.entry.instructions if i.name == name)
+
+
+def test_slices_count_as_slices() -> None:
+    assert COSTS[named("fused_slice")].bytes == 4 * MIB + 4 * MIB + 4
+    assert COSTS[named("fused_save")].bytes == 4 * MIB + 4 * MIB + 4
+
+
+def test_products_count_their_operations() -> None:
+    assert COSTS[named("triton")].flops == 2 * 512 * 128 * 256
+    batched = COSTS[named("gemm")]
+    assert batched.flops == 2 * 2 * 512 * 128 * 256
+    assert batched.bytes == 2 * 2 * (512 * 256 + 256 * 128 + 512 * 128), "the workspace is no traffic"
+    assert batched.seconds == roofline.gemm_seconds(batched.flops, batched.bytes, H200)
+
+
+def test_attention_is_halved_by_a_causal_mask() -> None:
+    scores = 8 * 4096 * 4096
+    assert COSTS[named("forward")].flops == 2 * 2 * scores * 128 / 2
+    assert COSTS[named("backward")].flops == 2 * 5 * scores * 128 / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size", "group", "lane"),
+    [
+        ("gather", "all-gather", 65536, 4, Lane.COMM),
+        ("scatter", "reduce-scatter", 65536, 4, Lane.COMM),
+        ("across", "all-reduce", 16384, 2, Lane.COMM_INTER),
+        ("fused_reduce", "all-reduce", 16384, 2, Lane.COMM),
+        ("shifted", "collective-permute", 16384, 2, Lane.COMM),
+    ],
+)
+def test_collectives(name: str, kind: str, size: int, group: int, lane: Lane) -> None:
+    collective = find_collective(named(name))
+    assert collective is not None
+    assert (collective.kind, collective.size, collective.group_size(1)) == (kind, size, group)
+    cost = COSTS[named(name)]
+    assert cost.lane is lane
+    assert cost.bytes == roofline.wire_bytes(kind, size, group)
+
+
+def test_a_done_costs_nothing_and_is_no_collective() -> None:
+    assert COSTS[named("gathered")].seconds == 0.0
+    assert find_collective(named("gathered")) is None
+    assert find_collective(named("triton")) is None
+
+
+def test_a_loop_costs_its_iterations() -> None:
+    loop = named("loop")
+    assert trip_count(loop) == 5
+    body = instruction_cost(loop.called[0].instructions[3], H200)
+    assert COSTS[loop].seconds == pytest.approx(5 * body.seconds)
+    assert COSTS[loop].bytes == 5 * 8 * MIB
+
+
+def test_what_only_renames_is_free() -> None:
+    free = [i for i in MODULE.entry.instructions if i.opcode in ("parameter", "tuple", "get-tuple-element")]
+    assert all(COSTS[i].seconds == 0.0 for i in free)
+
+
+LOWERED = """HloModule m
+ENTRY e {
+  a = f32[1024,1024] parameter(0)
+  scalar = f32[] constant(2)
+  wide = f32[1024,1024] broadcast(scalar), dimensions={}
+  twice = f32[1024,1024] multiply(a, wide)
+  ROOT c = f32[1024,1024] dot(a, twice), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}"""
+
+
+def test_lowered_programs_pay_for_products_and_for_what_they_write() -> None:
+    costs = {i.name: instruction_cost(i, H200) for i in HloModule.from_text(LOWERED).entry.instructions}
+    assert costs["wide"].seconds == costs["scalar"].seconds == 0.0
+    assert costs["twice"].bytes == 4 * MIB
+    assert costs["c"].flops == 2 * 1024**3
+
+
+GROUPS = {
+    "{{0,1},{2,3}}": ((0, 1), (2, 3)),
+    "[2,2]<=[4]": ((0, 1), (2, 3)),
+    "[2,2]<=[2,2]T(1,0)": ((0, 2), (1, 3)),
+    "mesh['dp'=2,'tp'=2] {'tp'}": ((0, 1), (2, 3)),
+    "mesh['dp'=2,'tp'=2] {'dp'}": ((0, 2), (1, 3)),
+    "mesh['dp'=2,'tp'=2] {'dp','tp'}": ((0, 1, 2, 3),),
+    "mesh['dp'=1,'tp'=4] {'tp':(1)2}": ((0, 2), (1, 3)),
+    "mesh['dp'=1,'tp'=4] {'tp':(2)2}": ((0, 1), (2, 3)),
+    "mesh['dp'=2,'tp'=2], device_ids=(3,2,1,0) {'tp'}": ((3, 2), (1, 0)),
+    "mesh['dp'=2,'tp'=2], device_ids=([2,2]T(1,0)) {'tp'}": ((0, 2), (1, 3)),
+}
+
+
+REDUCE = """HloModule m
+sum {
+  x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT z = f32[] add(x, y)
+}
+ENTRY e {
+  p = f32[8] parameter(0)
+  ROOT r = f32[8] all-reduce(p), channel_id=1, replica_groups=GROUPS, use_global_device_ids=true, to_apply=sum
+}"""
+
+
+@pytest.mark.parametrize("written", GROUPS)
+def test_device_groups_in_every_form(written: str) -> None:
+    root = HloModule.from_text(REDUCE.replace("GROUPS", written)).entry.root
+    assert device_groups(root) == GROUPS[written]
