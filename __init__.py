@@ -1,1 +1,28 @@
-"""dhelix: compiler passes for JAX/XLA that hide the communication of distributed LLM training."""
+"""dhelix: compiler passes for JAX/XLA that hide the communication of distributed LLM training.
+
+    from dhelix import strand_interleave, value_and_grad
+
+Names are loaded when they are first used: `dhelix --help` imports no JAX, and importing dhelix touches no device.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dhelix.passes.errors import DhelixError
+    from dhelix.runtime.strand_interleave import strand_interleave
+    from dhelix.runtime.value_and_grad import value_and_grad
+
+__all__ = ["DhelixError", "strand_interleave", "value_and_grad"]
+
+_HOMES = {
+    "DhelixError": "dhelix.passes.errors",
+    "strand_interleave": "dhelix.runtime.strand_interleave",
+    "value_and_grad": "dhelix.runtime.value_and_grad",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dhelix' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
