@@ -84,6 +84,7 @@ def inline_calls(computation: Computation, keep: Callable[[Instruction], bool] =
     replaced.
     """
     computation.sort()
+    computation.module.reserve_names()
     instructions, computation.instructions = computation.instructions, []
     values: dict[Instruction, Instruction] = {}
     count = _inline(Builder(computation), instructions, values, keep, None)

@@ -186,15 +186,20 @@ class HloModule:
 
     def unique_name(self, base: str) -> str:
         """`base`, trailing numbers dropped, with a number that nothing of that name in the module has."""
+        self.reserve_names()
+        assert self._names is not None
+        stem = re.sub(r"(\.\d+)+$", "", base) or "value"
+        self._names[stem] = self._names.get(stem, 0) + 1
+        return f"{stem}.{self._names[stem]}"
+
+    def reserve_names(self) -> None:
+        """Call it before taking instructions out of a computation, or others may get their names."""
         if self._names is None:
             self._names = {}
             for computation in self.computations:
                 self._reserve(computation.name)
                 for instruction in computation.instructions:
                     self._reserve(instruction.name)
-        stem = re.sub(r"(\.\d+)+$", "", base) or "value"
-        self._names[stem] = self._names.get(stem, 0) + 1
-        return f"{stem}.{self._names[stem]}"
 
     def _reserve(self, name: str) -> None:
         stem, _, number = name.rpartition(".")
