@@ -17,7 +17,7 @@ from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
 from dhelix.models import PRESETS
 from dhelix.passes.errors import DhelixError
-from dhelix.passes.report import Report
+from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
 
 USAGE = """\
@@ -142,11 +142,12 @@ def _train(run: Run, checkpoints: Checkpoints | None, console: Console) -> list[
 def summary(report: Report) -> list[str]:
     """One line per pass that ran: what it did, or why it left the step alone."""
     lines = []
-    for entry in report:
-        words = [f"{entry.name}: {entry.outcome}"]
-        for note in entry.notes:
-            words.append(note.message + (f" at {note.instruction}" if note.instruction else ""))
-        if entry.changed:
+    for entry in (entry for entry in report if entry.outcome not in (NOT_RUN, DISABLED)):
+        notes = [
+            note.message + (f" at {note.instruction}" if note.instruction else "") for note in entry.notes
+        ]
+        words = [f"{entry.name}: {entry.outcome}", *dict.fromkeys(notes)]
+        if entry.instruction_difference:
             words.append(f"{entry.instructions_before} -> {entry.instructions_after} instructions")
         lines.append(", ".join(words))
     return lines

@@ -142,11 +142,14 @@ def prepare(options: Options) -> Run:
     # Traced once here, for what the model says about batches that do not divide.
     abstract = training.abstract_state(), training.abstract_batch(batch)
     _valid(lambda: jax.eval_shape(training.train_step, *abstract))
-    if options.plain:
-        step = jax.jit(training.train_step, donate_argnums=0)
-    else:
-        step = strand_interleave(training.train_step, verify=options.verify, donate_argnums=0)
-    return Run(options, training, corpus, batch, step)
+    return Run(options, training, corpus, batch, make_step(training, options.plain, options.verify))
+
+
+def make_step(training: Training, plain: bool, verify: bool = False) -> Any:
+    """The train step to call: as it was written, or interleaved. Either way it takes over its state."""
+    if plain:
+        return jax.jit(training.train_step, donate_argnums=0)
+    return strand_interleave(training.train_step, verify=verify, donate_argnums=0)
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:

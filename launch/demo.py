@@ -1,0 +1,207 @@
+"""`make demo`: what dhelix does, on any machine, without a GPU.
+
+1. Trains a small Llama on real text on 8 CPU devices (dp 2 x tp 4) twice, side by side: plain, and with
+   interleaved strands. Both see the same batches, and their losses are compared.
+2. Compiles the train step of Llama-8B shapes for 4 H200s both ways, and says in what the two GPU programs
+   differ: timelines, exposed communication, memory. Needs the extra `compile`.
+
+Writes into `demo-output/`: timeline.png, report.json, and both GPU programs for `dhelix inspect`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch import inspect, trainer
+from dhelix.launch.dumps import Memory
+from dhelix.launch.inspection import Inspection, inspect_module
+from dhelix.launch.train import say, summary
+from dhelix.models import LlamaConfig, Training, make_train_step, preset
+from dhelix.passes.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.report import Report
+from dhelix.profiles import hardware
+from dhelix.runtime import deviceless
+
+OUTPUT = Path("demo-output")
+TRAINING = trainer.Options(mesh="dp=2,tp=4", microbatches=4, batch=16, steps=60, lr=3e-3)
+TENSOR_PARALLEL, MICROBATCHES = 4, 16
+_LINES, _BAR = 15, 40  # steps that are shown, and the length of the bar that stands for the first loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """The losses of one step of both runs, nats per token."""
+
+    step: int
+    plain: float
+    interleaved: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.plain - self.interleaved)
+
+
+def main() -> int:
+    """Both parts. Exit status 1 if interleaving changed a loss, or something failed."""
+    begun = time.perf_counter()
+    deviceless.prepare_environment()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    console = Console()
+    try:
+        report = demonstrate(TRAINING, preset("llama-8b", layers=8), MICROBATCHES, OUTPUT, console)
+    except DhelixError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    say(console, f"\nTook {time.perf_counter() - begun:.0f} s.")
+    return int(report["largest_difference"] > 0)
+
+
+def demonstrate(
+    options: trainer.Options, config: LlamaConfig, microbatches: int, output: Path, console: Console
+) -> dict[str, Any]:
+    """Both parts; returns what it writes to `output / "report.json"`. Raises DhelixError."""
+    output.mkdir(parents=True, exist_ok=True)
+    say(console, "1. A small Llama trains on 8 CPU devices, plain and interleaved side by side\n")
+    losses, passes = train(options, console)
+    largest = max(entry.difference for entry in losses)
+    say(console, f"\nLargest difference of {len(losses)} losses: {largest:g}. What the passes did:")
+    _say_passes(passes, console)
+    report: dict[str, Any] = {
+        "losses": [dataclasses.asdict(entry) for entry in losses],
+        "largest_difference": largest,
+        "passes_cpu": json.loads(passes.to_json()),
+    }
+
+    name = f"{config.layers} layers of Llama-8B shapes, sequence {config.seq}, {microbatches} micro-batches"
+    say(console, f"\n2. {name}, compiled for {TENSOR_PARALLEL} H200s without one\n")
+    try:
+        mesh = deviceless.mesh({"dp": 1, "tp": TENSOR_PARALLEL}, "h200")
+    except deviceless.DevicelessError as error:
+        say(console, f"Left out: {error}")
+    else:
+        training = make_train_step(config, mesh, trainer.optimizer(trainer.Options()), microbatches)
+        found, passes = compile_both(training, output, console)
+        console.print(comparison(found))
+        say(
+            console, f"Estimates of the {found[0].cost_model} cost model, none measured. What the passes did:"
+        )
+        _say_passes(passes, console)
+        report["programs"] = json.loads(inspect.to_json(found))
+        report["passes_gpu"] = json.loads(passes.to_json())
+        picture = output / "timeline.png"
+        inspect.save_png(found, picture, f"{name}, TP = SP = {TENSOR_PARALLEL}, on {TENSOR_PARALLEL} H200s")
+        say(console, _WHERE_TO_LOOK.format(output=output, picture=picture))
+    (output / "report.json").write_text(json.dumps(report, indent=1))
+    say(console, f"All numbers, per collective and per pass: {output / 'report.json'}")
+    return report
+
+
+_WHERE_TO_LOOK = """
+Look at {picture}
+  red    communication that the step waits for, as nothing computes meanwhile (exposed)
+  green  communication with computation above it (hidden)
+  The two upper panels are a whole step, plain and interleaved; the lower ones one layer of each. Plain runs
+  forward and backward in turn; interleaved, the forward of one micro-batch (blue) runs beside the backward of
+  the one before it (orange), and the communication of each lies under the computation of the other.
+
+What each collective lies under:
+  .venv/bin/dhelix inspect {output}/plain.hlo.pb --compare {output}/interleaved.hlo.pb"""
+
+
+def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Report]:
+    """Takes the steps of both runs in turn, from the same parameters and with the same batches."""
+    plain = trainer.prepare(dataclasses.replace(options, plain=True))
+    trainer.start(plain)
+    interleaved = dataclasses.replace(
+        plain,
+        options=dataclasses.replace(options, plain=False),
+        step=trainer.make_step(plain.training, plain=False),
+        state=jax.tree.map(jnp.copy, plain.state),
+    )
+    say(console, f"{'step':>4}  {'plain':>8}  {'interleaved':>11}  {'difference':>10}")
+    shown = max(1, options.steps // _LINES)
+    losses: list[Losses] = []
+    for one, other in zip(plain.take_steps(), interleaved.take_steps(), strict=True):
+        entry = Losses(one.number, one.loss, other.loss)
+        losses.append(entry)
+        if entry.step % shown == 0 or entry.step in (1, options.steps):
+            bar = "▇" * round(_BAR * entry.interleaved / losses[0].interleaved)
+            numbers = (
+                f"{entry.step:>4}  {entry.plain:8.5f}  {entry.interleaved:11.5f}  {entry.difference:10g}"
+            )
+            say(console, f"{numbers}  {bar}")
+    report = interleaved.report()
+    assert report is not None  # only plain runs have none
+    return losses, report
+
+
+def compile_both(
+    training: Training, output: Path, console: Console
+) -> tuple[tuple[Inspection, Inspection], Report]:
+    """Plain and interleaved as GPU programs, written to `output` and inspected, and what the passes did."""
+    arguments = training.abstract_state(), training.abstract_batch(training.microbatches)
+    found = []
+    interleaved = trainer.make_step(training, plain=False)
+    for name, step in (("plain", trainer.make_step(training, plain=True)), ("interleaved", interleaved)):
+        begun = time.perf_counter()
+        compiled = deviceless.compile(step.lower(*arguments))
+        say(console, f"{name}: compiled in {time.perf_counter() - begun:.1f} s")
+        program = output / f"{name}.hlo.pb"
+        executable: Any = compiled.runtime_executable()
+        program.write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+        module = HloModule.from_file(program)
+        found.append(inspect_module(module, hardware.H200, _memory(compiled), str(program), name))
+    return (found[0], found[1]), interleaved.report(*arguments)
+
+
+def _memory(compiled: jax.stages.Compiled) -> Memory:
+    stats: Any = compiled.memory_analysis()
+    return Memory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        "memory_analysis() of the compiled step",
+    )
+
+
+def comparison(found: tuple[Inspection, Inspection]) -> Table:
+    """The two programs side by side."""
+    table = Table(title="\nOne step on one GPU", title_justify="left", title_style="bold")
+    for heading in ("", "plain", "interleaved", "ratio"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows: list[tuple[str, list[float], str]] = [
+        ("step, estimated", [i.step_ms for i in found], "ms"),
+        ("communication exposed, estimated", [i.exposed_ms for i in found], "ms"),
+        ("communication hidden, estimated", [i.hidden_ms for i in found], "ms"),
+        ("large copies in loops, estimated", [sum(c.total_ms for c in i.copies) for i in found], "ms"),
+        ("memory, temporaries", [i.memory.temporaries / 2**30 for i in found if i.memory], "GiB"),
+        ("memory, peak", [i.memory.peak / 2**30 for i in found if i.memory], "GiB"),
+    ]
+    for name, numbers, unit in rows:
+        if len(numbers) == 2:
+            ratio = f"{numbers[1] / numbers[0]:.2f}" if numbers[0] else ""
+            digits = 0 if unit == "ms" else 2
+            table.add_row(name, *(f"{number:,.{digits}f} {unit}" for number in numbers), ratio)
+    return table
+
+
+def _say_passes(report: Report, console: Console) -> None:
+    for line in summary(report):
+        say(console, f"  {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
