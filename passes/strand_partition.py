@@ -33,6 +33,7 @@ _CHEAP = frozenset(
     "multiply negate not or pad reshape select shift-left shift-right-logical slice subtract transpose xor".split()
 )
 _CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
+_ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
 
 
@@ -70,7 +71,9 @@ def partition(loop: WhileLoop) -> Partition | None:
             loop.instruction,
         )
     if trips < 2:
-        raise PassRefusal(f"{trips} micro-batch: nothing to interleave; use at least two", loop.instruction)
+        raise PassRefusal(
+            f"{trips} micro-batch leaves nothing to interleave; split the batch into at least two", loop.instruction
+        )
     parameter, root = loop.body.parameters[0], loop.body.root
     invariant = _depends_on_invariants_only(loop)
     rest = [i for i in loop.body.instructions if i not in backward and i not in loop.reads]
@@ -167,15 +170,17 @@ def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset
     needed = graph.ancestors(loop.body, [seed])
     for source, k in loop.reads.items():
         if k in written and source in needed:
+            readers = graph.descendants(loop.body, [source]) & needed
+            at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
             raise PassRefusal(
                 f"the forward pass reads {shapes.text(source.shape)}, which the backward pass of the micro-batch "
-                f"before writes ({_likely(source)}); such a step cannot be interleaved",
-                source,
+                f"before writes ({_likely(source)}); update it once per step, after the loop",
+                at,
             )
     for k in loop.condition_indices & written:
         raise PassRefusal(
             f"whether there is another micro-batch depends on element {k} of the loop state, which the backward "
-            "pass writes",
+            "pass writes; loop over a fixed number of them",
             loop.instruction,
         )
 
@@ -190,17 +195,25 @@ def _likely(source: Instruction) -> str:
 
 def _refuse_effects(loop: WhileLoop) -> None:
     if any(s.element_type == shapes.TOKEN for s in loop.instruction.shape.tuple_shapes):
-        raise PassRefusal("the micro-batch loop holds ordered callbacks; make them unordered", loop.instruction)
+        raise PassRefusal(_ORDERED, loop.instruction)
     for instruction in graph.walk(loop.body):
         target = instruction.proto.custom_call_target
         if target in _HOST_PLACEMENT:
-            raise PassRefusal("residuals are offloaded to the host; their transfers are ordered already", instruction)
+            raise PassRefusal(
+                "residuals are offloaded to the host; choose a jax.checkpoint policy that keeps them on the "
+                "device or computes them again",
+                instruction,
+            )
         if instruction.called or not has_side_effect(instruction):
             continue
         if not (instruction.opcode == "custom-call" and _CALLBACK in target):
-            raise PassRefusal(f"{target or instruction.opcode} has side effects whose order must stay", instruction)
+            raise PassRefusal(
+                f"{target or instruction.opcode} has side effects whose order must stay; move it out of the loop "
+                "over micro-batches",
+                instruction,
+            )
         if any(o.shape.element_type == shapes.TOKEN for o in instruction.operands):
-            raise PassRefusal("the micro-batch loop holds ordered callbacks; make them unordered", instruction)
+            raise PassRefusal(_ORDERED, instruction)
 
 
 def _depends_on_invariants_only(loop: WhileLoop) -> set[Instruction]:
