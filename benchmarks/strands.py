@@ -63,7 +63,9 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="llama-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=8192)
@@ -87,7 +89,9 @@ def main() -> None:
     for setting in arguments.settings.split(","):
         results += run_process(setting)
     (arguments.out / f"strands_m{arguments.microbatches}.json").write_text(
-        json.dumps({"arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}, indent=1)
+        json.dumps(
+            {"arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}, indent=1
+        )
     )
     print(table(results))
 
@@ -124,14 +128,17 @@ def run_setting(arguments: argparse.Namespace, setting: str) -> list[Result]:
     shape = (arguments.microbatches, arguments.seq + 1)
     batches = [
         {"tokens": jax.device_put(random.integers(0, config.vocab, shape, "int32"), training.batch_sharding)}
-        for _ in range(4)
+        for _ in range(arguments.steps * (arguments.rounds + 1))
     ]
     runs = []
     for variant in arguments.variants.split(";"):
         try:
             compiled, result = build(arguments, training, setting, variant)
         except Exception as error:  # one variant that does not compile must not cost the others their turn
-            print(f"{setting} / {variant} did not compile: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            print(
+                f"{setting} / {variant} did not compile: {type(error).__name__}: {str(error)[:500]}",
+                flush=True,
+            )
             continue
         runs.append((compiled, result, [training.init(jax.random.key(0)), 0, []]))
         print(f"{setting} / {variant}: compiled in {result.compile_s:.0f} s", file=sys.stderr, flush=True)
@@ -145,7 +152,11 @@ def run_setting(arguments: argparse.Namespace, setting: str) -> list[Result]:
                     progress[2].append((time.perf_counter() - start) * 1e3)
                 progress[1] += 1
     for compiled, result, (state, _, times) in runs:
-        result.median_ms, result.fastest_ms, result.slowest_ms = statistics.median(times), min(times), max(times)
+        result.median_ms, result.fastest_ms, result.slowest_ms = (
+            statistics.median(times),
+            min(times),
+            max(times),
+        )
         if jax.default_backend() == "gpu":
             add_trace(result, compiled, state, batches[0])
     return [result for _, result, _ in runs]
@@ -192,7 +203,9 @@ def add_trace(result: Result, compiled, state, batch) -> None:
     from dhelix.passes.hlo import HloModule
     from dhelix.runtime import trace
 
-    module = HloModule.from_bytes(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    module = HloModule.from_bytes(
+        compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    )
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(compiled(state, batch))
@@ -204,14 +217,14 @@ def add_trace(result: Result, compiled, state, batch) -> None:
 def table(results: list[Result]) -> str:
     lines = [
         "| setting | program | step ms (fastest-slowest) | x best plain | compute ms | collectives ms | hidden "
-        "| peak GiB | largest loss difference |",
+        "| peak GiB | largest relative loss difference |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     plain = [r for r in results if r.variant.startswith("plain") and "list" not in r.variant]
     for r in results:
         best = min((p.median_ms for p in plain), default=r.median_ms)
         reference = next((p for p in plain if p.setting == r.setting), r)
-        difference = max(abs(a - b) for a, b in zip(reference.losses, r.losses, strict=True))
+        difference = max(abs(a - b) / abs(a) for a, b in zip(reference.losses, r.losses, strict=True))
         lines.append(
             f"| {r.setting} | {r.variant} | {r.median_ms:.1f} ({r.fastest_ms:.1f}-{r.slowest_ms:.1f}) "
             f"| {r.median_ms / best:.3f} | {r.compute_ms:.0f} | {r.communication_ms:.0f} | {r.hidden_share:.0%} "

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 from dhelix.passes.collectives import find_collective, is_done
-from dhelix.passes.errors import PassRefusal
-from dhelix.passes.hlo import Computation, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.profiles import roofline
 from dhelix.profiles.hardware import Hardware
 
@@ -105,10 +105,7 @@ def trip_count(loop: Instruction) -> int | None:
     known = _config(loop).get("known_trip_count")
     if known is not None:
         return int(known["n"])
-    try:
-        return WhileLoop(loop).trip_count
-    except PassRefusal:
-        return None
+    return proved_trip_count(loop)
 
 
 def sequence_of(computation: Computation) -> list[Instruction]:

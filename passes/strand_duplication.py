@@ -33,6 +33,7 @@ from dhelix.passes.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_uses
 from dhelix.passes.hlo.loop_state import merge
+from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_partition import BACKWARD_NAME, Partition, partition
 from dhelix.passes.work import loop_work
@@ -116,7 +117,7 @@ def _loops(computation: Computation) -> list[Instruction]:
 
 
 def _inline_nested(loop: Instruction) -> None:
-    body = WhileLoop(loop).body
+    body = loop.called[0]
     inline_calls(body, keep=_must_stay_a_call)
     drop_dead(body)
     for inner in _loops(body):
@@ -132,7 +133,9 @@ def _must_stay_a_call(call: Instruction) -> bool:
 def _no_loop(module: HloModule) -> PassRefusal:
     differentiated = any(BACKWARD_NAME in i.op_name for i in graph.walk(module.entry))
     if not differentiated:
-        return PassRefusal("the step holds no backward pass (nothing was made by reverse-mode differentiation)")
+        return PassRefusal(
+            "the step holds no backward pass (nothing was made by reverse-mode differentiation)"
+        )
     return PassRefusal(
         "the step has no loop over micro-batches: accumulate gradients over them inside the step (lax.scan, "
         "optax.microbatching), or take gradients with dhelix.value_and_grad and give microbatches=; accumulation "
@@ -254,13 +257,15 @@ def _merge_pairs(
         )
     for f in forward:
         if f not in used and backward:
-            context.note("layer loop not merged: no loop of the other strand has the same, proved trip count", f)
+            context.note(
+                "layer loop not merged: no loop of the other strand has the same, proved trip count", f
+            )
     return merged
 
 
 def _same_trip_count(a: Instruction, b: Instruction) -> bool:
-    count = WhileLoop(a).trip_count
-    return count is not None and count == WhileLoop(b).trip_count
+    count = proved_trip_count(a)
+    return count is not None and count == proved_trip_count(b)
 
 
 def _independent(computation: Computation, a: Instruction, b: Instruction) -> bool:

@@ -3,12 +3,13 @@
 It only ranks loops against each other; costs in seconds are in `costs.py`.
 """
 
-from dhelix.passes.hlo import Computation, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.loops import proved_trip_count
 
 
 def loop_work(loop: Instruction) -> int:
     """Operations of all iterations of a `while`; one iteration where the trip count is not proved."""
-    return (WhileLoop(loop).trip_count or 1) * computation_work(loop.called[0])
+    return (proved_trip_count(loop) or 1) * computation_work(loop.called[0])
 
 
 def computation_work(computation: Computation) -> int:

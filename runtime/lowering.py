@@ -12,6 +12,7 @@ docs/lowering.md lists what a round trip keeps and what it does not; tests/runti
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -30,6 +31,13 @@ class LoweringError(DhelixError):
 def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
     """The program of `lowered` as a serialized `HloModuleProto`, as XLA receives it (no XLA pass has run)."""
     return jax_compat.stablehlo_to_hlo(jax_compat.stablehlo_module(lowered))
+
+
+def device_count(lowered: jax.stages.Lowered) -> int:
+    """How many devices the program runs on."""
+    attributes = jax_compat.stablehlo_module(lowered).operation.attributes
+    names = ("mhlo.num_partitions", "mhlo.num_replicas")
+    return math.prod(ir.IntegerAttr(attributes[name]).value for name in names if name in attributes)
 
 
 def with_hlo(

@@ -99,6 +99,10 @@ class Session:
         changed, self._stages[Stage.LOWERED] = self.manager.run(Stage.LOWERED, self._module, self.module_name)
         return changed
 
+    def skip_lowered(self, reason: str) -> None:
+        """Records why the LOWERED passes do not run."""
+        self._stages[Stage.LOWERED] = self.manager.not_run(Stage.LOWERED, self.module_name, reason)
+
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Around `lowered.compile()`: with `strict`, a pass's own error, not the XLA error around it."""

@@ -14,6 +14,8 @@ from dhelix.passes.manager import PassManager, Stage, say_once
 from dhelix.passes.report import Report
 from dhelix.runtime import agreement, lowering, registration
 
+_ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
+
 
 class Specialization:
     """What to call for one kind of arguments, and the program behind it.
@@ -29,8 +31,16 @@ class Specialization:
       verified: whether it was compared with the plain step.
     """
 
-    def __init__(self, name: str, manager: PassManager, original: jax.stages.Lowered):
-        """`name` is that of the step, for the log."""
+    def __init__(
+        self, name: str, manager: PassManager, original: jax.stages.Lowered, even_on_one_device: bool = False
+    ):
+        """
+        Args:
+          name: of the step, for the log.
+          manager: the passes.
+          original: the step as the user's function lowers.
+          even_on_one_device: run the passes where there is no communication that they could hide.
+        """
         self.original = original
         self.lowered = original
         self.left_alone = False
@@ -42,6 +52,10 @@ class Specialization:
         self._order: str | None = None
         module = lowering.hlo_bytes(original)
         self._session = registration.Session(manager, module, fingerprint.module_name(module))
+        if lowering.device_count(original) == 1 and not even_on_one_device:
+            self._session.skip_lowered(_ONE_DEVICE)
+            self._leave_alone(_ONE_DEVICE)
+            return
         changed = self._session.run_lowered()
         if changed is None and manager.runs_at(Stage.LOWERED):
             self._say_nothing_changed()

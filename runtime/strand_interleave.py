@@ -7,8 +7,8 @@
 It stands in place of `jax.jit`. For each kind of arguments (told apart as by `jax.jit`: shapes, types,
 shardings, static values, configuration) the step is lowered, its HLO goes through the LOWERED passes, and the
 result is compiled; on GPUs the compiler calls the passes of the later stages. Where no pass changes anything,
-the step is what `jax.jit` makes of it, and a line in the log says why. With DHELIX=off in the environment it
-is `jax.jit(train_step)` altogether: no pass, no splitting of the batch.
+the step is what `jax.jit` makes of it, and a line in the log says why; so too on one device. With
+DHELIX=off in the environment it is `jax.jit(train_step)` altogether: no pass, no splitting of the batch.
 
 Nothing here touches a device before the first call: `jax.distributed.initialize()` works after decoration.
 """
@@ -93,7 +93,8 @@ def strand_interleave(
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
     manager = PassManager(default_passes(schedule) if passes is None else passes, disable, strict, dump_to)
-    return InterleavedStep(function, microbatches, reduce, manager, verify, jit_options)
+    even_on_one_device = strict or passes is not None
+    return InterleavedStep(function, microbatches, reduce, manager, verify, jit_options, even_on_one_device)
 
 
 class InterleavedStep:
@@ -109,11 +110,13 @@ class InterleavedStep:
         manager: PassManager,
         verify: bool,
         jit_options: dict[str, Any],
+        even_on_one_device: bool = False,
     ):
         functools.update_wrapper(self, function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self._manager = manager
         self._verify = verify
+        self._even_on_one_device = even_on_one_device
         self._microbatches = microbatches
         self._reduce = reduce
         self._function = function
@@ -193,7 +196,9 @@ class InterleavedStep:
             lowered = self._jitted.lower(*args, **kwargs)
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
-                self._specializations[same] = Specialization(self.__name__, self._manager, lowered)
+                self._specializations[same] = Specialization(
+                    self.__name__, self._manager, lowered, self._even_on_one_device
+                )
             if key is not None:
                 self._specializations[key] = self._specializations[same]
             return self._specializations[same]

@@ -144,6 +144,14 @@ class WhileLoop:
             return None
 
 
+def proved_trip_count(loop: Instruction) -> int | None:
+    """Trip count of a `while`; None where it is not proved, or where the loop carries a single array."""
+    try:
+        return WhileLoop(loop).trip_count
+    except PassRefusal:
+        return None
+
+
 def _indices_read(values: Iterable[Instruction]) -> set[int]:
     """State elements that `values` follow from."""
     pending = list(values)
