@@ -26,6 +26,7 @@ def demonstrate(folder: Path) -> tuple[dict[str, Any], str]:
     return report, text.getvalue()
 
 
+@pytest.mark.slow
 def test_without_the_gpu_compiler_the_first_part_runs_and_the_second_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,9 +46,7 @@ def test_without_the_gpu_compiler_the_first_part_runs_and_the_second_says_how_to
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-def test_both_gpu_programs_are_written_compared_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_gpu_programs_are_written_compared_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "train", lambda *_: ([demo.Losses(1, 2.0, 2.0)], Report("jit_step", "")))
     report, text = demonstrate(tmp_path)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {

@@ -38,6 +38,7 @@ def numbers(results: dict[str, Any]) -> list[tuple[float, float]]:
     return [(step["loss"], step["grad_norm"]) for step in results["steps"]]
 
 
+@pytest.mark.slow
 def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = train(capsys, "--plain", "--peak_tflops=0.001")
     interleaved, lines = train(capsys, "--interleave")
@@ -59,6 +60,7 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     assert plain["mfu"] == pytest.approx(flops / (plain["step_seconds"] * 8 * 1e9))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = "--plain", f"--checkpoint_dir={tmp_path / 'run'}"
     whole, _ = train(capsys, *run, "--save_every=2")
@@ -130,15 +132,11 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--remat=some"], "remat='some' is unknown"),
     ],
 )
-def test_bad_options_are_one_line(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(*SMALL, *arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert (
-        captured.err.startswith("dhelix train: ") and says in captured.err and captured.err.count("\n") == 1
-    )
+    assert captured.err.startswith("dhelix train: ") and says in captured.err and captured.err.count("\n") == 1
 
 
 @pytest.mark.slow
