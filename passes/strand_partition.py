@@ -63,6 +63,7 @@ def partition(loop: WhileLoop) -> Partition | None:
     _refuse_effects(loop)
     backward, written = _close(loop, seed)
     _refuse_forward_reads(loop, seed, written)
+    backward |= _made_for(loop, backward, seed)
     trips = loop.trip_count
     if trips is None:
         raise PassRefusal(
@@ -72,7 +73,8 @@ def partition(loop: WhileLoop) -> Partition | None:
         )
     if trips < 2:
         raise PassRefusal(
-            f"{trips} micro-batch leaves nothing to interleave; split the batch into at least two", loop.instruction
+            f"{trips} micro-batch leaves nothing to interleave; split the batch into at least two",
+            loop.instruction,
         )
     parameter, root = loop.body.parameters[0], loop.body.root
     invariant = _depends_on_invariants_only(loop)
@@ -124,7 +126,9 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
     path = graph.ancestors(loop.body, [last]) & inside
     alone: list[Instruction] = []
     open_until = -1
-    for i in loop.body.instructions:  # i is alone when no edge of the path spans its position, from before to after
+    for i in (
+        loop.body.instructions
+    ):  # i is alone when no edge of the path spans its position, from before to after
         if i not in path:
             continue
         if open_until <= position[i]:
@@ -151,9 +155,6 @@ def _close(loop: WhileLoop, seed: Instruction) -> tuple[set[Instruction], frozen
         if reached <= backward:
             break
         backward |= reached
-    for instruction, readers in loop.body.users().items():  # a tuple that only backward reads belongs to it
-        if instruction.opcode == "tuple" and readers and backward.issuperset(readers):
-            backward.add(instruction)
     return backward, written
 
 
@@ -163,6 +164,24 @@ def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int])
     found = known | {k for k, value in values if value in backward}
     while handed_on := {k for k, value in values if loop.reads.get(value) in found} - found:
         found |= handed_on
+    return found
+
+
+def _made_for(loop: WhileLoop, backward: set[Instruction], seed: Instruction) -> set[Instruction]:
+    """What only backward reads: tuples, and what JAX made for it, but for what leads to the cut.
+
+    In unrolled code, recomputation under `jax.checkpoint` depends on residuals alone: data flow would let
+    forward do it, and what it makes would be alive from there on.
+    """
+    needed = graph.ancestors(loop.body, [seed]) | loop.reads.keys()
+    users = loop.body.users()
+    found: set[Instruction] = set()
+    for instruction in reversed(loop.body.instructions):
+        marked = BACKWARD_NAME in instruction.op_name and instruction not in needed
+        if instruction not in backward and (marked or instruction.opcode == "tuple"):
+            readers = users[instruction]
+            if readers and all(user in backward or user in found for user in readers):
+                found.add(instruction)
     return found
 
 

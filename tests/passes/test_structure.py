@@ -5,6 +5,8 @@ Llama-8B shapes, 8 layers, 16 micro-batches. One test per case, as each compiles
 quotes them.
 """
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -60,3 +62,20 @@ def _without_barriers(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
                 replace_uses(computation, read, barrier.operands[0].operands[read.tuple_index])
         computation.sort()
     return lowering.with_hlo(lowered, module.to_bytes())
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_an_unrolled_layer_hands_over_no_more_than_a_scanned_one(remat: str) -> None:
+    """What backward computes again stays in backward, though data flow alone would let forward do it."""
+
+    def per_layer(scan: bool) -> int:
+        few, many = (_crossing_bytes(layers, remat=remat, scan_layers=scan) for layers in (2, 4))
+        return many - few
+
+    assert 0 < per_layer(scan=False) <= 1.01 * per_layer(scan=True)
+
+
+def _crossing_bytes(layers: int, **overrides: Any) -> int:
+    _, report = interleave(lower(Case("small", layers=layers, overrides={**SMALL, **overrides})))
+    return next(n.facts["crossing_bytes"] for n in report.passes[0].notes if "crossing_bytes" in n.facts)
