@@ -167,6 +167,8 @@ class Buffers:
             leaves = self._define_start(instruction)
         else:
             leaves = self._new(instruction.shape)
+        if opcode in ("call", "conditional"):
+            self._unite_alike(leaves, [b for o in operands for b in self._leaves[o]])
         for output, operand, offset in _in_place(instruction):
             self._unite(leaves[output], self._leaves[operands[operand]][offset])
         return leaves
@@ -181,6 +183,13 @@ class Buffers:
         if start.opcode == "copy-start":
             return [leaves[0], *given, *leaves[2:]]
         return given  # all-reduce-start, which works in place
+
+    def _unite_alike(self, results: list[int], given: list[int]) -> None:
+        """A callee may hand on what it is given, or update it in place: a result may be any of its size."""
+        of_size = {self._size[b]: b for b in results}
+        for buffer in (*results, *given):
+            if self._size[buffer] in of_size:
+                self._unite(of_size[self._size[buffer]], buffer)
 
     def _unite_back_edge(self) -> None:
         state = self._leaves[self.computation.parameters[0]]
