@@ -126,9 +126,7 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
     path = graph.ancestors(loop.body, [last]) & inside
     alone: list[Instruction] = []
     open_until = -1
-    for i in (
-        loop.body.instructions
-    ):  # i is alone when no edge of the path spans its position, from before to after
+    for i in loop.body.instructions:  # i is alone when no edge of the path spans its position, from before to after
         if i not in path:
             continue
         if open_until <= position[i]:
