@@ -193,6 +193,7 @@ def build(arguments: argparse.Namespace, training, setting: str, variant: str):
         path = arguments.out / f"{setting}_{variant}.txt".replace(" ", "_").replace(",", "")
         path.write_text(compiled.as_text())
     memory = compiled.memory_analysis()
+    assert memory is not None
     peak, temp = memory.peak_memory_in_bytes / 2**30, memory.temp_size_in_bytes / 2**30
     return compiled, Result(setting, variant, 0, 0, 0, [], peak, temp, seconds, passes_s)
 

@@ -27,7 +27,6 @@ DHelix section 4.3.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from dhelix.passes.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
@@ -60,8 +59,8 @@ class _Stack:
 class ActivationSharing:
     """No options."""
 
-    name: ClassVar[str] = "activation-sharing"
-    stage: ClassVar[Stage] = Stage.LOWERED
+    name = "activation-sharing"
+    stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False

@@ -19,7 +19,6 @@ strand's logits, and its three trips through memory (zeros, write, read) per mic
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
@@ -44,8 +43,8 @@ class _Sum:
 class GradientAccumulation:
     """No options."""
 
-    name: ClassVar[str] = "gradient-accumulation"
-    stage: ClassVar[Stage] = Stage.LOWERED
+    name = "gradient-accumulation"
+    stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False

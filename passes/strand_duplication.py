@@ -27,7 +27,6 @@ profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sectio
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from dhelix.passes.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
@@ -49,8 +48,8 @@ class StrandDuplication:
 
     merge_layers: bool = True
 
-    name: ClassVar[str] = "strand-duplication"
-    stage: ClassVar[Stage] = Stage.LOWERED
+    name = "strand-duplication"
+    stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         """True when at least one micro-batch loop became two strands. Raises PassRefusal when none could."""
