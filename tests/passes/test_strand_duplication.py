@@ -2,10 +2,121 @@
 
 import pytest
 
+from dhelix.passes.errors import PassRefusal
+from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.tests.passes import golden
+
+SCAN = "strand_duplication/scan_over_layers.hlo"
+UNEQUAL = "strand_duplication/unequal_trip_counts.hlo"
 
 
 @pytest.mark.parametrize("name", golden.files("strand_duplication"))
 def test_golden(name: str) -> None:
     golden.check(name, StrandDuplication())
+
+
+def test_the_report_counts_what_was_made() -> None:
+    _, _, report = golden.run(golden.read(SCAN), StrandDuplication())
+    (note,) = report.notes
+    assert note.message == "two strands" and note.instruction == "loop"
+    assert note.facts == {
+        "microbatches": 3,
+        "forward_instructions": 10,
+        "backward_instructions": 4,
+        "merged_loops": ["forward.1 + backward.1 x 2"],
+        "crossing_values": 2,
+        "crossing_bytes": 16 + 32,
+    }
+
+
+def test_loops_that_cannot_merge_are_named() -> None:
+    _, _, report = golden.run(golden.read(UNEQUAL), StrandDuplication())
+    apart, strands = report.notes
+    assert "not merged: no loop of the other strand has the same, proved trip count" in apart.message
+    assert str(apart.instruction).startswith("forward") and strands.facts["merged_loops"] == []
+
+
+def test_without_merging() -> None:
+    before, after, report = golden.run(golden.read(SCAN), StrandDuplication(merge_layers=False))
+    assert "strand_layers" not in golden.printed(after) and len(report.notes) == 1
+    golden.assert_same_results(before, after)
+
+
+def test_the_same_module_gives_the_same_bytes() -> None:
+    before, after, _ = golden.run(golden.read(SCAN), StrandDuplication())
+    again, _ = PassManager([StrandDuplication()]).run(Stage.LOWERED, before.to_bytes())
+    assert again == after.to_bytes()
+
+
+def test_attributes_of_instructions_are_copied_along() -> None:
+    """F(0), and one of each strand in the loop."""
+    multiply = 'op_name="jit(step)/jvp()/while/body/mul"}'
+    edits = {multiply: multiply + ', frontend_attributes={_xla_compute_type="sparse"}'}
+    _, after, _ = golden.run(golden.read(SCAN, edits), StrandDuplication())
+    lines = [line for line in golden.printed(after).splitlines() if "_xla_compute_type" in line]
+    assert len(lines) == 2 and all("jvp()/while/body/mul" in line for line in lines)
+
+
+NEW_SUMS = "new_sums = f32[2,4] add(sums, grads)"
+NEXT_SUMS = "tuple(next, total, new_sums, batches, w)"
+UNUSUAL = {
+    "two micro-batches": {"microbatches = s32[] constant(3)": "microbatches = s32[] constant(2)"},
+    "the loop counts down": {
+        "next = s32[] add(i, one)": "next = s32[] subtract(i, one)",
+        "microbatches = s32[] constant(3)": "microbatches = s32[] constant(-1)",
+        "compare(i, microbatches), direction=LT": "compare(i, microbatches), direction=GT",
+        "zero = s32[] constant(0)\n  nothing = f32[] constant(0)\n  zeros = f32[2,4] broadcast(nothing), "
+        "dimensions={}\n  start": "zero = s32[] constant(2)\n  nothing = f32[] constant(0)\n"
+        "  zeros = f32[2,4] broadcast(nothing), dimensions={}\n  start",
+    },
+    "backward reads the running loss": {
+        NEW_SUMS: "losses = f32[2,4] broadcast(loss), dimensions={}\n"
+        "  weighted = f32[2,4] multiply(grads, losses)\n  new_sums = f32[2,4] add(sums, weighted)"
+    },
+    "backward reads the number of the micro-batch": {
+        NEW_SUMS: "number = f32[] convert(i)\n  numbers = f32[2,4] broadcast(number), dimensions={}\n"
+        "  weighted = f32[2,4] multiply(grads, numbers)\n  new_sums = f32[2,4] add(sums, weighted)"
+    },
+    "backward forgets the gradients before": {NEXT_SUMS: NEXT_SUMS.replace("new_sums", "grads")},
+    "the loss is not a result": {
+        "ROOT result = (f32[], f32[2,4]) tuple(loss, sums)": "ROOT result = (f32[2,4]) tuple(sums)"
+    },
+    "the loss is read twice": {
+        "ROOT result = (f32[], f32[2,4]) tuple(loss, sums)": "again = f32[] get-tuple-element(loop), index=1\n"
+        "  ROOT result = (f32[], f32[2,4], f32[]) tuple(loss, sums, again)"
+    },
+    "the number of micro-batches is a result": {
+        "ROOT result = (f32[], f32[2,4]) tuple(loss, sums)": "number = s32[] get-tuple-element(loop), index=0\n"
+        "  ROOT result = (f32[], f32[2,4], s32[]) tuple(loss, sums, number)"
+    },
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_results_are_the_same(case: str) -> None:
+    text = golden.read(SCAN, UNUSUAL[case])
+    before, after, _ = golden.run(text, StrandDuplication())
+    assert after is not before
+    golden.assert_same_results(before, after)
+
+
+def test_counters_that_end_elsewhere_are_carried_apart() -> None:
+    """Two trips from zero and two trips from one: equal counts, other values, two counters."""
+    edits = {
+        "tuple(zero, dy, zeros, residuals, w)": "tuple(one, dy, zeros, residuals, w)",
+        "last = s32[] constant(2)": "last = s32[] constant(3)",
+        "r = s32[] subtract(one, l)": "two = s32[] constant(2)\n  r = s32[] subtract(two, l)",
+    }
+    text = golden.read(SCAN, edits)
+    before, after, report = golden.run(text, StrandDuplication())
+    assert report.notes[0].facts["merged_loops"] == ["forward.1 + backward.1 x 2"]
+    state = "(s32[], f32[4], f32[2,4], f32[2,4], s32[], f32[4], f32[2,4], f32[2,4])"
+    assert f"= {state} while(" in golden.printed(after)
+    golden.assert_same_results(before, after)
+
+
+def test_without_a_backward_pass_the_step_is_told_so() -> None:
+    text = golden.read(SCAN).replace("transpose(jvp())", "jvp()")
+    with pytest.raises(PassRefusal, match="the step holds no backward pass"):
+        golden.run(text, StrandDuplication())
