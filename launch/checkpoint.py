@@ -34,9 +34,7 @@ class Checkpoints:
       notes: JSON values that are stored beside the configuration and not compared.
     """
 
-    def __init__(
-        self, folder: str | os.PathLike[str], config: Config, keep: int = 3, notes: Config | None = None
-    ):
+    def __init__(self, folder: str | os.PathLike[str], config: Config, keep: int = 3, notes: Config | None = None):
         self.folder = Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
@@ -87,9 +85,7 @@ class Checkpoints:
         metadata = self._manager.item_metadata(step)["state"]
         stored = {} if metadata is None else _arrays(getattr(metadata, "tree", metadata))
         _compare(where, stored, _arrays(abstract_state))
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        )
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
         return step, restored["state"]
 
     def _run(self, step: int) -> dict[str, Any]:

@@ -94,9 +94,7 @@ def demonstrate(
         training = make_train_step(config, mesh, trainer.optimizer(trainer.Options()), microbatches)
         found, passes = compile_both(training, output, console)
         console.print(comparison(found))
-        say(
-            console, f"Estimates of the {found[0].cost_model} cost model, none measured. What the passes did:"
-        )
+        say(console, f"Estimates of the {found[0].cost_model} cost model, none measured. What the passes did:")
         _say_passes(passes, console)
         report["programs"] = json.loads(inspect.to_json(found))
         report["passes_gpu"] = json.loads(passes.to_json())
@@ -138,18 +136,14 @@ def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Rep
         losses.append(entry)
         if entry.step % shown == 0 or entry.step in (1, options.steps):
             bar = "▇" * round(_BAR * entry.interleaved / losses[0].interleaved)
-            numbers = (
-                f"{entry.step:>4}  {entry.plain:8.5f}  {entry.interleaved:11.5f}  {entry.difference:10g}"
-            )
+            numbers = f"{entry.step:>4}  {entry.plain:8.5f}  {entry.interleaved:11.5f}  {entry.difference:10g}"
             say(console, f"{numbers}  {bar}")
     report = interleaved.report()
     assert report is not None  # only plain runs have none
     return losses, report
 
 
-def compile_both(
-    training: Training, output: Path, console: Console
-) -> tuple[tuple[Inspection, Inspection], Report]:
+def compile_both(training: Training, output: Path, console: Console) -> tuple[tuple[Inspection, Inspection], Report]:
     """Plain and interleaved as GPU programs, written to `output` and inspected, and what the passes did."""
     arguments = training.abstract_state(), training.abstract_batch(training.microbatches)
     found = []

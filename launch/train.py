@@ -143,9 +143,7 @@ def summary(report: Report) -> list[str]:
     """One line per pass that ran: what it did, or why it left the step alone."""
     lines = []
     for entry in (entry for entry in report if entry.outcome not in (NOT_RUN, DISABLED)):
-        notes = [
-            note.message + (f" at {note.instruction}" if note.instruction else "") for note in entry.notes
-        ]
+        notes = [note.message + (f" at {note.instruction}" if note.instruction else "") for note in entry.notes]
         words = [f"{entry.name}: {entry.outcome}", *dict.fromkeys(notes)]
         if entry.instruction_difference:
             words.append(f"{entry.instructions_before} -> {entry.instructions_after} instructions")

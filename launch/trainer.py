@@ -272,9 +272,7 @@ def _mesh_axes(text: str, devices: int, kv_heads: int) -> tuple[int, int]:
     tp = axes.get("tp", max(1, devices // dp))
     if dp * tp > devices or (dp * tp < devices and jax.process_count() > 1):
         more = "" if jax.process_count() > 1 else "; --cpu_devices N gives N CPU devices to try it out on"
-        raise DhelixError(
-            f"a mesh of dp {dp} x tp {tp} needs {dp * tp} devices, and there are {devices}{more}"
-        )
+        raise DhelixError(f"a mesh of dp {dp} x tp {tp} needs {dp * tp} devices, and there are {devices}{more}")
     return dp, tp
 
 

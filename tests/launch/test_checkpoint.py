@@ -16,9 +16,7 @@ from dhelix.models import TrainState, make_mesh
 CONFIG = {"name": "small", "model": {"hidden": 16, "layers": 2}}
 
 
-def make_state(
-    hidden: int = 16, dp: int = 2, optimizer: optax.GradientTransformation | None = None
-) -> TrainState:
+def make_state(hidden: int = 16, dp: int = 2, optimizer: optax.GradientTransformation | None = None) -> TrainState:
     params = {"embedding": np.arange(8.0 * hidden, dtype=np.float32).reshape(8, hidden)}
     optimizer = optimizer or optax.adam(1e-3)
     rows = NamedSharding(make_mesh(dp, 8 // dp), PartitionSpec("dp"))
@@ -76,9 +74,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_of_another_model_names_what_differs(
-    tmp_path: Path, like: Any, config: Any, says: str
-) -> None:
+def test_a_checkpoint_of_another_model_names_what_differs(tmp_path: Path, like: Any, config: Any, says: str) -> None:
     save(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CheckpointError, match=says) as caught:
