@@ -366,3 +366,19 @@ def test_a_module_that_was_interleaved_is_not_interleaved_again() -> None:
     assert once is not None
     twice, report = PassManager(default_passes()).run(Stage.LOWERED, once)
     assert twice is None and report.passes[0].outcome == REFUSED
+
+
+def test_of_two_loops_the_one_that_can_be_is_interleaved(capfd: pytest.CaptureFixture[str]) -> None:
+    """And the report says why not the other."""
+
+    def chatty(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.print("loss", ordered=True)
+        return _loss(w, x)
+
+    report, plain, strands = _interleaved(
+        lambda w, batch: (_accumulate(chatty, w, batch), _accumulate(_loss, w, batch)), W, BATCH
+    )
+    _assert_equal(plain, strands)
+    assert _merged(report) == [str(LAYERS)]
+    assert [note.message for note in report.notes if "ordered callbacks" in note.message]
+    assert capfd.readouterr().out.count("loss") == 2 * MICROBATCHES
