@@ -67,6 +67,8 @@ class StrandDuplication:
         self, computation: Computation, loop: Instruction, refusals: list[PassRefusal], context: PassContext
     ) -> int:
         """Transforms `loop`, or else what it holds: a loop over steps may hold one over micro-batches."""
+        if loop not in computation.instructions:
+            return 0  # in a function that is called twice, and done already
         try:
             inline_calls(WhileLoop(loop).body, keep=_must_stay_a_call)
             drop_dead(WhileLoop(loop).body)
@@ -77,8 +79,8 @@ class StrandDuplication:
             refusals.append(refusal)
             parts = None
         if parts is None:
-            body = loop.called[0]
-            return sum(self._transform_first(body, inner, refusals, context) for inner in list(_loops(body)))
+            inside = list(_outermost_loops(loop.called[0]))
+            return sum(self._transform_first(body, inner, refusals, context) for body, inner in inside)
         self._apply(computation, parts, context)
         return 1
 
@@ -102,7 +104,7 @@ class StrandDuplication:
 
 
 def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
-    """Loops of the entry and of what it calls (the body of a shard_map is a call)."""
+    """Loops of `computation` and of what it calls (the body of a shard_map is a call)."""
     for instruction in computation.instructions:
         if instruction.opcode == "while":
             yield computation, instruction
@@ -133,7 +135,8 @@ def _no_loop(module: HloModule) -> PassRefusal:
     differentiated = any(BACKWARD_NAME in i.op_name for i in graph.walk(module.entry))
     if not differentiated:
         return PassRefusal(
-            "the step holds no backward pass (nothing was made by reverse-mode differentiation)"
+            "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
+            "that takes the gradients"
         )
     return PassRefusal(
         "the step has no loop over micro-batches: accumulate gradients over them inside the step (lax.scan, "
@@ -251,14 +254,12 @@ def _merge_pairs(
         inner_f, inner_b = _loops(f.called[0]), _loops(b.called[0])
         loop, copies_f, copies_b = merge(f, b, LAYERS)
         merged.append(f"{f.name} + {b.name} x {WhileLoop(loop).trip_count}")
-        merged += _merge_pairs(
-            loop.called[0], [copies_f[i] for i in inner_f], [copies_b[i] for i in inner_b], context
-        )
+        merged += _merge_pairs(loop.called[0], [copies_f[i] for i in inner_f], [copies_b[i] for i in inner_b], context)
+    most = max(map(loop_work, forward), default=0)
     for f in forward:
-        if f not in used and backward:
-            context.note(
-                "layer loop not merged: no loop of the other strand has the same, proved trip count", f
-            )
+        if f not in used and backward and loop_work(f) * 4 >= most:  # not those that only draw random numbers
+            reason = "no independent loop of the other strand has the same, proved trip count"
+            context.note(f"layer loop not merged: {reason}", f)
     return merged
 
 

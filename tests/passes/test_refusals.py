@@ -17,6 +17,7 @@ import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
 from dhelix.passes.errors import PassRefusal
 from dhelix.passes.manager import PassManager, Stage
@@ -313,6 +314,47 @@ def test_layers_in_groups_merge_at_both_levels() -> None:
     w = _array(3, LAYERS, WIDTH, WIDTH)
     report, plain, strands = _interleaved(lambda w, batch: _accumulate(loss, w, batch), w, BATCH)
     assert _merged(report) == ["3", str(LAYERS)]
+    _assert_equal(plain, strands)
+
+
+def test_a_function_with_the_loop_that_is_called_twice() -> None:
+    """One computation of the module, two callers."""
+    gradients = jax.jit(lambda w, batch: _accumulate(_loss, w, batch)[1])
+
+    def step(w: jax.Array, batch: jax.Array) -> jax.Array:
+        w -= 0.1 * gradients(w, batch)
+        return w - 0.1 * gradients(w, batch)
+
+    report, plain, strands = _interleaved(step, W, BATCH)
+    assert _merged(report) == [str(LAYERS)]
+    _assert_equal(plain, strands)
+
+
+def test_a_loop_over_steps_around_a_shard_map() -> None:
+    """The body of a shard_map stays a call, inside the loop over steps too."""
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradients(w: jax.Array, batch: jax.Array) -> jax.Array:
+        return jax.lax.psum(_accumulate(_loss, w, batch)[1], "dp")
+
+    sharded = jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P(None, "dp")), out_specs=P(), check_vma=False)
+
+    def step(w: jax.Array, batch: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda w, _: (w - 0.1 * sharded(w, batch), None), w, None, length=2)[0]
+
+    report, plain, strands = _interleaved(step, W, _array(MICROBATCHES, 2 * ROWS, WIDTH))
+    assert _merged(report) == [str(LAYERS)]
+    _assert_equal(plain, strands)
+
+
+def test_loops_that_draw_random_numbers_are_not_reported() -> None:
+    def loss(w: Any, x: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0), jnp.sum(x > 0))
+        return _loss(w, x * jax.random.bernoulli(key, 0.5, x.shape))
+
+    w, batch = _array(LAYERS, 16, 16), _array(MICROBATCHES, 8, 16)
+    report, plain, strands = _interleaved(lambda w, batch: _accumulate(loss, w, batch), w, batch)
+    assert _merged(report) == [str(LAYERS)] and _apart(report) == 0
     _assert_equal(plain, strands)
 
 
