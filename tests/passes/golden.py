@@ -53,9 +53,7 @@ def run(text: str, *passes: Pass) -> tuple[HloModule, HloModule, PassReport]:
     return before, before if changed is None else HloModule.from_bytes(changed), report.passes[-1]
 
 
-def check(
-    name: str, *passes: Pass, edits: Mapping[str, str] | None = None, prefix: str = "CHECK"
-) -> PassReport:
+def check(name: str, *passes: Pass, edits: Mapping[str, str] | None = None, prefix: str = "CHECK") -> PassReport:
     """Runs `passes` on a golden file, FileChecks the result, and compares what both programs compute."""
     before, after, report = run(read(name, edits), *passes)
     filecheck(printed(after), name, prefix)
@@ -86,8 +84,7 @@ def execute(module: HloModule) -> list[np.ndarray]:
     """Results of the entry computation, which returns a tuple, on small whole numbers."""
     draw = np.random.default_rng(0)
     arguments = [
-        jnp.asarray(draw.integers(-3, 4, p.shape.dimensions), _dtype(p.shape))
-        for p in module.entry.parameters
+        jnp.asarray(draw.integers(-3, 4, p.shape.dimensions), _dtype(p.shape)) for p in module.entry.parameters
     ]
     results = [(tuple(s.dimensions), _dtype(s)) for s in module.entry.root.shape.tuple_shapes]
 

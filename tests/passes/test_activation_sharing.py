@@ -25,9 +25,7 @@ def test_an_even_number_of_micro_batches_ends_in_mirrored_slots() -> None:
 
 
 @pytest.mark.parametrize("layers, microbatches", [(1, 5), (3, 2), (4, 3)])
-def test_results_are_the_same_for_any_number_of_layers_and_micro_batches(
-    layers: int, microbatches: int
-) -> None:
+def test_results_are_the_same_for_any_number_of_layers_and_micro_batches(layers: int, microbatches: int) -> None:
     text = golden.read(ONE_BUFFER).replace("[3,4]", f"[{microbatches}, 4]").replace("[2,4]", f"[{layers},4]")
     text = text.replace("layers = s32[] constant(2)", f"layers = s32[] constant({layers})")
     text = text.replace("microbatches = s32[] constant(3)", f"microbatches = s32[] constant({microbatches})")
@@ -39,10 +37,7 @@ def test_results_are_the_same_for_any_number_of_layers_and_micro_batches(
 
 
 READ = "old_slot = f32[1,4] dynamic-slice(old_stack, r, zero), dynamic_slice_sizes={1,4}"
-READ_AGAIN = "again = f32[2,4] get-tuple-element(state), index=6\n"
-WRITE = (
-    'saved = f32[2,4] dynamic-update-slice(new_stack, x_slot, l, zero), metadata={op_name="strand_beta/save"}'
-)
+WRITE = 'saved = f32[2,4] dynamic-update-slice(new_stack, x_slot, l, zero), metadata={op_name="strand_beta/save"}'
 BODY_ROOT = "tuple(next, y, saved, w, dx, more_sums, old_stack)"
 MORE_SUMS = "more_sums = f32[4] add(sums, dw)\n  w_slot_r"
 SUMS_AFTER_LAYERS = "more_sums = f32[4] get-tuple-element(strand_layers.1), index=5"

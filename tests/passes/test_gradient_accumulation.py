@@ -14,10 +14,7 @@ def test_golden(name: str) -> None:
     golden.check(name, GradientAccumulation())
 
 
-STACKED = (
-    "stacked = bf16[2,4] dynamic-update-slice(stack, dw_slot, r, zero), "
-    'metadata={op_name="strand_alpha/stack"}'
-)
+STACKED = 'stacked = bf16[2,4] dynamic-update-slice(stack, dw_slot, r, zero), metadata={op_name="strand_alpha/stack"}'
 TOTAL = 'total = f32[2,4] add(accumulator, wide), metadata={op_name="strand_alpha/add"}'
 WIDE = 'wide = f32[2,4] convert(grads), metadata={op_name="strand_alpha/convert"}'
 ROOT = "ROOT result = (bf16[4], f32[2,4]) tuple(dx, total)"
