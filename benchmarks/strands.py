@@ -12,12 +12,14 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 SETTINGS: dict[str, dict[str, str]] = {
     "default": {},
@@ -63,9 +65,7 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="llama-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=8192)
@@ -89,11 +89,21 @@ def main() -> None:
     for setting in arguments.settings.split(","):
         results += run_process(setting)
     (arguments.out / f"strands_m{arguments.microbatches}.json").write_text(
-        json.dumps(
-            {"arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}, indent=1
-        )
+        json.dumps({"arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}, indent=1)
     )
     print(table(results))
+
+
+def versions() -> dict[str, str]:
+    import importlib.metadata
+
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if shutil.which(query[0]):
+        found["gpus"] = "; ".join(subprocess.run(query, stdout=subprocess.PIPE, text=True).stdout.split("\n")).strip(
+            "; "
+        )
+    return found | {"date": time.strftime("%Y-%m-%d")}
 
 
 def run_process(setting: str) -> list[Result]:
@@ -163,32 +173,29 @@ def run_setting(arguments: argparse.Namespace, setting: str) -> list[Result]:
 
 
 def build(arguments: argparse.Namespace, training, setting: str, variant: str):
+    """The compiled step, as a user's decorator would make it, and an empty result."""
     import jax
 
+    from dhelix import strand_interleave
     from dhelix.passes.activation_sharing import ActivationSharing
     from dhelix.passes.collective_schedule import CollectiveSchedule
     from dhelix.passes.gradient_accumulation import GradientAccumulation
-    from dhelix.passes.manager import PassManager
     from dhelix.passes.strand_duplication import StrandDuplication
     from dhelix.profiles.hardware import H200, H200_NO_P2P
-    from dhelix.runtime import lowering
-    from dhelix.runtime.registration import Session
 
     names, options = VARIANTS[variant]
     schedule = CollectiveSchedule(H200_NO_P2P if setting == "no_p2p" else H200)
-    known = (StrandDuplication(), GradientAccumulation(), ActivationSharing(), schedule)
-    manager = PassManager([p for p in known if p.name in names], strict=True)
-    step = jax.jit(training.train_step, donate_argnums=0)
-    lowered = step.lower(training.abstract_state(), training.abstract_batch(arguments.microbatches))
+    passes = [StrandDuplication(), GradientAccumulation(), ActivationSharing(), schedule]
+    passes = [one for one in passes if one.name in names]
+    step: Any = jax.jit(training.train_step, donate_argnums=0)
+    if passes:
+        step = strand_interleave(training.train_step, passes=passes, strict=True, donate_argnums=0)
+    example = training.abstract_state(), training.abstract_batch(arguments.microbatches)
+    lowered = step.lower(*example)
     start = time.perf_counter()
-    session = Session(manager, lowering.hlo_bytes(lowered), "train_step")
-    module = session.run_lowered() or lowering.hlo_bytes(lowered)
-    passes_s = time.perf_counter() - start
-    lowered = lowering.with_hlo(lowered, module, session.module_name)
-    start = time.perf_counter()
-    with session.compiling():
-        compiled = lowered.compile(options)
+    compiled = lowered.compile(options)
     seconds = time.perf_counter() - start
+    passes_s = sum(stage.seconds for stage in step.report(*example).stages) if passes else 0.0
     if arguments.dump_hlo:
         path = arguments.out / f"{setting}_{variant}.txt".replace(" ", "_").replace(",", "")
         path.write_text(compiled.as_text())
@@ -201,12 +208,10 @@ def build(arguments: argparse.Namespace, training, setting: str, variant: str):
 def add_trace(result: Result, compiled, state, batch) -> None:
     import jax
 
-    from dhelix.passes.hlo import HloModule
     from dhelix.runtime import trace
+    from dhelix.runtime.lowering import compiled_module
 
-    module = HloModule.from_bytes(
-        compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    )
+    module = compiled_module(compiled)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(compiled(state, batch))

@@ -23,15 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch import inspect, trainer
-from dhelix.launch.dumps import Memory
-from dhelix.launch.inspection import Inspection, inspect_module
+from dhelix.launch.inspect import inspect_compiled
+from dhelix.launch.inspection import Inspection
 from dhelix.launch.train import say, summary
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
 from dhelix.passes.errors import DhelixError
-from dhelix.passes.hlo import HloModule
 from dhelix.passes.report import Report
-from dhelix.profiles import hardware
 from dhelix.runtime import deviceless
+from dhelix.runtime.lowering import compiled_module
 
 OUTPUT = Path("demo-output")
 TRAINING = trainer.Options(mesh="dp=2,tp=4", microbatches=4, batch=16, steps=60, lr=3e-3)
@@ -153,22 +152,9 @@ def compile_both(training: Training, output: Path, console: Console) -> tuple[tu
         compiled = deviceless.compile(step.lower(*arguments))
         say(console, f"{name}: compiled in {time.perf_counter() - begun:.1f} s")
         program = output / f"{name}.hlo.pb"
-        executable: Any = compiled.runtime_executable()
-        program.write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-        module = HloModule.from_file(program)
-        found.append(inspect_module(module, hardware.H200, _memory(compiled), str(program), name))
+        program.write_bytes(compiled_module(compiled).to_bytes())
+        found.append(inspect_compiled(compiled, "H200", name, str(program)))
     return (found[0], found[1]), interleaved.report(*arguments)
-
-
-def _memory(compiled: jax.stages.Compiled) -> Memory:
-    stats: Any = compiled.memory_analysis()
-    return Memory(
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-        "memory_analysis() of the compiled step",
-    )
 
 
 def comparison(found: tuple[Inspection, Inspection]) -> Table:

@@ -21,8 +21,8 @@ from rich.table import Table
 from dhelix.launch import dumps, timeline_plot
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
 from dhelix.passes.errors import DhelixError
-from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware as gpus
+from dhelix.runtime.lowering import compiled_module
 
 USAGE = """\
 usage: dhelix inspect DUMP [--compare OTHER] [flags]
@@ -88,11 +88,6 @@ def inspect_compiled(
     Raises:
       DhelixError: the executable has no scheduled HLO, or there is no such hardware.
     """
-    text = compiled.as_text()
-    if not text:
-        raise DhelixError(
-            "the compiled step does not say its HLO; dump it with --xla_dump_to and inspect that"
-        )
     stats = compiled.memory_analysis()
     memory = None
     if stats is not None:
@@ -103,7 +98,7 @@ def inspect_compiled(
             stats.temp_size_in_bytes,
             "memory_analysis() of the compiled step",
         )
-    module = HloModule.from_text(text)
+    module = compiled_module(compiled)
     if not module.is_scheduled:
         raise DhelixError(
             f"{module.name} is not scheduled, and estimates follow the schedule; compile it first"

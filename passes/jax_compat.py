@@ -7,6 +7,7 @@ Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; wha
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Hashable
 from typing import Any
 
@@ -17,11 +18,15 @@ from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.passes.errors import DhelixError
 
+_UNREADABLE = re.compile(r"( all-reduce-start\(.*?), output_to_operand_aliasing=\{\{.*?\)\}")
+
 
 def parse_hlo_text(text: str) -> bytes:
     """HLO text as XLA prints it -> serialized HloModuleProto. Raises DhelixError with XLA's message."""
     try:
-        return _hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+        # XLA prints an attribute of asynchronous all-reduces that its own parser refuses; it only informs.
+        readable = _UNREADABLE.sub(r"\1", text)
+        return _hlo.hlo_module_from_text(readable).as_serialized_hlo_module_proto()
     except Exception as error:  # XlaRuntimeError, whose module differs between jaxlib versions
         message = " ".join(str(error).split())
         raise DhelixError(f"not HLO text that this jaxlib reads: {message[:300]}") from None

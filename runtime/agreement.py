@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dhelix.passes import fingerprint
-from dhelix.passes.errors import DhelixError, HostsDisagreeError
-from dhelix.passes.hlo import HloModule
+from dhelix.passes.errors import HostsDisagreeError
+from dhelix.runtime.lowering import compiled_module
 
 _HOST_BYTES = 64
 
@@ -45,12 +45,7 @@ def check_compiled(compiled: jax.stages.Compiled, marker: str) -> str | None:
 
 def compiled_fingerprint(compiled: jax.stages.Compiled) -> str:
     """Fingerprint of the order in which a compiled program runs its collectives."""
-    text = compiled.as_text()
-    if not text:
-        raise DhelixError(
-            "the compiled step has no HLO text to compare hosts by; recompile it in this process"
-        )
-    return fingerprint.collective_fingerprint(HloModule.from_text(text))
+    return fingerprint.collective_fingerprint(compiled_module(compiled))
 
 
 def check_agreement(values: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from jax.interpreters.mlir import ir
 
 from dhelix.passes import jax_compat
 from dhelix.passes.errors import DhelixError
+from dhelix.passes.hlo import HloModule
 from dhelix.runtime.shardy_import import import_shardy, symbol_name
 
 
@@ -31,6 +32,20 @@ class LoweringError(DhelixError):
 def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
     """The program of `lowered` as a serialized `HloModuleProto`, as XLA receives it (no XLA pass has run)."""
     return jax_compat.stablehlo_to_hlo(jax_compat.stablehlo_module(lowered))
+
+
+def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
+    """The scheduled program that XLA made. Its text does not always parse again, its proto does.
+
+    Raises DhelixError for an executable that does not say its HLO (out of another runtime's cache, for example).
+    """
+    try:
+        executable: Any = compiled.runtime_executable()
+        return HloModule.from_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+    except (AttributeError, IndexError, TypeError, jax.errors.JaxRuntimeError) as error:
+        raise DhelixError(
+            f"the compiled step does not say its HLO ({error}); dump it with --xla_dump_to and inspect that"
+        ) from None
 
 
 def device_count(lowered: jax.stages.Lowered) -> int:
