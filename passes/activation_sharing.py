@@ -122,6 +122,7 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
 def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> _Stack:
     """Proves that the two stacks can be one. Raises PassRefusal naming what stands in the way."""
     _refuse_other_readers(strands, layers, outer, old)
+    _refuse_early_readers(strands, layers, new)
     shape = layers.instruction.shape.tuple_shapes[old]
     users = layers.body.users()
     reads = _slices(layers, old, users)
@@ -165,6 +166,17 @@ def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old
             readers += users[result]
     if any(u is not start for u in readers):
         raise PassRefusal("it is read outside the layer loop", next(u for u in readers if u is not start))
+
+
+def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> None:
+    """What this iteration's forward pass has stored is for the next one's backward pass alone."""
+    users = strands.body.users()
+    results = [r for r in users[layers.instruction] if r.opcode == "get-tuple-element" and r.tuple_index == new]
+    readers = [u for r in results for u in users[r] if u is not strands.body.root]
+    if readers:
+        raise PassRefusal("it is read outside the layer loop", readers[0])
+    if sum(value in results for value in strands.body.root.operands) > 1:
+        raise PassRefusal("the strand loop carries it twice", layers.instruction)
 
 
 def _slices(loop: WhileLoop, index: int, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
