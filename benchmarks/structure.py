@@ -111,9 +111,11 @@ def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "St
     from dhelix.passes.gradient_accumulation import GradientAccumulation
     from dhelix.passes.manager import PassManager, Stage
     from dhelix.passes.strand_duplication import StrandDuplication
+    from dhelix.passes.strand_lockstep import StrandLockstep
     from dhelix.runtime import lowering
 
-    manager = PassManager([StrandDuplication(), GradientAccumulation(), ActivationSharing()], strict=True)
+    passes = [StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing()]
+    manager = PassManager(passes, strict=True)
     module = lowering.hlo_bytes(lowered)
     changed, report = manager.run(Stage.LOWERED, module)
     return lowering.with_hlo(lowered, changed or module), report

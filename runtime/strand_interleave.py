@@ -33,6 +33,7 @@ from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.report import Report
 from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.runtime import registration, verification
 from dhelix.runtime.specialization import Specialization
 from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
@@ -45,7 +46,8 @@ def default_passes(schedule: str = "list") -> tuple[Pass, ...]:
     """The passes that `strand_interleave` runs. `schedule` is one of SCHEDULES."""
     if schedule not in SCHEDULES:
         raise DhelixError(f"schedule={schedule!r} means nothing; take one of {', '.join(sorted(SCHEDULES))}")
-    return (StrandDuplication(), GradientAccumulation(), ActivationSharing(), *SCHEDULES[schedule])
+    structure = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
+    return (*structure, *SCHEDULES[schedule])
 
 
 @overload

@@ -44,6 +44,14 @@ def test_one_merged_layer_loop_without_copies_and_with_no_more_memory(case: Case
 
 @pytest.mark.slow
 @pytest.mark.deviceless
+def test_unrolled_layers_need_no_more_memory() -> None:
+    plain = lower(Case("4 GPUs, unrolled", layers=4, overrides={"scan_layers": False}))
+    strands, _ = interleave(plain)
+    assert measure(strands, strands=True).peak <= MEMORY * measure(plain, strands=False).peak
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
 def test_copies_are_seen_where_there_are_some() -> None:
     """Without the barrier between read and write of a slot, copy insertion copies whole stacks."""
     strands, _ = interleave(lower(Case("small", layers=4, microbatches=4, overrides=SMALL)))
