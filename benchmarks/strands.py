@@ -88,9 +88,8 @@ def main() -> None:
     results = []
     for setting in arguments.settings.split(","):
         results += run_process(setting)
-    (arguments.out / f"strands_m{arguments.microbatches}.json").write_text(
-        json.dumps({"arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}, indent=1)
-    )
+    record = {"on": versions(), "arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}
+    (arguments.out / f"strands_m{arguments.microbatches}.json").write_text(json.dumps(record, indent=1))
     print(table(results))
 
 

@@ -107,3 +107,12 @@ def test_tolerance_follows_the_narrowest_type() -> None:
     assert narrow(jnp.float32) == 1e-6
     assert narrow(jnp.bfloat16) == 2.0**-6
     assert narrow(jnp.float8_e4m3fn) == 0.5
+
+
+def test_what_the_plain_step_differs_from_itself_by_is_allowed() -> None:
+    plain, again = {"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([1.0, 2.1])}
+    compare(plain, {"w": jnp.array([1.0, 2.3])}, "output", 1e-6, "", again=again)
+    with pytest.raises(VerificationError, match=r"output\['w'\] differs by 1"):
+        compare(plain, {"w": jnp.array([1.0, 3.0])}, "output", 1e-6, "", again=again)
+    with pytest.raises(VerificationError):
+        compare(plain, {"w": jnp.array([1.0, 2.3])}, "output", 1e-6, "")
