@@ -11,7 +11,7 @@ Contract
     Makes     one barrier for each pair of cuts: n-th of forward, n-th of backward. A cut is a value that all later
               work of its strand goes through (the hidden state between layers, and its gradient), one per stretch
               of work. Results that alpha has finished by then (sums of weight gradients) go through it too.
-    Leaves    loops with merged layer loops, which are in step already, or with layer loops that did not merge.
+    Leaves    loops with layer loops, which are in step where they merged, and strands that depend on each other.
 
 Why it is legal: a barrier hands on its values. It closes no circle: the strands do not depend on each other, and
 cuts of a strand follow each other, so a barrier depends on none but earlier ones.
@@ -56,6 +56,8 @@ def _tie(loop: Instruction) -> int:
     alpha, beta = ([i for i in body.instructions if i.op_name.startswith(s)] for s in (ALPHA, BETA))
     if not alpha or not beta or any(i.opcode == "while" and _works(i) for i in body.instructions):
         return 0
+    if not graph.descendants(body, alpha).isdisjoint(beta) or not graph.descendants(body, beta).isdisjoint(alpha):
+        return 0  # a loop without work, such as one that makes random bits, was merged and joins them
     state = WhileLoop(loop)
     read = [i for i, k in state.reads.items() if k not in state.invariants]
     pairs = _pair(_cuts(body, [*read, *beta]), _cuts(body, [*read, *alpha]))
@@ -64,10 +66,11 @@ def _tie(loop: Instruction) -> int:
     behind: dict[Instruction, Instruction] = {}
     fences: set[Instruction] = set()
     for pair, results in zip(pairs, finished, strict=True):
-        values = [*pair, *results]
-        after = builder.barrier(values)
+        after = builder.barrier([*pair, *results])
         fences.add(after[0].operands[0].operands[0])
-        behind.update(zip(values, after, strict=True))
+        behind.update(zip(pair, after[:2], strict=True))
+        for result, tied in zip(results, after[2:], strict=True):  # others may read it before the barrier
+            body.root.operands = [tied if o is result else o for o in body.root.operands]
     for instruction in body.instructions:
         if instruction not in fences:
             instruction.operands = [behind.get(o, o) for o in instruction.operands]
