@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from dhelix.passes.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
-from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_uses
+from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
 from dhelix.passes.hlo.loop_state import merge
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
@@ -223,10 +223,8 @@ def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
 
 def _hand_over(computation: Computation, old: Instruction, result: Instruction) -> None:
     """Readers of the old loop read the elements of `result`; the old loop goes."""
-    for user in computation.users()[old]:
-        if user.opcode == "get-tuple-element":
-            replace_uses(computation, user, result.operands[user.tuple_index])
-    replace_uses(computation, old, result)
+    reads = [user for user in computation.users()[old] if user.opcode == "get-tuple-element"]
+    replace_all_uses(computation, {old: result} | {read: result.operands[read.tuple_index] for read in reads})
     computation.instructions = [i for i in computation.instructions if i is not old]
     computation.sort()
     drop_dead(computation)

@@ -1,6 +1,6 @@
 """Edits that move or copy instructions: copies of computations, calls inlined, dead code dropped."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.module import Computation, Instruction
@@ -68,11 +68,17 @@ def copy_instructions(
 
 def replace_uses(computation: Computation, old: Instruction, new: Instruction) -> None:
     """Every instruction but `new` itself that reads `old` reads `new`; the root too."""
+    replace_all_uses(computation, {old: new})
+
+
+def replace_all_uses(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
+    """`replace_uses` for many at once, in one sweep."""
     for instruction in computation.instructions:
-        if instruction is not new and old in instruction.operands:
-            instruction.operands = [new if o is old else o for o in instruction.operands]
-    if computation.root is old:
-        computation.root = new
+        if any(o in stands_for for o in instruction.operands):
+            instruction.operands = [
+                o if stands_for.get(o, instruction) is instruction else stands_for[o] for o in instruction.operands
+            ]
+    computation.root = stands_for.get(computation.root, computation.root)
 
 
 def inline_calls(computation: Computation, keep: Callable[[Instruction], bool] = lambda call: False) -> int:
