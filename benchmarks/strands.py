@@ -31,19 +31,18 @@ SETTINGS: dict[str, dict[str, str]] = {
     "no_p2p": {"NCCL_P2P_DISABLE": "1"},
 }
 
+_STRANDS = ("strand-duplication", "strand-lockstep", "gradient-accumulation", "activation-sharing")
 # variant -> (names of the passes, XLA options)
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "plain": ((), {}),
     "plain, no latency hiding": ((), {"xla_gpu_enable_latency_hiding_scheduler": False}),
     "plain, double buffering": ((), {"xla_gpu_enable_while_loop_double_buffering": True}),
     "plain, list schedule": (("collective-schedule",), {}),
-    "strands": (("strand-duplication", "gradient-accumulation", "activation-sharing"), {}),
-    "strands, gradients stacked": (("strand-duplication", "activation-sharing"), {}),
-    "strands, two buffers": (("strand-duplication", "gradient-accumulation"), {}),
-    "strands, list schedule": (
-        ("strand-duplication", "gradient-accumulation", "activation-sharing", "collective-schedule"),
-        {},
-    ),
+    "strands": (_STRANDS, {}),
+    "strands, not in lockstep": (tuple(name for name in _STRANDS if name != "strand-lockstep"), {}),
+    "strands, gradients stacked": (tuple(name for name in _STRANDS if name != "gradient-accumulation"), {}),
+    "strands, two buffers": (tuple(name for name in _STRANDS if name != "activation-sharing"), {}),
+    "strands, list schedule": ((*_STRANDS, "collective-schedule"), {}),
 }
 
 
@@ -69,6 +68,7 @@ def main() -> None:
     parser.add_argument("--preset", default="llama-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--unrolled", action="store_true", help="layers one after the other, not scanned")
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
@@ -89,7 +89,9 @@ def main() -> None:
     for setting in arguments.settings.split(","):
         results += run_process(setting)
     record = {"on": versions(), "arguments": vars(arguments) | {"out": ""}, "results": [vars(r) for r in results]}
-    (arguments.out / f"strands_m{arguments.microbatches}.json").write_text(json.dumps(record, indent=1))
+    (arguments.out / f"strands_m{arguments.microbatches}{'_unrolled' * arguments.unrolled}.json").write_text(
+        json.dumps(record, indent=1)
+    )
     print(table(results))
 
 
@@ -129,7 +131,13 @@ def run_setting(arguments: argparse.Namespace, setting: str) -> list[Result]:
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
 
-    config = preset(arguments.preset, layers=arguments.layers, seq=arguments.seq, vocab=arguments.vocab)
+    config = preset(
+        arguments.preset,
+        layers=arguments.layers,
+        seq=arguments.seq,
+        vocab=arguments.vocab,
+        scan_layers=not arguments.unrolled,
+    )
     training = make_train_step(
         config, make_mesh(1, arguments.tp), optax.adamw(1e-4), microbatches=arguments.microbatches
     )
@@ -180,11 +188,12 @@ def build(arguments: argparse.Namespace, training, setting: str, variant: str):
     from dhelix.passes.collective_schedule import CollectiveSchedule
     from dhelix.passes.gradient_accumulation import GradientAccumulation
     from dhelix.passes.strand_duplication import StrandDuplication
+    from dhelix.passes.strand_lockstep import StrandLockstep
     from dhelix.profiles.hardware import H200, H200_NO_P2P
 
     names, options = VARIANTS[variant]
     schedule = CollectiveSchedule(H200_NO_P2P if setting == "no_p2p" else H200)
-    passes = [StrandDuplication(), GradientAccumulation(), ActivationSharing(), schedule]
+    passes = [StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing(), schedule]
     passes = [one for one in passes if one.name in names]
     step: Any = jax.jit(training.train_step, donate_argnums=0)
     if passes:
