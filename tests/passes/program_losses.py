@@ -126,7 +126,8 @@ def _second_stack(p: Program, params: Any, encoded: jax.Array) -> jax.Array:
     """The layers that are not frozen; or those of a decoder, which all read the encoder's result."""
 
     def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        x = _layer(p, x, *weights, None)
+        w, b = weights
+        x = _layer(p, x, w, b, None)
         return (x + encoded if p.stack == "encoder_decoder" else x), None
 
     return jax.lax.scan(body, encoded, (params["w2"], params["b2"]))[0]
