@@ -14,7 +14,9 @@ from dhelix.passes.report import UNCHANGED, PassReport
 from dhelix.passes.strand_duplication import ALPHA, BETA, StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.runtime import lowering
+from dhelix.tests.passes import golden
 
+GOLDEN = "strand_lockstep/unrolled.hlo"
 DEPTH, MICROBATCHES, WIDTH = 4, 3, 8
 LAYER = tuple[jax.Array, jax.Array]
 
@@ -101,3 +103,13 @@ def test_a_layer_with_a_skip_has_one_cut() -> None:
 def test_left_alone(function: Callable[..., Any]) -> None:
     _, _, report = transform(function)
     assert report.outcome == UNCHANGED and not report.notes
+
+
+def test_golden_barriers_between_the_layers_of_both_strands() -> None:
+    report = golden.check(GOLDEN, StrandDuplication(), StrandLockstep())
+    assert [note.facts for note in report.notes] == [{"barriers": 2}]
+
+
+def test_golden_program_without_strands_is_left_alone() -> None:
+    before, after, report = golden.run(golden.read(GOLDEN), StrandLockstep())
+    assert after is before and report.outcome == UNCHANGED
