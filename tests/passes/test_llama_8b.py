@@ -1,6 +1,7 @@
 """All passes that run before XLA, over the train step of Llama-8B: what they make of it and how long they take."""
 
 import functools
+import time
 
 import jax
 import optax
@@ -19,27 +20,28 @@ LAYERS, MICROBATCHES, SECONDS = 8, 16, 2.0
 
 
 @functools.cache
-def _report(scan_layers: bool) -> tuple[HloModule, StageReport]:
+def _report(scan_layers: bool) -> tuple[HloModule, StageReport, float]:
+    """The module after the passes, their report, and what they took of the processor, in seconds."""
     config = preset("llama-8b", layers=LAYERS, attention="xla", scan_layers=scan_layers)
     mesh = make_mesh(dp=1, tp=4, devices=jax.devices("cpu")[:4])
     training = make_train_step(config, mesh, optax.adamw(1e-3), MICROBATCHES)
     arguments = training.abstract_state(), training.abstract_batch(MICROBATCHES)
     module = hlo_bytes(jax.jit(training.train_step).lower(*arguments))
-    manager = PassManager(default_passes(), strict=True)
-    results = [manager.run(Stage.LOWERED, module) for _ in range(2)]
-    after, report = min(results, key=lambda result: result[1].seconds)  # other processes may have had the core
+    start = time.process_time()  # other processes may have the core meanwhile
+    after, report = PassManager(default_passes()).run(Stage.LOWERED, module)
+    seconds = time.process_time() - start
     assert after is not None
-    return HloModule.from_bytes(after), report
+    return HloModule.from_bytes(after), report, seconds
 
 
 @pytest.mark.parametrize("scan_layers", [True, False], ids=["scan", "unrolled"])
 def test_all_passes_together_take_less_than_two_seconds(scan_layers: bool) -> None:
-    _, report = _report(scan_layers)
-    assert report.seconds < SECONDS, [(entry.name, entry.seconds) for entry in report.passes]
+    _, report, seconds = _report(scan_layers)
+    assert seconds < SECONDS, [(entry.name, entry.seconds) for entry in report.passes]
 
 
 def test_every_pass_has_its_effect() -> None:
-    module, report = _report(True)
+    module, report, _ = _report(True)
     names = ("strand-duplication", "gradient-accumulation", "activation-sharing")
     duplication, accumulation, sharing = (next(e for e in report.passes if e.name == name) for name in names)
     assert [entry.outcome for entry in (duplication, accumulation, sharing)] == [CHANGED] * 3
@@ -53,6 +55,6 @@ def test_every_pass_has_its_effect() -> None:
 
 
 def test_unrolled_layers_become_two_strands() -> None:
-    _, report = _report(False)
+    _, report, _ = _report(False)
     (strands,) = report.passes[0].notes
     assert strands.message == "two strands" and strands.facts["merged_loops"] == []
