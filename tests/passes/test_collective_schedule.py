@@ -147,6 +147,6 @@ def test_many_instructions_take_seconds() -> None:
     module, costs = build(program, [value])
     sequence = module.schedule[module.entry]
     memory = Memory(module)
-    begin = time.perf_counter()
+    begin = time.process_time()
     list_order(module.entry, sequence, costs, Limits(H200, memory.peak(module.entry, sequence), memory))
-    assert time.perf_counter() - begin < 10.0
+    assert time.process_time() - begin < 10.0

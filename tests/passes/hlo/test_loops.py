@@ -115,9 +115,9 @@ def test_a_counter_that_depends_on_data_has_no_trip_count() -> None:
 
 
 def test_long_and_endless_loops_give_up_soon() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert WhileLoop(loop(0, MAX_S32, 1)).trip_count is None
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_only_loops_over_tuples_have_a_view() -> None:
