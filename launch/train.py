@@ -47,7 +47,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text("mesh", default.mesh, "devices per axis, such as dp=2,tp=4 (default: all there are)")
     choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
     number("batch", None, "sequences per step (default: one per micro-batch and dp shard)", 1)
-    number("steps", default.steps, "number of the last step", 1)
+    number("steps", default.steps, "number of the last step, where the learning rate ends; keep it to resume", 1)
     real("lr", default.lr, "highest learning rate")
     number("warmup", None, "steps of warm-up (default: a tenth, at most 100)", 0)
     number("seed", default.seed, "of the initial parameters and of the batches", 0)

@@ -26,6 +26,8 @@ NOT_RUN = "not run"
 
 _OUTCOME_STYLES = {CHANGED: "green", REFUSED: "yellow", FAILED: "red"}
 
+_LOG_WIDTH = 160  # of tables in files and job logs, which have no width of their own
+
 
 @dataclass(frozen=True)
 class Note:
@@ -145,7 +147,11 @@ class Report:
         return table
 
     def print(self, console: Console | None = None) -> None:
-        (console or Console()).print(self.table())
+        if console is None:
+            console = Console()
+            if not console.is_terminal:
+                console = Console(width=_LOG_WIDTH)
+        console.print(self.table())
 
 
 def _cells(entry: PassReport, stored: bool) -> tuple[str, ...]:

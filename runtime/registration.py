@@ -137,7 +137,7 @@ class Session:
             elif stage in stored:
                 stages.append(dataclasses.replace(stored[stage], stored=True))
             elif any(p.stage is stage for p in self.manager.passes):
-                reason = "not compiled here, and no report is stored beside the compilation cache"
+                reason = "runs in the GPU compiler, which did not run here (or a cache had the step, but no report)"
                 stages.append(self.manager.not_run(stage, self.module_name, reason))
         return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
 
