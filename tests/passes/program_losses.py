@@ -22,18 +22,23 @@ _POLICIES = {
     "named": jax.checkpoint_policies.save_only_these_names("before_tanh"),
 }
 
-STACKS = ("scan", "backwards", "counted", "by_two", "shared", "groups", "unrolled", "frozen", "encoder_decoder")
-LAYERS = ("mlp", "norm", "attention", "cond", "search", "sort", "custom", "recurrent")
+STACKS = (
+    "scan", "backwards", "counted", "by_two", "shared", "same_way", "buffered", "groups", "unrolled", "frozen",
+    "encoder_decoder", "skipping",
+)  # fmt: skip
+_SECOND = ("frozen", "encoder_decoder", "skipping")  # stacks of two kinds of layers
+LAYERS = ("mlp", "plain", "norm", "attention", "cond", "search", "sort", "custom", "recurrent")
 REMATS = ("", "layer", "loss", *_POLICIES)
 DROPOUTS = ("", "seeds", "carried")
-AUXILIARIES = ("", "carried", "stacked", "skip", "buffer", "penalty")
+AUXILIARIES = ("", "carried", "stacked", "skip", "buffer", "dense", "penalty")
 
 
 def parameter_shapes(p: Program) -> dict[str, tuple[int, ...]]:
     layers = {"groups": (p.depth, p.other_depth), "shared": ()}.get(p.stack, (p.depth,))
     shapes = {"w": (*layers, WIDTH, WIDTH), "b": (*layers, WIDTH), "head": (WIDTH, WORDS if p.tokens else WIDTH)}
-    if p.stack in ("frozen", "encoder_decoder"):
-        shapes |= {"w2": (p.other_depth, WIDTH, WIDTH), "b2": (p.other_depth, WIDTH)}
+    if p.stack in _SECOND:
+        other = p.depth if p.stack == "skipping" else p.other_depth
+        shapes |= {"w2": (other, WIDTH, WIDTH), "b2": (other, WIDTH)}
     if p.tokens:
         shapes |= {"table": (WORDS, WIDTH)}
     return shapes
@@ -89,30 +94,32 @@ def _stack(p: Program, params: Any, x: jax.Array, key: jax.Array | None) -> tupl
     carry = {"x": x}
     if p.auxiliary == "carried":
         carry["auxiliary"] = jnp.zeros((), x.dtype)
-    if p.auxiliary == "buffer":
+    if p.auxiliary in ("buffer", "dense"):
         carry["buffer"] = jnp.zeros((p.depth, *x.shape), x.dtype)
 
     def body(carry: Any, layer_input: Any) -> tuple[Any, Any]:
         index, (w, b), key = layer_input
-        y = layer(carry["x"], w, b, key)
+        x = carry["x"] + jnp.mean(carry["buffer"], axis=0) if p.auxiliary == "dense" else carry["x"]
+        y = layer(x, w, b, key)
         carry = dict(carry, x=y)
         if "auxiliary" in carry:
             carry["auxiliary"] += jnp.mean(y * y)
         if "buffer" in carry:
             carry["buffer"] = jax.lax.dynamic_update_index_in_dim(carry["buffer"], y, index, 0)
-        return carry, y if p.auxiliary in ("stacked", "skip") or "activations" in p.metrics else None
+        wanted = p.auxiliary in ("stacked", "skip") or p.stack == "skipping" or "activations" in p.metrics
+        return carry, y if wanted else None
 
     count = p.depth * p.other_depth if p.stack == "groups" else p.depth
     keys = None if key is None else jax.random.split(key, count)
     carry, outputs = _run_layers(p, body, carry, (params["w"], params["b"]), keys)
-    if p.stack in ("frozen", "encoder_decoder"):
-        carry["x"] = _second_stack(p, params, carry["x"])
+    if p.stack in _SECOND:
+        carry["x"] = _second_stack(p, params, carry["x"], outputs)
     x, auxiliary = carry["x"], carry.get("auxiliary", jnp.zeros((), x.dtype))
     if p.auxiliary == "stacked":
         auxiliary = jnp.sum(jnp.mean(outputs * outputs, axis=(-1, -2)))
     if p.auxiliary == "skip":
         x = x + outputs.reshape(-1, *x.shape)[0]
-    if p.auxiliary == "buffer":
+    if p.auxiliary in ("buffer", "dense"):
         auxiliary = jnp.mean(carry["buffer"] * carry["buffer"])
     return x, auxiliary, outputs
 
@@ -122,15 +129,19 @@ def _checkpointed_layer(p: Program) -> Callable[..., jax.Array]:
     return jax.checkpoint(layer, policy=_POLICIES.get(p.remat)) if p.remat in ("layer", *_POLICIES) else layer
 
 
-def _second_stack(p: Program, params: Any, encoded: jax.Array) -> jax.Array:
-    """The layers that are not frozen; or those of a decoder, which all read the encoder's result."""
+def _second_stack(p: Program, params: Any, encoded: jax.Array, outputs: Any) -> jax.Array:
+    """Layers that are not frozen; or a decoder's: all read the encoder's result, or one each of its layers'."""
 
-    def body(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        w, b = weights
+    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, None]:
+        (w, b), skipped = xs
+        if p.stack == "skipping":  # less work than a layer of the encoder, but its backward pass more
+            return (x @ w + b) * skipped, None
         x = _layer(p, x, w, b, None)
         return (x + encoded if p.stack == "encoder_decoder" else x), None
 
-    return jax.lax.scan(body, encoded, (params["w2"], params["b2"]))[0]
+    weights = params["w2"], params["b2"]
+    skipping = p.stack == "skipping"
+    return jax.lax.scan(body, encoded, (weights, outputs if skipping else None), reverse=skipping)[0]
 
 
 def _run_layers(p: Program, body: Callable[..., Any], carry: Any, weights: Any, keys: Any) -> tuple[Any, Any]:
@@ -155,12 +166,53 @@ def _run_layers(p: Program, body: Callable[..., Any], carry: Any, weights: Any, 
                 carry, y = body(carry, (n, *jax.tree.map(lambda x, n=n: x[n], (weights, keys))))
                 outputs.append(y)
             return carry, None if outputs[0] is None else jnp.stack(outputs)
+        case "same_way" | "buffered":
+            x, outputs = _own_backward(p.stack, carry["x"], weights)
+            return dict(carry, x=x), outputs
         case "counted":
             return jax.lax.scan(lambda c, n: body(c, (n, *at(n))), carry, indices)
         case _:
             unroll = 2 if p.stack == "by_two" else 1
             reverse = p.stack == "backwards"
             return jax.lax.scan(body, carry, (indices, weights, keys), reverse=reverse, unroll=unroll)
+
+
+def _with_own_backward(stack: str, x: jax.Array, weights: Any) -> tuple[jax.Array, jax.Array]:
+    """Layers with a backward pass of their own, which reads what they return; not their true gradient.
+
+    "same_way": it goes through them in the order of the forward pass.
+    "buffered": in the opposite one; but forward reads the results of the layers before, as it stores its own.
+    """
+
+    def body(carry: Any) -> Any:
+        index, x, buffer = carry
+        w, b = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, False), weights)
+        x = jnp.tanh(x @ w + b + (jnp.mean(buffer, axis=0) if stack == "buffered" else 0))
+        return index + 1, x, jax.lax.dynamic_update_index_in_dim(buffer, x, index, 0)
+
+    depth = weights[0].shape[0]
+    start = (jnp.int32(0), x, jnp.zeros((depth, *x.shape), x.dtype))
+    return jax.lax.while_loop(lambda carry: carry[0] < depth, body, start)[1:]
+
+
+def _own_backward_forward(stack: str, x: jax.Array, weights: Any) -> tuple[Any, Any]:
+    result = _with_own_backward(stack, x, weights)
+    return result, (result[1], weights)
+
+
+def _own_backward_backward(stack: str, residuals: Any, cotangents: Any) -> Any:
+    def body(g: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+        y, further, (w, _) = xs
+        g = g * (1 - y * y) + further
+        return g @ w.T, (y.T @ g, jnp.sum(g, axis=0))
+
+    outputs, weights = residuals
+    g, further = cotangents
+    return jax.lax.scan(body, g, (outputs, further, weights), reverse=stack == "buffered")
+
+
+_own_backward: Any = jax.custom_vjp(_with_own_backward, nondiff_argnums=(0,))
+_own_backward.defvjp(_own_backward_forward, _own_backward_backward)
 
 
 @jax.custom_vjp
@@ -193,6 +245,8 @@ def _layer(p: Program, x: jax.Array, w: jax.Array, b: jax.Array, key: jax.Array 
             y = jnp.tanh(jnp.take_along_axis(h, jnp.argsort(jax.lax.stop_gradient(h), axis=0), axis=0))
         case "custom":
             y = _cubic(h / 4)
+        case "plain":  # returns what it keeps for backward, and has more work than a layer that skips to it
+            return jnp.exp(jnp.tanh(jnp.tanh(h) @ w) @ w)
         case "recurrent":
             y = jax.lax.scan(lambda s, row: (jnp.tanh(s + row), s), jnp.zeros_like(h[0]), h)[1]
         case _:

@@ -76,13 +76,21 @@ class Program:
 
 
 def legal(program: Program) -> Program:
-    """`program` without what its loop cannot do: Optax's carries no state; one unrolled by two has to remain a loop."""
+    """`program` without what cannot be.
+
+    Optax's loop carries no state, one that is unrolled by two has to remain a loop, and layers with a backward pass of
+    their own have no second derivative.
+    """
+    changes: dict[str, Any] = {}
     if program.loop in OPTAX_LOOPS:
-        dropout = "seeds" if program.dropout == "carried" else program.dropout
-        return dataclasses.replace(program, dropout=dropout, accumulation="sum", carries=(), metrics=())
+        changes = {"accumulation": "sum", "carries": (), "metrics": ()}
+        if program.dropout == "carried":
+            changes["dropout"] = "seeds"
     if program.loop == "twice":
-        return dataclasses.replace(program, microbatches=max(4, program.microbatches))
-    return program
+        changes["microbatches"] = max(4, program.microbatches)
+    if program.stack in ("same_way", "buffered") and program.auxiliary == "penalty":
+        changes["auxiliary"] = "carried"
+    return dataclasses.replace(program, **changes)
 
 
 def build(program: Program) -> tuple[Callable[..., Any], tuple[Any, ...]]:
