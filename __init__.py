@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dhelix.passes.errors import DhelixError
+    from dhelix.errors import DhelixError
     from dhelix.runtime.strand_interleave import strand_interleave
     from dhelix.runtime.value_and_grad import value_and_grad
 
 __all__ = ["DhelixError", "strand_interleave", "value_and_grad"]
 
 _HOMES = {
-    "DhelixError": "dhelix.passes.errors",
+    "DhelixError": "dhelix.errors",
     "strand_interleave": "dhelix.runtime.strand_interleave",
     "value_and_grad": "dhelix.runtime.value_and_grad",
 }

@@ -207,7 +207,7 @@ def _copies(computation: "Computation", sizes: set[int]) -> Iterator[str]:
 
 def row(case: Case) -> dict[str, Any]:
     """Compiles a case both ways; what went wrong stands in the row instead of numbers."""
-    from dhelix.passes.errors import DhelixError
+    from dhelix.errors import DhelixError
 
     lowered = lower(case)
     plain = measure(lowered, strands=False)

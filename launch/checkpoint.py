@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 Config = Mapping[str, Any]
 """JSON values by name; nested mappings are compared entry by entry."""

@@ -22,7 +22,7 @@ from types import ModuleType
 
 from absl import app, flags, logging
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 
 @dataclass(frozen=True)

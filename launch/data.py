@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 VOCABULARY = 256
 """One token per byte."""

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from dhelix.errors import DhelixError
 from dhelix.launch import inspect, trainer
 from dhelix.launch.inspect import inspect_compiled
 from dhelix.launch.inspection import Inspection
 from dhelix.launch.train import say, summary
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.report import Report
 from dhelix.runtime import deviceless
 from dhelix.runtime.lowering import compiled_module

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxlib import version
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 
 _AFTER = "after_optimizations"

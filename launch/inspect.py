@@ -18,9 +18,9 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+from dhelix.errors import DhelixError
 from dhelix.launch import dumps, timeline_plot
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
-from dhelix.passes.errors import DhelixError
 from dhelix.profiles import hardware as gpus
 from dhelix.runtime.lowering import compiled_module
 

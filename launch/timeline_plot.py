@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 from dhelix.runtime.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"

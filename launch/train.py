@@ -11,12 +11,12 @@ import jax
 from absl import flags
 from rich.console import Console
 
+from dhelix.errors import DhelixError
 from dhelix.launch import trainer
 from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
 from dhelix.models import PRESETS
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
 

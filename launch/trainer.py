@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import optax
 
+from dhelix.errors import DhelixError
 from dhelix.launch import data
 from dhelix.launch.checkpoint import Checkpoints
 from dhelix.models import Training, TrainState, make_mesh, make_train_step, preset
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
 from dhelix.runtime.strand_interleave import strand_interleave

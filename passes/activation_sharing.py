@@ -28,7 +28,7 @@ DHelix section 4.3.
 
 from dataclasses import dataclass
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.loop_state import add_element, drop_elements

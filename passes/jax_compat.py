@@ -16,7 +16,7 @@ from jax._src import config
 from jax.interpreters import mlir
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 _UNREADABLE = re.compile(r"( all-reduce-start\(.*?), output_to_operand_aliasing=\{\{.*?\)\}")
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import jax
 from absl import logging
 
+from dhelix.errors import DhelixError, PassRefusal, UnknownPassError
 from dhelix.passes import fingerprint, jax_compat, report
-from dhelix.passes.errors import DhelixError, PassRefusal, UnknownPassError
 from dhelix.passes.hlo import HloModule, HloVerifyError, Shape, shapes, verify
 from dhelix.passes.report import Note, PassReport, StageReport
 

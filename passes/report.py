@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 CHANGED = "changed"
 UNCHANGED = "unchanged"

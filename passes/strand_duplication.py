@@ -28,7 +28,7 @@ profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sectio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
 from dhelix.passes.hlo.loop_state import merge

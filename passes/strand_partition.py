@@ -20,7 +20,7 @@ backward part at all. DHelix section 3.1 (strands), design.md 3.1.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.work import loop_work

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from dhelix.errors import HostsDisagreeError
 from dhelix.passes import fingerprint
-from dhelix.passes.errors import HostsDisagreeError
 from dhelix.runtime.lowering import compiled_module
 
 _HOST_BYTES = 64

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 _TARGETS = Path(__file__).parent
 _GPUS_PER_HOST = 8

@@ -19,8 +19,8 @@ import jax
 from jax.extend.mlir import hlo_to_stablehlo
 from jax.interpreters.mlir import ir
 
+from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.shardy_import import import_shardy, symbol_name
 

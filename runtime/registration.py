@@ -33,8 +33,8 @@ import jax
 from absl import logging
 from jax.extend import xla
 
+from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import Report, StageReport
 

@@ -25,7 +25,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters.mlir import ir
 from jaxlib.mlir import passmanager
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"
 _BODY_NAME = "manual_computation_body"

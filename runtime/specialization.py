@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint, report
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.manager import PassManager, Stage, say_once
 from dhelix.passes.report import Report
 from dhelix.runtime import agreement, lowering, registration

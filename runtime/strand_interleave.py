@@ -25,10 +25,10 @@ from typing import Any, overload
 import jax
 from jax.core import Tracer
 
+from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.collective_schedule import CollectiveSchedule
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.report import Report

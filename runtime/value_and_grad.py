@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 REDUCTIONS = ("mean", "sum", "weighted")
 Weights = Callable[..., jax.Array | float]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 
 TOLERANCE = 1e-6
 LOOP_TOLERANCE = 1e-5

@@ -15,7 +15,7 @@ NOT_OURS = {"third_party", "build", "dist", "demo-output"}
 NOT_INSTALLED = {("tests",), ("benchmarks",)}
 
 # Imports point from later to earlier ones; `models` stands apart.
-ORDER = ("profiles", "passes", "runtime", "launch")
+ORDER = ("errors", "profiles", "passes", "runtime", "launch")
 LAYERS = {*ORDER, "models"}
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import schema, shapes
 
 NEW = -1  # id of an instruction that the module has not been written with yet; 0 is a valid id

@@ -6,7 +6,7 @@ does not hold is dropped and the one before it used.
 
 from collections.abc import Callable
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.module import Computation, HloModule, Instruction
 

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 from absl import flags
 
+from dhelix.errors import DhelixError
 from dhelix.launch import cli
-from dhelix.passes.errors import DhelixError
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dhelix.errors import DhelixError
 from dhelix.launch import cli, dumps, inspect, inspection
 from dhelix.launch.inspection import Inspection
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 
 BIG = "bf16[4096,4096]{1,0}"

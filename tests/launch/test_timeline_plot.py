@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dhelix.errors import DhelixError
 from dhelix.launch import timeline_plot
 from dhelix.launch.timeline_plot import Bar, Picture, Window
-from dhelix.passes.errors import DhelixError
 
 BARS = (
     Bar(0, 4, "compute", "alpha", "GEMM", "dot.1"),

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from dhelix.errors import DhelixError
 from dhelix.launch import cli, trainer
 from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.train import say_resumed
-from dhelix.passes.errors import DhelixError
 
 SMALL = ("--layers=2", "--seq=16", "--mesh=dp=2,tp=4", "--microbatches=2", "--steps=4", f"--data={__file__}")
 

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Stage
 

@@ -11,9 +11,9 @@ from unittest import mock
 import jax
 import pytest
 
+from dhelix.errors import DhelixError, PassRefusal, UnknownPassError
 from dhelix.passes import manager as manager_module
 from dhelix.passes import report
-from dhelix.passes.errors import DhelixError, PassRefusal, UnknownPassError
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, PassManager, Stage
 

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import CHANGED, REFUSED, PassReport
 from dhelix.runtime.lowering import hlo_bytes, with_hlo

@@ -8,8 +8,8 @@ import io
 import pytest
 from rich.console import Console
 
+from dhelix.errors import DhelixError
 from dhelix.passes import report
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.report import Note, PassReport, Report, StageReport
 
 DUPLICATION = PassReport(

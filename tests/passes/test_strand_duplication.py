@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.tests.passes import golden

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import HloModule, Instruction, WhileLoop
 from dhelix.passes.strand_partition import Partition, partition
 from dhelix.tests.passes import golden

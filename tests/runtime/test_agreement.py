@@ -25,7 +25,7 @@ import jax
 process, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-from dhelix.passes.errors import HostsDisagreeError
+from dhelix.errors import HostsDisagreeError
 from dhelix.runtime import agreement
 from tests.runtime.test_agreement import compiled_step
 

@@ -15,7 +15,7 @@ from jax.extend import xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime import lowering
 from dhelix.runtime.shardy_import import ShardyImportError

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import xla
 
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes import fingerprint, report
-from dhelix.passes.errors import DhelixError, PassRefusal
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, PassManager, Stage
 from dhelix.runtime import lowering, registration

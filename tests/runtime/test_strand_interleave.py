@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes import manager
-from dhelix.passes.errors import DhelixError, PassRefusal
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave

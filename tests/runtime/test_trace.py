@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jax.profiler import ProfileData
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime import trace
 

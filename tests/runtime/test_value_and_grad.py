@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.passes.errors import DhelixError
+from dhelix.errors import DhelixError
 from dhelix.runtime.value_and_grad import microbatching, value_and_grad
 
 ROWS, WIDTH = 16, 8

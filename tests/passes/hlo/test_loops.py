@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from dhelix.passes.errors import PassRefusal
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, HloModule, WhileLoop, shapes, verify
 from dhelix.tests.passes.hlo.modules import VECTOR, loop
 

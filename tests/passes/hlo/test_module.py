@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.errors import DhelixError
 from dhelix.passes.hlo import Builder, HloModule, Instruction, schema, shapes, verify
 from dhelix.tests.passes.hlo.modules import BASE, VECTOR, base, effect, loop
 
