@@ -1,0 +1,181 @@
+"""A profile: what was measured on one kind of hardware, as data.
+
+A `Profile` has one `Section` per launch setting, because settings that are process-wide change every number:
+CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. Reading and writing files is in
+`storage`, making estimates of what was not measured in `estimates`. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
+
+_EMPTY: Mapping[Any, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one execution that nothing disturbs: the median, and the distance of the quartiles.
+
+    `source`: `alone` (run by itself, again and again) or `trace` (seen in a trace of a whole step, where
+    nothing else ran meanwhile).
+    """
+
+    seconds: float
+    spread: float = 0.0
+    samples: int = 1
+    source: str = "alone"
+
+    @classmethod
+    def of(cls, samples: Iterable[float], source: str = "alone") -> Timing:
+        """Of at least one sample."""
+        values = sorted(samples)
+        return cls(statistics.median(values), quartile_distance(values), len(values), source)
+
+
+@dataclass(frozen=True, slots=True)
+class PairTiming:
+    """Two operators that start together.
+
+    Attributes:
+      seconds: from the first start to the last end, P in the paper.
+      first, second: from the start of the pair until each side is done, medians like `seconds`.
+      spread: distance of the quartiles of `seconds`.
+    """
+
+    seconds: float
+    first: float
+    second: float
+    spread: float = 0.0
+    samples: int = 1
+
+    @classmethod
+    def of(cls, samples: Iterable[tuple[float, float, float]]) -> PairTiming:
+        """Of at least one (seconds, first, second)."""
+        whole, first, second = zip(*samples, strict=True)
+        spread = quartile_distance(sorted(whole))
+        return cls(statistics.median(whole), statistics.median(first), statistics.median(second), spread, len(whole))
+
+
+def quartile_distance(ordered: list[float]) -> float:
+    if len(ordered) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
+    return high - low
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSetting:
+    """What holds for a whole process and changes its times: environment variables and XLA flags."""
+
+    name: str
+    environment: Mapping[str, str] = _EMPTY
+    xla_flags: tuple[str, ...] = ()
+    summary: str = ""
+
+
+SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
+    s.name: s
+    for s in (
+        LaunchSetting("default", summary="CUDA's eight connections, no command buffers",
+                      xla_flags=("--xla_gpu_enable_command_buffer=",)),
+        LaunchSetting("connections1", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ("--xla_gpu_enable_command_buffer=",),
+                      "one connection: kernels start in the order of their launch"),
+        LaunchSetting("command-buffers", {}, ("--xla_gpu_graph_min_graph_size=1",),
+                      "XLA's CUDA graphs, down to single kernels"),
+        LaunchSetting("copy-engine", {"NCCL_CTA_POLICY": "2"},
+                      ("--xla_gpu_enable_command_buffer=", "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
+                      "collectives on symmetric memory, by copy engines where NCCL can"),
+        LaunchSetting("user-buffers", {}, ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_nccl_user_buffers=true"),
+                      "NCCL reads and writes the program's buffers"),
+    )
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """Everything measured under one launch setting.
+
+    Attributes:
+      operators, collectives: times of one alone.
+      pairs: times of two at once.
+      gap_seconds: idle time of the GPU between two kernels that follow each other, median over a step.
+      failures: why a key (as text) has no time: out of memory, cannot be isolated.
+    """
+
+    setting: str
+    operators: Mapping[OperatorKey, Timing] = _EMPTY
+    collectives: Mapping[CollectiveKey, Timing] = _EMPTY
+    pairs: Mapping[PairKey, PairTiming] = _EMPTY
+    gap_seconds: float | None = None
+    failures: Mapping[str, str] = _EMPTY
+
+    def merged(self, later: Section) -> Section:
+        """Both; where both have a time the later one counts, and a time counts more than a failure."""
+        measured = {str(k) for part in (later.operators, later.collectives, later.pairs) for k in part}
+        earlier_failures = {k: why for k, why in self.failures.items() if k not in measured}
+        return Section(
+            self.setting,
+            {**self.operators, **later.operators},
+            {**self.collectives, **later.collectives},
+            {**self.pairs, **later.pairs},
+            self.gap_seconds if later.gap_seconds is None else later.gap_seconds,
+            {**earlier_failures, **later.failures},
+        )
+
+    def solo(self, key: Any) -> Timing | None:
+        return self.operators.get(key) or self.collectives.get(key)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What and when it was measured on. Versions are text such as `2.28.9`; unknown is empty."""
+
+    gpu: str
+    gpus: int
+    date: str = ""
+    driver: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    jax: str = ""
+    machine: str = ""
+    """A short hash of the GPUs' serial numbers: tells machines of one kind apart, names none."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All that is known of one kind of hardware over one kind of link.
+
+    Attributes:
+      hardware: a name in `hardware.ALL`, such as `H200`.
+      link: how GPUs of a node reach each other, and nodes: `nvlink`, `no-p2p` (through host memory),
+        `two-nodes` (two processes over sockets).
+      measured_on: oldest first; more than one after files were merged.
+      sections: by the setting's name.
+    """
+
+    hardware: str
+    link: str
+    measured_on: tuple[Provenance, ...] = ()
+    sections: Mapping[str, Section] = field(default_factory=dict)
+
+    def section(self, setting: str) -> Section:
+        """Empty if nothing was measured under that setting."""
+        return self.sections.get(setting) or Section(setting)
+
+    def with_section(self, section: Section) -> Profile:
+        """With `section` merged into what is known under its setting."""
+        merged = self.section(section.setting).merged(section)
+        return replace(self, sections={**self.sections, section.setting: merged})
+
+    def merged(self, later: Profile) -> Profile:
+        """Both, as in `Section.merged`."""
+        result = replace(self, measured_on=tuple(dict.fromkeys((*self.measured_on, *later.measured_on))))
+        for section in later.sections.values():
+            result = result.with_section(section)
+        return result
