@@ -79,19 +79,21 @@ class LaunchSetting:
     summary: str = ""
 
 
+_NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+
 SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
     s.name: s
     for s in (
         LaunchSetting("default", summary="CUDA's eight connections, no command buffers",
-                      xla_flags=("--xla_gpu_enable_command_buffer=",)),
-        LaunchSetting("connections1", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ("--xla_gpu_enable_command_buffer=",),
+                      xla_flags=(_NO_GRAPHS,)),
+        LaunchSetting("connections1", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, (_NO_GRAPHS,),
                       "one connection: kernels start in the order of their launch"),
         LaunchSetting("command-buffers", {}, ("--xla_gpu_graph_min_graph_size=1",),
                       "XLA's CUDA graphs, down to single kernels"),
         LaunchSetting("copy-engine", {"NCCL_CTA_POLICY": "2"},
-                      ("--xla_gpu_enable_command_buffer=", "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
+                      (_NO_GRAPHS, "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
                       "collectives on symmetric memory, by copy engines where NCCL can"),
-        LaunchSetting("user-buffers", {}, ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_nccl_user_buffers=true"),
+        LaunchSetting("user-buffers", {}, (_NO_GRAPHS, "--xla_gpu_enable_nccl_user_buffers=true"),
                       "NCCL reads and writes the program's buffers"),
     )
 })  # fmt: skip
