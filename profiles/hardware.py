@@ -53,8 +53,15 @@ class Hardware:
 # NVLink 4, 18 links: 450 GB/s each way, of which NCCL reaches about 330; 400 Gb/s of network per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
 H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9)
+# NVLink 3, 12 links: 300 GB/s each way; 200 Gb/s of network per GPU (DGX A100, AMSP III-A).
+A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9)
+# A server of four without a network. Its NVLink is the A100's; NCCL's all-reduce of 16 MiB, the one collective
+# that is published, takes 221 us (DistFuse table 1), and 120 GB/s follow from that.
+A100_40GB = replace(
+    A100, name="A100-40GB", memory_bandwidth=1.555e12, memory_bytes=40e9, intra_bandwidth=120e9, gpus_per_node=4
+)
 # A100 with NVLink cut to 400 GB/s (200 each way); 4 x 200 Gb/s per node of 8 (DHelix 6, AMSP VI).
-A800 = Hardware("A800", 312e12, 2.04e12, 80e9, 150e9, 11e9)
+A800 = replace(A100, name="A800", intra_bandwidth=150e9, inter_bandwidth=11e9)
 # PCIe 4.0, shared by the node; one 100 Gb/s card per node of 8 (DHelix section 6).
 A40 = Hardware(
     "A40",
@@ -67,10 +74,10 @@ A40 = Hardware(
     compute_rate=0.9,
     communication_rate=0.8,
 )
+# NVLink of 400 Gb/s inside a node; 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
+A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwidth=11e9, intra_latency=8e-6)
 
 # Without peer-to-peer access (`NCCL_P2P_DISABLE=1`) collectives go through host memory, a PCIe-class network.
-H200_NO_P2P = replace(
-    H200, name="H200-no-p2p", intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9
-)
+H200_NO_P2P = replace(H200, name="H200-no-p2p", intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
-ALL: dict[str, Hardware] = {h.name: h for h in (H200, H200_NO_P2P, H100, A800, A40)}
+ALL: dict[str, Hardware] = {h.name: h for h in (H200, H200_NO_P2P, H100, A100, A100_40GB, A800, A40, A40_NVLINK)}
