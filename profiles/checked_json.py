@@ -1,0 +1,101 @@
+"""JSON from strangers: each value is read through a check, and errors say where it stands.
+
+    top = parse(text, "h200-nvlink.json").mapping()
+    samples = top["alone"].sequence()[0].integer(least=1)
+    # h200-nvlink.json: alone.0 must be a whole number from 1 to 1000000000, not -3: correct it, or profile again
+
+JSON itself is only data; what is left to guard against is size, depth, NaN, text that a terminal would obey, and
+numbers outside of what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.errors import DhelixError
+
+MAX_BYTES = 64 << 20
+_MAX_ENTRIES = 1_000_000
+_MAX_CHARACTERS = 1000
+_MAX_COUNT = 10**9
+
+
+class ProfileFileError(DhelixError):
+    """A file is no profile, or not one that this version can read."""
+
+
+def parse(text: str, origin: str) -> Checked:
+    """The value that a text holds, unchecked so far. Raises ProfileFileError, which calls the text `origin`."""
+
+    def refuse(constant: str) -> None:
+        raise ProfileFileError(f"{origin}: {constant} is no number of a profile: profile again")
+
+    if len(text) > MAX_BYTES:
+        raise ProfileFileError(f"{origin}: {len(text) >> 20} MiB are too large for a profile: not read")
+    try:
+        return Checked(json.loads(text, parse_constant=refuse), origin)
+    except ProfileFileError:
+        raise
+    except json.JSONDecodeError as error:
+        cut = not text[error.pos :].strip() or error.msg.startswith("Unterminated")
+        what = "ends too early" if cut else f"is no JSON ({error.msg})"
+        raise ProfileFileError(
+            f"{origin}: line {error.lineno}: {what}: restore the file, or delete it and profile again"
+        ) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+        raise ProfileFileError(f"{origin}: JSON, but no profile: check the path") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A value, the file it is from and the way to it. Each method is a check and returns what it has checked."""
+
+    value: Any
+    origin: str
+    way: tuple[object, ...] = ()
+
+    def error(self, what: str) -> ProfileFileError:
+        """`what` completes "<place> must ..."."""
+        if isinstance(self.value, str):
+            shown = ascii(self.value[:80])
+        else:
+            shown = str(self.value)[:80] if isinstance(self.value, float | int) else type(self.value).__name__
+        return ProfileFileError(f"{self.place} {what}, not {shown}: correct it, or profile again")
+
+    @property
+    def place(self) -> str:
+        steps = (str(step) if isinstance(step, int) else ascii(str(step)[:80])[1:-1] for step in self.way)
+        return f"{self.origin}: {'.'.join(steps) or 'the file'}"
+
+    def mapping(self, limit: int = _MAX_ENTRIES) -> dict[str, Checked]:
+        """The fields of an object; their names are checked as text is."""
+        if not isinstance(self.value, dict) or len(self.value) > limit:
+            raise self.error(f"must be an object of at most {limit} fields")
+        for name in self.value:
+            Checked(name, self.origin, (*self.way, "name of a field")).text()
+        return {name: Checked(value, self.origin, (*self.way, name)) for name, value in self.value.items()}
+
+    def sequence(self, shortest: int = 0) -> list[Checked]:
+        if not isinstance(self.value, list) or not shortest <= len(self.value) <= _MAX_ENTRIES:
+            raise self.error(f"must be a list of {shortest} to {_MAX_ENTRIES} entries")
+        return [Checked(value, self.origin, (*self.way, i)) for i, value in enumerate(self.value)]
+
+    def text(self) -> str:
+        if not isinstance(self.value, str) or len(self.value) > _MAX_CHARACTERS or not self.value.isprintable():
+            raise self.error(f"must be printable text of at most {_MAX_CHARACTERS} characters")
+        return self.value
+
+    def number(self, largest: float) -> float:
+        """From 0 to `largest`."""
+        good = isinstance(self.value, float | int) and not isinstance(self.value, bool)
+        if not good or not 0 <= self.value <= largest:
+            raise self.error(f"must be a number from 0 to {largest:g}")
+        return self.value
+
+    def integer(self, least: int = 0, largest: int = _MAX_COUNT) -> int:
+        good = isinstance(self.value, int) and not isinstance(self.value, bool)
+        if not good or not least <= self.value <= largest:
+            raise self.error(f"must be a whole number from {least} to {largest}")
+        return self.value
