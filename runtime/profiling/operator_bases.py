@@ -1,0 +1,342 @@
+"""The operator bases of the DHelix paper (section 4.2, table 2) as small JAX programs, compiled one by one.
+
+A Llama step holds some of the bases and none of a mixture of experts. To test what the paper says of pairs of
+them (section 3.2, figure 4; see `overlap_findings`), each becomes a program of its own over the mesh at hand:
+
+    compiled = compile_bases([*bases(LLAMA_8B), *bases(PHI_MOE)], mesh, local_axis="tp", options={...})
+    module = compiled.modules["llama-8b attention-backward"]
+    main_operator(base, module)                        # the one instruction that stands for the base
+
+Nothing runs here: what replays operators takes them out of the compiled modules, by key. Which base is what, and
+what XLA makes of it on H200 (jaxlib 0.11.2, without autotuning):
+
+    table 2          base                  one kernel, unless more are named
+    GEMM             gemm                  cuBLASLt call (or a Triton fusion, where autotuning prefers it)
+    FlashAttention   attention             cuDNN call, causal, grouped queries
+                     attention-backward    cuDNN call; the program holds the forward call too, for its residuals
+    Group-GEMM       grouped-gemm          cuBLASLt call with a batch: experts filled to the same capacity
+                     ragged-dot            masks to [rows, experts x hidden], then one cuBLASLt call: XLA has no
+                                           grouped kernel here, so this does `experts` times the operations
+    Fused BDA        residual-add          loop fusion; Llama has neither bias nor dropout
+    Layernorm        norm                  Triton fusion; RMS norm of a shard of the sequence
+    Router           router                four: cuBLASLt call, Triton softmax, sort fusion (the base), slices
+    Permute          permute               gather fusion: a row of tokens for each of a token's experts
+                     unpermute             reduce fusion that gathers: each token's rows weighted and summed
+    (not named)      swiglu, rotary        loop fusions
+    AllGather        all-gather            async pair; C1 of figure 4, inside a node
+    ReduceScatter    reduce-scatter        async pair
+    AlltoAll         all-to-all            async pair; C2 of figure 4, across nodes
+    Send/Recv        send-recv             async pair of a collective-permute
+
+Two things keep the kernels true to a real step. Rows move by indices computed inside the kernel, a permutation
+that scatters neighbours: read from a buffer that nobody filled, they would all name one row and hit the cache.
+And each collective has an independent GEMM beside it: with nothing to run under it XLA makes it synchronous.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dhelix.errors import DhelixError
+from dhelix.passes.collectives import find_collective
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.runtime.lowering import compiled_module
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """One layer, and how it is cut. A layer with `experts` gives the bases of a mixture of experts instead.
+
+    Attributes:
+      ffn: of the dense layer, or of one expert.
+      experts: of all GPUs together, spread over `expert_parallel` of them.
+      top_k: experts of a token.
+      tensor_parallel: over how many GPUs heads, ffn and (between blocks) the sequence are cut. Shards that are
+        gathered have this size on every mesh, so it should be the size of the mesh's local axis.
+      seq: tokens of a micro-batch.
+    """
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    experts: int = 0
+    top_k: int = 2
+    tensor_parallel: int = 4
+    expert_parallel: int = 4
+    seq: int = 8192
+
+    @property
+    def rows(self) -> int:
+        """Rows that the experts of one GPU work on: each token once for each of its experts."""
+        return self.seq * self.top_k
+
+
+LLAMA_8B = LayerSizes("llama-8b", 4096, 14336)
+LLAMA_25B = LayerSizes("llama-25b", 8192, 28672, heads=64)
+"""Layers of Llama-3.1-70B, which figure 4 is made of (DHelix table 3)."""
+PHI_MOE = LayerSizes("phi-moe", 4096, 6400, experts=16)
+"""DHelix table 5. Experts are spread over data-parallel GPUs, so each has whole sequences (section 6.2.3)."""
+
+SIZES: Mapping[str, LayerSizes] = MappingProxyType({s.name: s for s in (LLAMA_8B, LLAMA_25B, PHI_MOE)})
+
+
+@dataclass(frozen=True)
+class OperatorBase:
+    """One base at one size.
+
+    Attributes:
+      name: of the base, as in the table above.
+      sizes: the layer that it is part of.
+      function: of `arguments`; a communication base takes the mesh axis as `axis=` too.
+      arguments: what one GPU holds.
+      contains: marks of its main instruction, any of them: an opcode, its own or of an instruction that is
+        fused into it, or the target of a custom call. A collective's is its kind.
+      axis: `local` for communication inside a node, `cross` across nodes, empty for computation.
+    """
+
+    name: str
+    sizes: LayerSizes
+    function: Callable[..., Any]
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    contains: tuple[str, ...]
+    axis: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.sizes.name} {self.name}"
+
+
+@dataclass(frozen=True)
+class CompiledBases:
+    """Scheduled modules, and why the other bases have none; both by `str(base)`."""
+
+    modules: Mapping[str, HloModule]
+    failures: Mapping[str, str]
+
+
+def bases(sizes: LayerSizes) -> tuple[OperatorBase, ...]:
+    """The bases of a dense layer, or of a mixture of experts if it has any."""
+    return _expert_bases(sizes) if sizes.experts else _dense_bases(sizes)
+
+
+def figure4_bases() -> dict[str, OperatorBase]:
+    """The bases that figure 4 pairs, by name: of Llama 70B's layer but for C2, as its caption says."""
+    dense = {b.name: b for b in bases(LLAMA_25B)}
+    names = ("gemm", "attention", "attention-backward", "all-gather")
+    return {name: dense[name] for name in names} | {b.name: b for b in bases(PHI_MOE) if b.name == "all-to-all"}
+
+
+def compile_bases(
+    chosen: Iterable[OperatorBase],
+    mesh: Mesh,
+    local_axis: str,
+    cross_axis: str | None = None,
+    options: Mapping[str, str | int | bool] = MappingProxyType({}),
+) -> CompiledBases:
+    """Compiles each base for the devices of `mesh`, attached or deviceless.
+
+    Args:
+      chosen: of `bases`.
+      mesh: any; sizes of computation do not depend on it, groups of collectives do.
+      local_axis: axis whose GPUs share a node.
+      cross_axis: axis across nodes; by default `local_axis`, and then both kinds of communication share links.
+      options: XLA's, without dashes; for a deviceless mesh `deviceless.COMPILER_OPTIONS`.
+
+    Returns:
+      A module or a reason for each base; what cannot be compiled does not stop the others.
+
+    Raises:
+      DhelixError: the mesh has no such axis, or an axis of one GPU, over which nothing communicates.
+    """
+    axes = {"local": local_axis, "cross": cross_axis or local_axis}
+    for axis in axes.values():
+        if mesh.shape.get(axis, 0) < 2:
+            raise DhelixError(
+                f"mesh axis {axis!r} of {dict(mesh.shape)} must be there and have at least 2 GPUs, so that"
+                " collectives communicate; name another axis"
+            )
+    modules, failures = {}, {}
+    for base in chosen:
+        try:
+            lowered = _lower(base, mesh, axes.get(base.axis))
+            modules[str(base)] = compiled_module(lowered.compile(dict(options)))
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # of JAX, XLA and cuDNN
+            failures[str(base)] = str(error).strip().partition("\n")[0] or type(error).__name__
+    return CompiledBases(modules, failures)
+
+
+def main_operator(base: OperatorBase, module: HloModule) -> Instruction:
+    """The instruction of the compiled base that the base is named for; of a collective the start of the pair.
+
+    Raises DhelixError if there is none: this XLA compiles the program to something else.
+    """
+    for instruction in module.schedule.get(module.entry, []):
+        if _marks(instruction) & set(base.contains):
+            return instruction
+    raise DhelixError(f"{base} compiled without {' or '.join(base.contains)}: it cannot be told from other kernels")
+
+
+def _lower(base: OperatorBase, mesh: Mesh, axis: str | None) -> jax.stages.Lowered:
+    """Every GPU has arguments of the same shape, and nothing is said of how they are related."""
+    function = base.function if axis is None else functools.partial(base.function, axis=axis)
+
+    def program(*arguments: jax.Array) -> Any:
+        return function(*arguments)
+
+    program.__name__ = f"{base.sizes.name} {base.name}".replace("-", "_").replace(" ", "_").replace(".", "_")
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    everywhere = NamedSharding(mesh, P())
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in base.arguments]
+    return jax.jit(mapped).lower(*arguments)
+
+
+def _marks(instruction: Instruction) -> set[str]:
+    collective = find_collective(instruction)
+    if collective is not None:
+        return {collective.kind}
+    inside = [i for called in instruction.called for i in called.instructions] if instruction.opcode == "fusion" else []
+    found = {i.proto.custom_call_target if i.opcode == "custom-call" else i.opcode for i in (instruction, *inside)}
+    return found - {"fusion"}
+
+
+# Programs. Shapes are those of one GPU: S sequence, H hidden, F ffn, T tensor_parallel.
+
+_PRODUCTS = ("__cublas$lt$matmul", "__cublas$gemm", "dot")
+
+
+def _array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _dense_bases(sizes: LayerSizes) -> tuple[OperatorBase, ...]:
+    base = functools.partial(_base, sizes)
+    seq, hidden, ffn = sizes.seq, sizes.hidden, sizes.ffn // sizes.tensor_parallel
+    shard = _array(seq // sizes.tensor_parallel, hidden)
+    query = _array(1, seq, sizes.heads // sizes.tensor_parallel, sizes.head_dim)
+    key = _array(1, seq, sizes.kv_heads // sizes.tensor_parallel, sizes.head_dim)
+    angle = _array(1, seq, 1, sizes.head_dim // 2, dtype=jnp.float32)
+    weight = _array(hidden, dtype=jnp.float32)
+    keys_and_values = _array(2, *key.shape)
+    return (
+        base("gemm", jnp.matmul, (_array(seq, hidden), _array(hidden, ffn)), _PRODUCTS),
+        base("attention", _attention, (query, key, key), ("__cudnn$fmhaSoftmax",)),
+        base("attention-backward", _attention_backward, (query, key, key, query), ("__cudnn$fmhaSoftmaxBackward",)),
+        base("residual-add", jnp.add, (shard, shard), ("add",)),
+        base("norm", _norm, (shard, weight), ("rsqrt",)),
+        base("swiglu", _swiglu, (_array(seq, ffn), _array(seq, ffn)), ("multiply",)),
+        base("rotary", _rotary, (query, angle, angle), ("concatenate",)),
+        _communication(sizes, "all-gather", _all_gather, shard, "all-gather", "local"),
+        _communication(sizes, "reduce-scatter", _reduce_scatter, _array(seq, hidden), "reduce-scatter", "local"),
+        _communication(sizes, "send-recv", _send_recv, keys_and_values, "collective-permute", "cross"),
+    )
+
+
+def _expert_bases(sizes: LayerSizes) -> tuple[OperatorBase, ...]:
+    base = functools.partial(_base, sizes)
+    hidden, ffn, rows, experts = sizes.hidden, sizes.ffn, sizes.rows, sizes.experts // sizes.expert_parallel
+    tokens, permuted = _array(sizes.seq, hidden), _array(rows, hidden)
+    weights = _array(experts, hidden, ffn)
+    counts = _array(experts, dtype=jnp.int32)
+    permute = functools.partial(_permute, top_k=sizes.top_k)
+    router = functools.partial(_router, top_k=sizes.top_k)
+    gates = _array(sizes.seq, sizes.top_k, dtype=jnp.float32)
+    return (
+        base("grouped-gemm", jnp.matmul, (_array(experts, rows // experts, hidden), weights), _PRODUCTS),
+        base("ragged-dot", lax.ragged_dot, (permuted, weights, counts), (*_PRODUCTS, "ragged-dot")),
+        base("router", router, (tokens, _array(hidden, sizes.experts)), ("sort",)),
+        base("permute", permute, (tokens,), ("gather",)),
+        base("unpermute", _unpermute, (permuted, gates), ("gather",)),
+        _communication(sizes, "all-to-all", _all_to_all, permuted, "all-to-all", "cross"),
+    )
+
+
+def _base(
+    sizes: LayerSizes, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], contains: tuple[str, ...]
+) -> OperatorBase:
+    return OperatorBase(name, sizes, function, arguments, contains)
+
+
+def _communication(
+    sizes: LayerSizes, name: str, collective: Callable[..., Any], array: jax.ShapeDtypeStruct, kind: str, axis: str
+) -> OperatorBase:
+    """The collective, and a GEMM of two further arguments that has nothing to do with it."""
+
+    def beside_a_product(x: jax.Array, a: jax.Array, b: jax.Array, axis: str) -> Any:
+        return collective(x, axis), a @ b
+
+    product = (_array(sizes.seq, sizes.hidden), _array(sizes.hidden, sizes.hidden))
+    return OperatorBase(name, sizes, beside_a_product, (array, *product), (kind,), axis)
+
+
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+
+def _attention_backward(query: jax.Array, key: jax.Array, value: jax.Array, gradient: jax.Array) -> Any:
+    return jax.vjp(_attention, query, key, value)[1](gradient)
+
+
+def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+    return (wide * scale * weight).astype(x.dtype)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Halves of the last dimension rotated by an angle per position."""
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def _router(tokens: jax.Array, weight: jax.Array, top_k: int) -> Any:
+    logits = (tokens @ weight).astype(jnp.float32)
+    return lax.top_k(jax.nn.softmax(logits, axis=-1), top_k)
+
+
+def _scattered_order(rows: int) -> jax.Array:
+    """A permutation of the rows (5003 is a prime) whose neighbours lie far apart, computed where it is used."""
+    return lax.iota(jnp.int32, rows) * 5003 % rows
+
+
+def _permute(tokens: jax.Array, top_k: int) -> jax.Array:
+    """Rows in the order of experts: row r is a copy of token order[r] // top_k."""
+    return tokens[_scattered_order(tokens.shape[0] * top_k) // top_k]
+
+
+def _unpermute(rows: jax.Array, gates: jax.Array) -> jax.Array:
+    """Back to the order of tokens, the rows of a token weighted by its gates and summed."""
+    back = rows[_scattered_order(rows.shape[0])].reshape(*gates.shape, rows.shape[1])
+    return jnp.einsum("tkh,tk->th", back.astype(jnp.float32), gates).astype(rows.dtype)
+
+
+def _all_gather(x: jax.Array, axis: str) -> jax.Array:
+    return lax.all_gather(x, axis, tiled=True)
+
+
+def _reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
+    return lax.psum_scatter(x, axis, tiled=True)
+
+
+def _all_to_all(x: jax.Array, axis: str) -> jax.Array:
+    return lax.all_to_all(x, axis, 0, 0, tiled=True)
+
+
+def _send_recv(x: jax.Array, axis: str) -> jax.Array:
+    size = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(source, (source + 1) % size) for source in range(size)])
