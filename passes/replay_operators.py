@@ -1,0 +1,202 @@
+"""Which instructions of a compiled step can run alone, and what they need for that.
+
+An operator is an instruction of the scheduled GPU module, one for each key. It is replayed as XLA compiled it,
+so all it needs is something to read. What it read in the step decides what that is:
+
+  - a constant: the same constant;
+  - an integer or a flag without dimensions, such as the layer of a dynamic-slice: zero, so that it is in range;
+  - any other array: a flat `Buffer` of its element type and element count, which a bitcast gives the shape and
+    the layout that the operator was compiled for.
+
+    operators, refused = find_operators(compiled_module, key_of)
+    operators[0].buffers        # (Buffer("bf16", 33554432, 67108864), ...)
+    refused                     # (("recv.3", "it has side effects"),)
+
+What cannot stand alone is refused with a reason; the rest goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from dhelix.errors import DhelixError
+from dhelix.passes.collectives import find_collective, is_done, is_start
+from dhelix.passes.costs import sequence_of
+from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.profiles.keys import Key
+
+_NO_KERNEL = frozenset(
+    """parameter constant get-tuple-element tuple bitcast after-all opt-barrier add-dependency domain
+    partition-id replica-id async-update""".split()
+)
+_CONTROL_FLOW = frozenset("while call conditional".split())
+_INTEGERS = (shapes.PRED, shapes.S32, shapes.S64, shapes.U32, shapes.U64)
+# Libraries and kernels that keep no state between calls. Others may, and nothing in HLO would say so.
+_STATELESS = re.compile(r"__cu(blas|dnn|b)\$|__gpu\$|__triton|triton_kernel_call|mosaic_gpu|te_|cu_threefry")
+_MEMORY_SPACE = 8  # field of LayoutProto
+_HOST_MEMORY = 5
+
+
+@dataclass(frozen=True, order=True)
+class Buffer:
+    """A flat array on one GPU.
+
+    Attributes:
+      element_type: HLO's name, such as "bf16" or "pred".
+      elements: how many.
+      bytes: follows from the two.
+    """
+
+    element_type: str
+    elements: int
+    bytes: int
+
+    @classmethod
+    def of(cls, array: Any) -> Buffer:
+        """The buffer that an array of this shape can be read from."""
+        return cls(shapes.type_name(array), shapes.element_count(array), shapes.byte_size(array))
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What one key stands for.
+
+    Attributes:
+      instruction: where the step has it: a fusion, a custom call, a collective; of an async pair the start.
+    """
+
+    key: Key
+    instruction: Instruction
+
+    @property
+    def core(self) -> Instruction:
+        """What runs: the instruction itself, or what an async pair is wrapped around."""
+        return _inside(self.instruction)
+
+    @property
+    def is_collective(self) -> bool:
+        return find_collective(self.core) is not None
+
+    @cached_property
+    def operands(self) -> tuple[Instruction, ...]:
+        """What the step gives to each operand of `core`."""
+        if self.core is self.instruction:
+            return tuple(self.core.operands)
+        given = self.instruction.operands
+        return tuple(given[parameter.proto.parameter_number] for parameter in self.core.operands)
+
+    @cached_property
+    def inputs(self) -> tuple[Instruction, ...]:
+        """`operands`, each once."""
+        return tuple(dict.fromkeys(self.operands))
+
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The buffers that it reads, one for each array that is neither a constant nor an index."""
+        arrays = (leaf for value in self.inputs if value.opcode != "constant" for leaf in leaves(value.shape))
+        return tuple(Buffer.of(array) for array in arrays if not is_index(array))
+
+
+def find_operators(
+    module: HloModule, key_of: Callable[[Instruction], Key | None]
+) -> tuple[tuple[Operator, ...], tuple[tuple[str, str], ...]]:
+    """The operators of a compiled step, and what cannot be isolated.
+
+    Args:
+      module: as XLA compiled and scheduled it.
+      key_of: the key of an instruction, of async pairs the start; None if it costs nothing.
+
+    Returns:
+      One operator for each key, in the order in which the entry computation and what it calls first run them;
+      and the name of the first instruction of each key that has none, with the reason.
+
+    Raises:
+      DhelixError: the module is not scheduled.
+    """
+    if not module.is_scheduled:
+        raise DhelixError(f"{module.name} has no schedule; give the compiled module, not the lowered one")
+    found: dict[Key, Operator] = {}
+    refused: dict[Key | str, tuple[str, str]] = {}
+    for instruction in _instructions(module.entry, set()):
+        reason = _why_not(instruction)
+        key = key_of(instruction)
+        if reason is not None:
+            refused.setdefault(instruction.name if key is None else key, (instruction.name, reason))
+        elif key is not None:
+            found.setdefault(key, Operator(key, instruction))
+    return tuple(found.values()), tuple(why for key, why in refused.items() if key not in found)
+
+
+def leaves(shape: Any) -> Iterator[Any]:
+    """The arrays of a shape, in order."""
+    if shapes.is_tuple(shape):
+        for element in shape.tuple_shapes:
+            yield from leaves(element)
+    else:
+        yield shape
+
+
+def is_index(array: Any) -> bool:
+    """Whether it may say where in another array to read or write."""
+    return not array.dimensions and array.element_type in _INTEGERS
+
+
+def memory_space(array: Any) -> int:
+    """0: device memory; others have a meaning of their own, such as memory that is registered with NCCL."""
+    fields = UnknownFieldSet(array.layout)
+    return next((field.data for field in fields if field.field_number == _MEMORY_SPACE), 0)
+
+
+def _instructions(computation: Computation, entered: set[Computation]) -> Iterator[Instruction]:
+    """What launches kernels, loops and branches entered where they stand, each computation once."""
+    entered.add(computation)
+    for instruction in sequence_of(computation):
+        if instruction.opcode in _CONTROL_FLOW:
+            for called in instruction.called:
+                if called not in entered:
+                    yield from _instructions(called, entered)
+        elif instruction.opcode not in _NO_KERNEL and not is_done(instruction):
+            yield instruction
+
+
+def _inside(instruction: Instruction) -> Instruction:
+    return instruction.called[0].root if instruction.opcode == "async-start" else instruction
+
+
+def _why_not(instruction: Instruction) -> str | None:
+    """Why `instruction` cannot run alone, or None."""
+    core = _inside(instruction)
+    if any(has_side_effect(i) for i in (instruction, core)):
+        return "it has side effects"
+    if core is not instruction and any(
+        i.opcode != "parameter" and i is not core for i in instruction.called[0].instructions
+    ):
+        return "it is an asynchronous computation of several instructions"
+    if any(i.opcode in _CONTROL_FLOW for i in _with_called(core)):
+        return "it runs a loop, a call or a branch"
+    if is_start(core):
+        return f"{core.opcode} is not of the form async-start"
+    if core.opcode == "ragged-all-to-all":
+        return "its time depends on the sizes that it reads"
+    if core.opcode == "custom-call" and not _STATELESS.match(core.proto.custom_call_target):
+        return f"custom call {core.proto.custom_call_target} may keep state of its own"
+    arrays = [leaf for value in (core, *core.operands) for leaf in leaves(value.shape)]
+    if any(array.element_type == shapes.TOKEN for array in arrays):
+        return "it needs a token"
+    if any(memory_space(array) == _HOST_MEMORY for array in arrays):
+        return "it reads or writes host memory"
+    return None
+
+
+def _with_called(instruction: Instruction) -> Iterator[Instruction]:
+    yield instruction
+    for inner in itertools.chain.from_iterable(called.instructions for called in instruction.called):
+        yield from _with_called(inner)
