@@ -1,0 +1,282 @@
+"""XLA's own two formats of measured times, so that XLA's scheduler can use our numbers, and we its.
+
+**Cost text** (PGLE, "FDO profile"; `ProfiledInstructionsProto` as text) holds microseconds of instructions of one
+module. A file called `*.pbtxt` is given as `--xla_gpu_pgle_profile_file_or_directory_path`:
+
+    costs {
+      name: "loop_multiply_fusion"
+      cost_us: 58.2
+    }
+
+XLA knows an asynchronous collective by the name of its start, or of the instruction that it wraps. (The name may
+start with the `<fingerprint>::` of a module.) A file with another ending is ignored.
+
+**The collective performance table** (`DeviceHloInstructionProfiles` as text) holds bytes per second of collectives
+inside a node, by kind, bytes and size of the group. It is given as
+`--xla_gpu_experimental_collective_perf_table_path`, and replaces the table inside XLA where XLA estimates collectives
+that way: Hopper and newer, without PGLE (`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default).
+XLA takes the nearest entry, and divides the bytes by its throughput.
+
+    text = xla_tables.collective_table({key: timing.seconds for key, timing in section.collectives.items()})
+
+XLA ignores a table that it cannot read, and kills the process for a kind that it does not expect: hence only what XLA
+knows is written, see `in_table`. JAX keeps compiled programs by the path in the flag, not by what the file says: give
+other times another name. Source: openxla/xla, `hlo_op_profile.proto`, `collective_interpolator.cc`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
+from dhelix.errors import DhelixError
+from dhelix.profiles.keys import CollectiveKey
+
+_KINDS = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+_WITH_ARITHMETIC = ("all-reduce", "reduce-scatter")
+_MAX_BYTES = 2**31 - 1  # XLA measures distances between entries in 32 bits
+# XLA's PrimitiveType: name -> number, bytes.
+_TYPES = {
+    "PRED": (1, 1),
+    "S8": (2, 1),
+    "S16": (3, 2),
+    "S32": (4, 4),
+    "S64": (5, 8),
+    "U8": (6, 1),
+    "U16": (7, 2),
+    "U32": (8, 4),
+    "U64": (9, 8),
+    "F16": (10, 2),
+    "F32": (11, 4),
+    "F64": (12, 8),
+    "BF16": (16, 2),
+    "F8E5M2": (19, 1),
+    "F8E4M3FN": (20, 1),
+}
+_BYTES = dict(_TYPES.values())
+
+# --- The part of XLA's schema that we write; reading passes over all else.
+
+_F = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {"string": _F.TYPE_STRING, "double": _F.TYPE_DOUBLE, "int64": _F.TYPE_INT64, "bool": _F.TYPE_BOOL}
+# message -> (field, number, type), `*` for repeated. Numbers are XLA's.
+_MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "Cost": (("name", 1, "string"), ("cost_us", 2, "double")),
+    "Costs": (("costs", 1, "Cost*"),),
+    "Layout": (("minor_to_major", 1, "int64*"),),
+    "Shape": (("element_type", 2, "Type"), ("dimensions", 3, "int64*"), ("layout", 5, "Layout")),
+    "Iota": (
+        ("num_replica_groups", 1, "int64"),
+        ("num_devices_per_group", 2, "int64"),
+        ("iota_reshape_dims", 3, "int64*"),
+        ("iota_transpose_perm", 4, "int64*"),
+    ),
+    "DeviceList": (("iota_replica_group_list", 2, "Iota"),),
+    "SourceTarget": (("source", 1, "int64"), ("target", 2, "int64")),
+    "Instruction": (
+        ("name", 1, "string"),
+        ("opcode", 2, "string"),
+        ("shape", 3, "Shape"),
+        ("dimensions", 14, "int64*"),
+        ("channel_id", 26, "int64"),
+        ("source_target_pairs", 52, "SourceTarget*"),
+        ("use_global_device_ids", 71, "bool"),
+        ("collective_device_list", 87, "DeviceList"),  # until 2025
+        ("iota_collective_device_list", 92, "Iota"),
+    ),
+    "Entry": (("instruction", 1, "Instruction"), ("network_throughput_bytes_per_sec", 6, "int64")),
+    "EntryList": (("entries", 1, "Entry*"),),
+    "Device": (("key", 1, "string"), ("value", 2, "EntryList")),  # an entry of a map, which is the same in text
+    "Table": (("entries", 2, "Device*"),),
+}
+
+
+def _declared() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name="dhelix/xla_tables.proto", package="dhelix.tables", syntax="proto3")
+    enum = file.enum_type.add(name="Type")
+    for name, (number, _) in {"PRIMITIVE_TYPE_INVALID": (0, 0), **_TYPES}.items():
+        enum.value.add(name=name, number=number)
+    for name, members in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for member, number, kind in members:
+            base = kind.rstrip("*")
+            field = message.field.add(name=member, number=number)
+            field.label = _F.LABEL_REPEATED if kind.endswith("*") else _F.LABEL_OPTIONAL
+            if base in _SCALARS:
+                field.type = _SCALARS[base]
+            else:
+                field.type = _F.TYPE_ENUM if base == "Type" else _F.TYPE_MESSAGE
+                field.type_name = f".dhelix.tables.{base}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {
+        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"dhelix.tables.{name}")) for name in _MESSAGES
+    }
+
+
+_CLASSES = _declared()
+
+
+def _parsed(text: str, message: str, what: str, origin: str) -> Any:
+    try:
+        return text_format.Parse(text, _CLASSES[message](), allow_unknown_field=True)
+    except text_format.ParseError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DhelixError(f"{origin}: no {what} ({reason}): check the path") from None
+    except RecursionError:
+        raise DhelixError(f"{origin}: no {what}: check the path") from None
+
+
+# --- Cost text.
+
+
+def cost_text(seconds: Mapping[str, float]) -> str:
+    """The times of a module's instructions, by their names in scheduled HLO, as XLA's cost text.
+
+    XLA uses its own estimate for an instruction without an entry.
+
+    Raises DhelixError for a time that is negative or not finite.
+    """
+    for name, value in seconds.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise DhelixError(f"the cost of {name} is {value} s: measure it again")
+    costs = (_CLASSES["Cost"](name=name, cost_us=float(f"{seconds[name] * 1e6:.6g}")) for name in sorted(seconds))
+    return text_format.MessageToString(_CLASSES["Costs"](costs=costs))
+
+
+def parse_cost_text(text: str, origin: str) -> dict[str, float]:
+    """Seconds by name of instruction; of several times of a name, as of several modules, the last.
+
+    Names may carry the fingerprint of their module, `<fingerprint>::<name>`. Raises DhelixError, which calls
+    the text `origin`.
+    """
+    costs = _parsed(text, "Costs", "cost text of XLA", origin).costs
+    for cost in costs:
+        if not (math.isfinite(cost.cost_us) and cost.cost_us >= 0):
+            raise DhelixError(f"{origin}: the cost of {ascii(cost.name[:80])} is {cost.cost_us}: correct it")
+    return {cost.name: cost.cost_us / 1e6 for cost in costs}
+
+
+# --- The collective performance table.
+
+
+def in_table(key: CollectiveKey) -> bool:
+    """Whether XLA's table has a place for a collective.
+
+    It has for five kinds inside a node; XLA computes those between nodes from its own model of a network. What is
+    reduced consists of whole float32 values for each device.
+    """
+    part = 4 * key.group_size if key.kind in _WITH_ARITHMETIC else 1
+    inside = key.nodes == 1 and key.group_size > 1
+    return key.kind in _KINDS and inside and 0 < key.bytes <= _MAX_BYTES and key.bytes % part == 0
+
+
+def collective_table(
+    seconds: Mapping[CollectiveKey, float], device: str = "sm_90", implementation: str = "nccl"
+) -> str:
+    """XLA's collective performance table; what is not `in_table`, or not of `implementation`, is left out.
+
+    XLA's entries do not say how many groups communicate at once; where that was measured for several numbers of
+    groups, XLA uses the most, which is what programs do.
+
+    Args:
+      seconds: times by key.
+      device: XLA's name of the kind of GPU: `sm_` and the compute capability, for 10.0 also the model (`sm_100_B200`).
+      implementation: of `keys.IMPLEMENTATIONS`, that which the program will run with.
+
+    Raises DhelixError if nothing is left, or for a time that is not positive.
+    """
+    chosen = [key for key in seconds if in_table(key) and key.implementation == implementation]
+    if not chosen:
+        raise DhelixError(
+            f"no time of a collective inside a node with {implementation}: run `dhelix profile --collectives`"
+        )
+    entries = _CLASSES["EntryList"]()
+    for key in sorted(chosen, key=lambda k: (k.kind, k.group_size, k.bytes, -k.groups)):
+        if not (math.isfinite(seconds[key]) and seconds[key] > 0):
+            raise DhelixError(f"the time of {key} is {seconds[key]} s: measure it again")
+        for element_type in ("BF16", "F32") if key.kind in _WITH_ARITHMETIC else ("U8",):
+            _add_entry(entries, key, element_type, round(key.bytes / seconds[key]))
+    return text_format.MessageToString(_CLASSES["Table"](entries=[_CLASSES["Device"](key=device, value=entries)]))
+
+
+def _add_entry(entries: Any, key: CollectiveKey, element_type: str, throughput: int) -> None:
+    number, width = _TYPES[element_type]
+    parts = key.group_size if key.kind == "reduce-scatter" else 1
+    entry = entries.entries.add(network_throughput_bytes_per_sec=max(throughput, 1))
+    instruction = entry.instruction
+    instruction.opcode, instruction.channel_id = key.kind, 1
+    instruction.shape.element_type = number
+    instruction.shape.dimensions.append(key.bytes // (width * parts))
+    instruction.shape.layout.minor_to_major.append(0)
+    if key.kind == "collective-permute":
+        for source, target in _rings(key.group_size, key.groups):
+            instruction.source_target_pairs.add(source=source, target=target)
+        return
+    if key.kind != "all-reduce":
+        instruction.dimensions.append(0)
+    instruction.use_global_device_ids = key.kind != "all-to-all"
+    groups = instruction.iota_collective_device_list
+    groups.num_replica_groups, groups.num_devices_per_group = key.groups, key.group_size
+    groups.iota_reshape_dims.append(key.groups * key.group_size)
+    groups.iota_transpose_perm.append(0)
+
+
+def _rings(size: int, groups: int) -> Iterable[tuple[int, int]]:
+    """Each device sends to its neighbour in its group."""
+    return ((g * size + i, g * size + (i + 1) % size) for g in range(groups) for i in range(size))
+
+
+def parse_collective_table(text: str, origin: str, device: str = "sm_90") -> dict[CollectiveKey, float]:
+    """Seconds of the collectives in a table, as if all of a group were in one node.
+
+    Left out is what no key describes: permutes other than rings of equal size, entries without groups. A table may
+    hold several times of a key, as one for each type of element; then the last counts.
+
+    Raises DhelixError for other text, and if the table is of other devices.
+    """
+    table = _parsed(text, "Table", "collective performance table of XLA", origin)
+    lists = [entry.value for entry in table.entries if entry.key == device]
+    if not lists:
+        known = ", ".join(sorted(ascii(entry.key[:40]) for entry in table.entries)) or "none"
+        raise DhelixError(f"{origin}: nothing on {device} (devices there: {known}): choose one of these")
+    result = {}
+    for entry in (entry for entries in lists for entry in entries.entries):
+        key = _table_key(entry.instruction)
+        if key is not None and entry.network_throughput_bytes_per_sec > 0:
+            result[key] = key.bytes / entry.network_throughput_bytes_per_sec
+    return result
+
+
+def _table_key(instruction: Any) -> CollectiveKey | None:
+    kind, shape = instruction.opcode, instruction.shape
+    size = _BYTES.get(shape.element_type, 0) * math.prod(shape.dimensions)
+    if kind == "collective-permute":
+        group_size, groups = _ring_size([(pair.source, pair.target) for pair in instruction.source_target_pairs])
+    else:
+        old = instruction.collective_device_list.iota_replica_group_list
+        new = instruction.iota_collective_device_list
+        group_size, groups = max(
+            (new.num_devices_per_group, new.num_replica_groups), (old.num_devices_per_group, old.num_replica_groups)
+        )
+    if kind not in _KINDS or size <= 0 or group_size < 1 or groups < 1:
+        return None
+    return CollectiveKey(kind, size * group_size if kind == "reduce-scatter" else size, group_size, groups=groups)
+
+
+def _ring_size(pairs: list[tuple[int, int]]) -> tuple[int, int]:
+    """Length and number of the rings that pairs form; (0, 0) if they form anything else."""
+    following = dict(pairs)
+    lengths = []
+    while following:
+        start, at = following.popitem()
+        length = 1
+        while at != start:
+            if at not in following:
+                return 0, 0
+            at, length = following.pop(at), length + 1
+        lengths.append(length)
+    return (lengths[0], len(lengths)) if len(set(lengths)) == 1 and sum(lengths) == len(pairs) else (0, 0)
