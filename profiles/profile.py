@@ -77,6 +77,8 @@ class LaunchSetting:
     environment: Mapping[str, str] = _EMPTY
     xla_flags: tuple[str, ...] = ()
     summary: str = ""
+    implementation: str = "nccl"
+    """Of collectives, one of `keys.IMPLEMENTATIONS`."""
 
 
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
@@ -92,9 +94,9 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
                       "XLA's CUDA graphs, down to single kernels"),
         LaunchSetting("copy-engine", {"NCCL_CTA_POLICY": "2"},
                       (_NO_GRAPHS, "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
-                      "collectives on symmetric memory, by copy engines where NCCL can"),
+                      "collectives on symmetric memory, by copy engines where NCCL can", "symmetric"),
         LaunchSetting("user-buffers", {}, (_NO_GRAPHS, "--xla_gpu_enable_nccl_user_buffers=true"),
-                      "NCCL reads and writes the program's buffers"),
+                      "NCCL reads and writes the program's buffers", "user-buffers"),
     )
 })  # fmt: skip
 

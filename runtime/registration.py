@@ -25,7 +25,7 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -193,11 +193,29 @@ def clear() -> None:
     with _lock:
         for (stage, platform), present in _registered.items():
             if present:
-                xla.clear_hlo_module_transformation(
-                    _hook_name(stage), stage=_HOOK_STAGES[stage], platforms=platform
-                )
+                xla.clear_hlo_module_transformation(_hook_name(stage), stage=_HOOK_STAGES[stage], platforms=platform)
         _registered.clear()
         _sessions.clear()
+
+
+@contextlib.contextmanager
+def temporary_hook(
+    transform: Callable[[Stage, bytes], bytes | None], module_name: str, platforms: Sequence[str] = GPU_PLATFORMS
+) -> Iterator[None]:
+    """Compilations inside go through `transform` if the module's name holds `module_name`; nothing stays behind."""
+
+    def hook(stage: Stage, module: bytes) -> bytes | None:
+        return transform(stage, module) if module_name in fingerprint.module_name(module) else None
+
+    with contextlib.ExitStack() as registered:
+        for stage, number in _HOOK_STAGES.items():
+            for platform in platforms:
+                name = f"{_hook_name(stage)}-{module_name}"
+                xla.register_hlo_module_transformation(
+                    partial(hook, stage), name=name, stage=number, platforms=platform
+                )
+                registered.callback(xla.clear_hlo_module_transformation, name, stage=number, platforms=platform)
+        yield
 
 
 def _hook(stage: Stage, module: bytes) -> bytes | None:

@@ -1,0 +1,143 @@
+"""What a profiler trace says of single instructions: every execution, and whether anything disturbed it.
+
+XLA writes into each kernel's event the HLO instruction it was launched for (`hlo_op`); an execution is the
+stretch of a stream whose kernels carry one name. Nothing here looks at the names of kernels.
+
+    for gpu in executions.of_trace(trace.load(folder), "jit_train_step"):
+        for execution in gpu: execution.name, execution.seconds, execution.undisturbed
+
+Kernels of a CUDA graph carry the name of XLA's command buffer instead. `between_marks` gives them back to the
+operators of a measuring program, which sets marks for that purpose.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.runtime import trace
+
+_NANO = 1e-9
+_DISTURBED = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One instruction, once, on one GPU. Times in seconds of the trace's clock.
+
+    `shared`: seconds of it during which other streams ran kernels or copies, several of them counted each.
+    """
+
+    name: str
+    start: float
+    end: float
+    shared: float = 0.0
+
+    @property
+    def undisturbed(self) -> bool:
+        """Next to nothing ran meanwhile: a few copies of a layer's small arrays do not count."""
+        return self.shared <= _DISTURBED * self.seconds
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    start: float
+    end: float
+    stream: str
+    name: str
+
+
+def of_trace(
+    profile: trace.Profile, module_name: str, rename: Callable[[str], str | None] | None = None
+) -> list[list[Execution]]:
+    """Executions of a module's instructions by their start, GPU by GPU of this process.
+
+    Args:
+      profile: see `trace.load`.
+      module_name: of the compiled module, such as `jit_train_step`.
+      rename: maps XLA's name to the one wanted, so that several instructions make one execution; None: as it is.
+
+    Raises:
+      DhelixError: the trace holds no kernel of the module.
+    """
+    gpus = []
+    for device in trace.devices(profile):
+        plane = next(p for p in profile.planes if p.name == device)
+        events = sorted(_events(plane, module_name, rename), key=lambda e: (e.start, e.end))
+        if events:
+            gpus.append(list(_executions(events)))
+    if not gpus:
+        raise DhelixError(f"the trace has no kernels of {module_name} on a GPU; was it recorded while the module ran?")
+    return gpus
+
+
+def gap_seconds(executions: list[Execution]) -> float:
+    """Idle time of a GPU per execution, from the first to the last of them."""
+    busy = trace.merge((e.start, e.end) for e in executions)
+    idle = busy[-1][1] - busy[0][0] - trace.length(busy)
+    return idle / max(len(executions), 1)
+
+
+def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool]) -> Iterator[Execution]:
+    """Executions without a name of their own take that of the last mark before them; marks are left out.
+
+    What has a name of its own keeps it, and consecutive pieces of one mark become one execution.
+    """
+    mark, pending = "", None
+    for execution in executions:
+        if is_mark(execution.name):
+            mark = execution.name
+        elif execution.name.startswith("command_buffer"):
+            if pending is not None and pending.name == mark:
+                pending = replace(pending, end=max(pending.end, execution.end))
+                continue
+            if pending is not None:
+                yield pending
+            pending = replace(execution, name=mark)
+        else:
+            yield execution
+    if pending is not None:
+        yield pending
+
+
+def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | None) -> Iterator[_Event]:
+    for line in plane.lines:
+        if not line.name.startswith("Stream"):
+            continue
+        for event in line.events:
+            stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
+            if stats.get("hlo_module") != module_name:
+                continue
+            name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]
+            name = (rename(name) or name) if rename else name
+            start = event.start_ns * _NANO
+            yield _Event(start, start + event.duration_ns * _NANO, line.name, name)
+
+
+def _executions(events: list[_Event]) -> list[Execution]:
+    """Joins the kernels of an instruction and says what was disturbed."""
+    by_stream: dict[str, list[_Event]] = defaultdict(list)
+    for event in events:
+        before = by_stream[event.stream]
+        if before and before[-1].name == event.name:
+            before[-1] = replace(before[-1], end=event.end)
+        else:
+            before.append(event)
+    joined = sorted((e for stream in by_stream.values() for e in stream), key=lambda e: (e.start, e.end))
+    result = [Execution(e.name, e.start, e.end) for e in joined]
+    active: list[int] = []
+    for number, event in enumerate(joined):
+        active = [n for n in active if joined[n].end > event.start]
+        for other in active:
+            both = min(event.end, joined[other].end) - event.start
+            for n in (number, other):
+                result[n] = replace(result[n], shared=result[n].shared + both)
+        active.append(number)
+    return result

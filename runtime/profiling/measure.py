@@ -1,0 +1,253 @@
+"""Runs operators and pairs of them on the GPUs and says how long they took.
+
+    measurer = GpuMeasurer()
+    outcomes = measurer.measure([Item(gemm), Item(all_gather, gemm)], repeats=8)
+    outcomes[0]            # (Sample(seconds=..., first=..., second=...), ...) or a sentence why there are none
+
+What is run: a placeholder of flat arrays, whose insides two passes replace while XLA compiles it
+(`replay_library_calls` before scheduling, `replay` after it). Hooks are taken back when the compilation ends.
+The times come from one profiler trace of one execution.
+
+On several GPUs a collective seems longer on those that arrive early and wait. The true time is that of the last
+to arrive, the shortest: so a sample with a collective is that of the GPU on which it took least. GPUs of other
+processes do not count: each process sees its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dhelix.errors import DhelixError
+from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.replay import Item, OperatorReplay, Program, instance_name, parse_name, placeholder_name, split
+from dhelix.passes.replay_library_calls import LibraryCalls
+from dhelix.passes.replay_operators import Buffer
+from dhelix.runtime import registration, trace
+from dhelix.runtime.profiling import executions
+from dhelix.runtime.profiling.executions import Execution
+
+_AXIS = "gpus"
+_MEMORY_SHARE = 0.5  # of what JAX may allocate, for arguments; results and cuDNN's workspaces need the rest
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One execution of an item, in seconds from its first kernel's start: to its end, and to each side's."""
+
+    seconds: float
+    first: float
+    second: float = 0.0
+
+
+type Outcome = tuple[Sample, ...] | str
+"""Samples, at least one, or why there are none."""
+
+
+class Measurer(Protocol):
+    """Whatever can say how long items take: GPUs, or a record of what they said."""
+
+    def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
+        """One outcome for each item, in their order."""
+        ...
+
+
+class GpuMeasurer:
+    """Measures on this machine's GPUs, all processes together; every process calls it with the same items."""
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device] | None = None,
+        options: Mapping[str, Any] | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """
+        Args:
+          devices: in the order of the step's devices; by default all GPUs.
+          options: XLA options of the executables.
+          memory_bytes: for the arguments of one program, per GPU; by default half of what JAX may allocate.
+
+        Raises:
+          DhelixError: there is no GPU.
+        """
+        self.devices = list(jax.devices() if devices is None else devices)
+        if any(device.platform != "gpu" for device in self.devices):
+            raise DhelixError("measuring needs GPUs; jax.devices() has none (is JAX's CUDA plugin installed?)")
+        self.mesh = Mesh(np.array(self.devices), (_AXIS,))
+        self.options = dict(options or {})
+        self.memory_bytes = memory_bytes or _allocatable(self.devices[0])
+        self._arrays: dict[Buffer, list[jax.Array]] = {}
+
+    def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
+        """See `Measurer`. What does not run alone is found by halving, and the rest goes on."""
+        outcomes: list[Outcome] = []
+        for group in split(items, self.memory_bytes):
+            outcomes += self._measure(group, repeats)
+        return outcomes
+
+    def _measure(self, items: tuple[Item, ...], repeats: int) -> list[Outcome]:
+        try:
+            return list(self._run(Program(items, repeats)))
+        except (DhelixError, jax.errors.JaxRuntimeError) as error:
+            if len(items) == 1:
+                return [_reason(error)]
+            self._arrays.clear()
+            half = len(items) // 2
+            return self._measure(items[:half], repeats) + self._measure(items[half:], repeats)
+
+    def _run(self, program: Program) -> Iterator[Outcome]:
+        compiled = compile_program(program, self.mesh, self.options)
+        arguments = self._arguments(program)
+        jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder, profiler_options=_quiet()):
+                jax.block_until_ready(compiled(*arguments))
+            found = executions.of_trace(trace.load(folder), f"jit_{placeholder_name(program)}", _instance)
+        samples = samples_of(found, program.items)
+        for number in range(len(program.items)):
+            yield samples.get(number) or "the profiler saw no kernel of it"
+
+    def _arguments(self, program: Program) -> list[jax.Array]:
+        """The program's buffers, filled with numbers; those of earlier programs are used again if they fit."""
+        wanted: dict[Buffer, int] = defaultdict(int)
+        for buffer in program.buffers:
+            wanted[buffer] += 1
+        kept = sum(b.bytes * len(a) for b, a in self._arrays.items() if b in wanted)
+        if kept + program.argument_bytes > 1.5 * self.memory_bytes or len(self._arrays) > 4 * len(wanted):
+            self._arrays = {b: a for b, a in self._arrays.items() if b in wanted}
+        for buffer, count in wanted.items():
+            have = self._arrays.setdefault(buffer, [])
+            have.extend(filled(buffer, len(have) + n, self.mesh) for n in range(count - len(have)))
+        return [array for buffer in sorted(wanted) for array in self._arrays[buffer][: wanted[buffer]]]
+
+
+def compile_program(program: Program, mesh: Mesh, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """The measuring program as an executable over `mesh`. Raises DhelixError where a pass cannot build it."""
+    spec, sharding = PartitionSpec(_AXIS), NamedSharding(mesh, PartitionSpec(_AXIS))
+
+    def placeholder(*buffers: jax.Array) -> jax.Array:
+        run = jax.shard_map(
+            lambda *_: jnp.zeros((1,), jnp.float32), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        return run(*buffers)
+
+    placeholder.__name__ = placeholder_name(program)
+    arguments = [jax.ShapeDtypeStruct((mesh.size * b.elements,), _dtype(b), sharding=sharding) for b in program.buffers]
+    lowered = jax.jit(placeholder, keep_unused=True).lower(*arguments)
+    manager = PassManager([LibraryCalls(program), OperatorReplay(program)], strict=True)
+    errors: list[Exception] = []
+
+    def transform(stage: Stage, module: bytes) -> bytes | None:
+        try:
+            return manager.run(stage, module)[0]
+        except DhelixError as error:
+            errors.append(error)
+            raise
+
+    try:
+        with registration.temporary_hook(transform, placeholder.__name__):
+            return lowered.compile(dict(options or {}))
+    except jax.errors.JaxRuntimeError:
+        if errors:
+            raise errors[0] from None
+        raise
+
+
+def filled(buffer: Buffer, seed: int, mesh: Mesh) -> jax.Array:
+    """A buffer on each device: floating-point numbers between -1/8 and 1/8, integers below 128.
+
+    Zeros would make products run faster than data does, as they take less power.
+    """
+    dtype = _dtype(buffer)
+
+    def fill(seed: jax.Array) -> jax.Array:
+        bits = lax.iota(jnp.uint32, max(buffer.elements, 1)) + seed
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return ((bits >> 8).astype(jnp.float32) * 2.0**-26 - 0.125).astype(dtype)
+        if dtype == jnp.bool_:
+            return (bits >> 31).astype(dtype)
+        return (bits >> 25).astype(dtype)
+
+    run = jax.shard_map(fill, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(_AXIS), check_vma=False)
+    return jax.jit(run)(np.uint32((seed * 0x9E3779B9) % 2**32))
+
+
+def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> dict[int, tuple[Sample, ...]]:
+    """Samples of a trace, by the item's number.
+
+    Args:
+      gpus: executions GPU by GPU, named as `instance_name` does.
+      items: as measured.
+    """
+    seen: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+    for found in gpus:
+        spans: dict[tuple[int, int], dict[str, tuple[float, float]]] = defaultdict(dict)
+        for execution in found:
+            parsed = parse_name(execution.name)
+            if parsed is None or parsed[1] not in ("first", "second"):
+                continue
+            number, side, repeat = parsed
+            start, end = spans[number, repeat].get(side, (execution.start, execution.end))
+            spans[number, repeat][side] = (min(start, execution.start), max(end, execution.end))
+        for instance, sides in spans.items():
+            if len(sides) == len(items[instance[0]].operators):
+                seen[instance].append(_sample(sides))
+    samples: dict[int, list[Sample]] = defaultdict(list)
+    for (number, _), of_gpus in sorted(seen.items()):
+        collective = any(operator.is_collective for operator in items[number].operators)
+        samples[number].append(min(of_gpus, key=lambda s: s.seconds) if collective else _median(of_gpus))
+    return {number: tuple(of_item) for number, of_item in samples.items()}
+
+
+def _sample(sides: Mapping[str, tuple[float, float]]) -> Sample:
+    start = min(span[0] for span in sides.values())
+    ends = {side: span[1] - start for side, span in sides.items()}
+    return Sample(max(ends.values()), ends["first"], ends.get("second", 0.0))
+
+
+def _median(samples: Sequence[Sample]) -> Sample:
+    return sorted(samples, key=lambda s: s.seconds)[(len(samples) - 1) // 2]
+
+
+def _instance(name: str) -> str | None:
+    parsed = parse_name(name)
+    return None if parsed is None else instance_name(*parsed)
+
+
+def _dtype(buffer: Buffer) -> Any:
+    names = {"pred": "bool", "s8": "int8", "s16": "int16", "s32": "int32", "s64": "int64", "u8": "uint8",
+             "u16": "uint16", "u32": "uint32", "u64": "uint64", "f16": "float16", "f32": "float32",
+             "f64": "float64", "bf16": "bfloat16", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}  # fmt: skip
+    if buffer.element_type not in names:
+        raise DhelixError(f"no array of {buffer.element_type} can be made for an operator that reads one")
+    return jnp.dtype(names[buffer.element_type])
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return "out of memory" if any(words in text for words in _OUT_OF_MEMORY) else text[:300]
+
+
+def _allocatable(device: jax.Device) -> int:
+    limit = (device.memory_stats() or {}).get("bytes_limit", 8 << 30)
+    return int(_MEMORY_SHARE * limit)
+
+
+def _quiet() -> jax.profiler.ProfileOptions:
+    """Only what the GPUs did: the host's events are many and of no use here."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = 0
+    options.python_tracer_level = 0
+    return options

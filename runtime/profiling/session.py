@@ -1,0 +1,227 @@
+"""What a profile lacks of a step, and measuring just that.
+
+    session = Session(profile, "default", measurer, gpus_per_node=4)
+    wanted = session.missing(step)             # operators alone, then pairs of those that matter
+    profile = session.run(step, progress=print_progress, save=storage_save)
+
+Measured in batches, and `save` is called after each: what was measured is never lost, and a second run goes on
+where the first stopped. Operators alone come first, because their times decide which pairs are worth measuring:
+both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2 measures all
+pairs of its table 2), the longest operator of each kind with those of the other kinds, and two of the longest
+collectives at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from dhelix.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.operator_keys import key_of
+from dhelix.passes.replay import Item
+from dhelix.passes.replay_operators import Operator, find_operators
+from dhelix.profiles.estimates import Estimator
+from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
+from dhelix.profiles.profile import SETTINGS, PairTiming, Profile, Section, Timing
+from dhelix.runtime.profiling.measure import Measurer, Outcome
+
+MIN_SECONDS = 20e-6
+"""Operators and collectives that take less are not worth a pair: launching them takes about as long."""
+ALONE_REPEATS, PAIR_REPEATS = 10, 7
+_BATCH = 120  # items
+
+Progress = Callable[[int, int, str], None]
+"""Called with how many items are done, how many there are, and what comes next."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be profiled.
+
+    Attributes:
+      module: the compiled, scheduled module.
+      further: more compiled modules whose operators are measured too, such as `operator_bases`.
+      traced: times alone that a trace of the step gave.
+      gap_seconds: see `Section`.
+    """
+
+    module: HloModule
+    further: tuple[HloModule, ...] = ()
+    traced: Mapping[Key, Timing] = field(default_factory=dict)
+    gap_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the profile lacks. `refused`: instructions that cannot be isolated, and why."""
+
+    alone: tuple[Item, ...]
+    pairs: tuple[Item, ...]
+    refused: tuple[tuple[str, str], ...]
+
+    def __len__(self) -> int:
+        return len(self.alone) + len(self.pairs)
+
+
+class Session:
+    """Measures under one launch setting, which the process must have been started with."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        setting: str,
+        measurer: Measurer | None,
+        hardware: Hardware,
+        gpus_per_node: int = 8,
+        pairs: bool = True,
+        again: bool = False,
+    ) -> None:
+        """
+        Args:
+          profile: what is known.
+          measurer: None if nothing will be run.
+          hardware: estimates what is not measured yet, to choose pairs.
+          gpus_per_node: devices 0 .. n-1 of the step are node 0, and so on.
+          pairs: False measures operators alone only.
+          again: measures what is known too, once.
+
+        Raises:
+          DhelixError: there is no such setting.
+        """
+        if setting not in SETTINGS:
+            raise DhelixError(f"no launch setting {setting!r}; there are {', '.join(SETTINGS)}")
+        self.profile = profile
+        self.setting = setting
+        self._measurer = measurer
+        self._hardware = hardware
+        self._pairs = pairs
+        self._again = again
+        self._key_of = partial(key_of, gpus_per_node=gpus_per_node, implementation=SETTINGS[setting].implementation)
+
+    @property
+    def section(self) -> Section:
+        return self.profile.section(self.setting)
+
+    def missing(self, step: Step) -> Wanted:
+        """What would be measured now; pairs as far as estimates say that they matter."""
+        operators, refused = self._operators(step)
+        known = Section(self.setting) if self._again else self.section
+        alone = tuple(Item(o) for o in operators if o.key not in step.traced and self._lacks(o.key, known))
+        pairs = tuple(p for p in self._wanted_pairs(operators) if self._lacks(pair_key(p), known))
+        return Wanted(alone, pairs, refused)
+
+    def run(self, step: Step, progress: Progress, save: Callable[[Profile], None]) -> Profile:
+        """Measures what is missing and returns the profile with it.
+
+        Args:
+          progress: see `Progress`.
+          save: called with the profile whenever it has grown.
+        """
+        measurer = self._measurer
+        if measurer is None:
+            raise DhelixError("this session has nothing to measure with; give it a measurer")
+        self._add(_split(step.traced, self.setting, step.gap_seconds), save)
+        wanted = self.missing(step)
+        failures = {name: reason for name, reason in wanted.refused if name not in self.section.failures}
+        self._add(Section(self.setting, failures=failures), save)
+        done = 0
+        for batch in itertools.batched(wanted.alone, _BATCH):
+            progress(done, len(wanted), "operators alone")
+            self._add(section_of(self.setting, batch, measurer.measure(batch, ALONE_REPEATS)), save)
+            done += len(batch)
+        pairs = self.missing(step).pairs if not self._again else wanted.pairs  # now by measured times
+        total = done + len(pairs)
+        for batch in itertools.batched(pairs, _BATCH):
+            progress(done, total, "pairs")
+            self._add(section_of(self.setting, batch, measurer.measure(batch, PAIR_REPEATS)), save)
+            done += len(batch)
+        progress(done, done, "done")
+        return self.profile
+
+    def _add(self, section: Section, save: Callable[[Profile], None]) -> None:
+        if section != Section(self.setting):
+            self.profile = self.profile.with_section(section)
+            save(self.profile)
+
+    def _operators(self, step: Step) -> tuple[list[Operator], tuple[tuple[str, str], ...]]:
+        """Operators of all modules, one for each key."""
+        found: dict[Key, Operator] = {}
+        refused: list[tuple[str, str]] = []
+        for module in (step.module, *step.further):
+            operators, not_these = find_operators(module, self._key_of)
+            for operator in operators:
+                found.setdefault(operator.key, operator)
+            refused += not_these
+        return list(found.values()), tuple(refused)
+
+    def _wanted_pairs(self, operators: Sequence[Operator]) -> list[Item]:
+        if not self._pairs:
+            return []
+        estimator = Estimator(self.profile, self._hardware, self.setting)
+        long = [o for o in operators if estimator.solo(o.key).seconds >= MIN_SECONDS]
+        long = [o for o in long if str(o.key) not in self.section.failures]
+        compute = [o for o in long if not o.is_collective]
+        collectives = [o for o in long if o.is_collective]
+        pairs = [Item(collective, o) for collective in collectives for o in compute]
+        pairs += [Item(o, collective) for collective in collectives for o in compute if _can_start_first(o)]
+        longest: dict[str, Operator] = {}
+        for o in sorted(compute, key=lambda o: -estimator.solo(o.key).seconds):
+            longest.setdefault(_kind(o), o)
+        for a, b in itertools.permutations(longest.values(), 2):
+            if _can_start_first(a):
+                pairs.append(Item(a, b))
+        pairs += [Item(a, b) for a, b in itertools.islice(itertools.permutations(collectives, 2), 6)]
+        return pairs
+
+    def _lacks(self, key: Key | PairKey, known: Section) -> bool:
+        if isinstance(key, PairKey):
+            measured = key in known.pairs
+        else:
+            measured = known.solo(key) is not None
+        return not measured and str(key) not in known.failures
+
+
+def pair_key(item: Item) -> PairKey:
+    """The key of an item of two operators."""
+    assert item.second is not None
+    return PairKey(item.first.key, item.second.key)
+
+
+def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
+    """What outcomes say, as a section."""
+    alone: dict[Key, Timing] = {}
+    pairs: dict[PairKey, PairTiming] = {}
+    failures: dict[str, str] = {}
+    for item, outcome in zip(items, outcomes, strict=True):
+        key = item.first.key if item.second is None else pair_key(item)
+        if isinstance(outcome, str):
+            failures[str(key)] = outcome
+        elif isinstance(key, PairKey):
+            pairs[key] = PairTiming.of((s.seconds, s.first, s.second) for s in outcome)
+        else:
+            alone[key] = Timing.of(s.seconds for s in outcome)
+    section = _split(alone, setting)
+    return Section(setting, section.operators, section.collectives, pairs, None, failures)
+
+
+def _split(timings: Mapping[Key, Timing], setting: str, gap_seconds: float | None = None) -> Section:
+    operators = {k: t for k, t in timings.items() if isinstance(k, OperatorKey)}
+    collectives = {k: t for k, t in timings.items() if isinstance(k, CollectiveKey)}
+    return Section(setting, operators, collectives, {}, gap_seconds)
+
+
+def _can_start_first(operator: Operator) -> bool:
+    """Whether XLA lets it run on a stream beside the main one."""
+    return operator.is_collective or operator.core.opcode in ("fusion", "custom-call")
+
+
+def _kind(operator: Operator) -> str:
+    """GEMM, attention and so on; fusions by what emits them."""
+    key = operator.key
+    if isinstance(key, OperatorKey) and key.kind == "fusion":
+        return f"fusion {key.family.partition('-')[0]}"
+    return key.kind
