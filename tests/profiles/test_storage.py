@@ -233,6 +233,36 @@ def test_a_cut_file_is_refused_wherever_it_is_cut() -> None:
             storage.loads(text[:end], "f.json")
 
 
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), _JSON)
+def test_whatever_stands_in_a_file_is_a_profile_or_an_error(way: list[int], value: Any) -> None:
+    def change(content: Any) -> None:
+        place = content
+        for step in way:
+            names = sorted(place) if isinstance(place, dict) else range(len(place))
+            if not names:
+                return
+            last, name = place, names[step % len(names)]
+            place = place[name]
+            if not isinstance(place, dict | list) or step == 5:
+                last[name] = value
+                return
+
+    try:
+        profile = _parsed(change)
+    except storage.ProfileFileError as error:
+        assert str(error).isprintable()
+    else:
+        text = storage.dumps(profile)
+        assert storage.dumps(storage.loads(text, "f.json")) == text
+
+
 # --- Files and folders.
 
 
