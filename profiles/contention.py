@@ -156,7 +156,8 @@ class _Class:
     def rates(self, pair: _Query) -> tuple[float, float]:
         """The mean of the combinations with hardly more than the least error; the same digits on every host."""
         error = _weights(self.distances(pair), self.width) @ self.losses
-        first, second = RATES @ (near_least := np.exp((error.min() - error) / _TOLERANCE)) / near_least.sum()
+        share = np.exp((error.min() - error) / _TOLERANCE)
+        first, second = RATES @ share / share.sum()
         return round(float(first), 6), round(float(second), 6)
 
 
