@@ -30,7 +30,6 @@ instance that is. DHelix section 4.2 measures pairs so, offline, as (P) of its d
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -39,15 +38,24 @@ from functools import cached_property
 from typing import Any
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.buffers import Buffers
 from dhelix.passes.collectives import KINDS, is_start
 from dhelix.passes.fingerprint import DIGITS
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, shapes
 from dhelix.passes.hlo.edit import copy_called, copy_computation
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.replay_operators import Buffer, Operator, is_index, leaves, memory_space
+from dhelix.passes.replay_operators import (
+    Buffer,
+    Operator,
+    Template,
+    bring,
+    content,
+    is_constant,
+    is_index,
+    memory_space,
+)
 
 _NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy)_(\d+)")
+_STARTED = ("fusion", "custom-call")  # what XLA takes in an async start, beside collectives and calls
 _STREAM = "_xla_stream_annotation"  # a number here takes the place of XLA's round-robin over streams
 
 
@@ -120,7 +128,7 @@ def placeholder_name(program: Program) -> str:
     for item in program.items:
         for operator in item.operators:
             digest.update(f"{operator.key};".encode())
-            for part in _content(operator.instruction):
+            for part in content(operator.instruction):
                 digest.update(part)
         digest.update(b"|")
     digest.update(str(program.repeats).encode())
@@ -155,115 +163,96 @@ class OperatorReplay:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         given = [Buffer.of(p.shape) for p in module.entry.parameters]
-        if given != list(self.program.buffers) or not module.is_scheduled:
+        result = module.entry.root.shape
+        if given != list(self.program.buffers) or not module.is_scheduled or result.element_type != shapes.F32:
             raise PassRefusal(
-                "this is not the program's placeholder: give it one flat array for each of `program.buffers`,"
-                " in order, and jit it with keep_unused=True"
+                "this is not the program's placeholder: a scheduled function of one flat array for each of"
+                " `program.buffers`, in order (jit with keep_unused=True), that returns an array of float32"
             )
         writer = _Writer(module)
         for repeat in range(self.program.repeats):
             for number, item in enumerate(self.program.items):
                 writer.write(number, item, repeat)
-        writer.finish()
+        writer.finish(result)
         context.note("operators put in", items=len(self.program.items), repeats=self.program.repeats)
         return True
-
-
-@dataclass(frozen=True)
-class _Template:
-    """An operator brought into the placeholder's module, for instances to be copied from; runs nowhere.
-
-    Attributes:
-      computation: the inputs as parameters, and what runs as the root.
-      copied: for each input, which of its arrays an instance needs a copy of its own of.
-      config: backend configuration of an async start around it.
-      context: what stands in the shape of such a start after operands and result.
-    """
-
-    computation: Computation
-    copied: tuple[tuple[bool, ...], ...]
-    config: bytes
-    context: tuple[Any, ...]
-
-    @property
-    def core(self) -> Instruction:
-        return self.computation.root
 
 
 @dataclass(frozen=True)
 class _Instance:
     """A template with values for its parameters, about to be launched under `name`."""
 
-    template: _Template
+    template: Template
     inputs: tuple[Instruction, ...]
     name: str
 
 
 class _Writer:
-    """Appends items to the entry computation, in the order in which they are to run."""
+    """Replaces the entry computation by items, in the order in which they are to run."""
 
     def __init__(self, module: HloModule) -> None:
-        self.module = module
-        self.entry = module.entry
+        module.reserve_names()
+        self.module, self.entry = module, module.entry
         self.builder = Builder(module.entry)
-        self.sequence = [i for i in module.schedule[module.entry] if i is not module.entry.root]
+        self.entry.instructions = list(self.entry.parameters)
+        self.sequence = list(self.entry.instructions)
         self.arguments: dict[Buffer, list[Instruction]] = {}
-        for parameter in self.entry.parameters:
+        for parameter in self.sequence:
             self.arguments.setdefault(Buffer.of(parameter.shape), []).append(parameter)
-        self.templates: dict[Operator, _Template] = {}
-        self.shared: dict[Hashable, Instruction] = {}  # values that any instance may read
+        self.templates: dict[Operator, Template] = {}
+        self.shared: dict[Hashable, Instruction] = {}  # views and constants, which all instances may read
         self.names: Counter[str] = Counter()
         self.last: Instruction | None = None
 
     def write(self, number: int, item: Item, repeat: int) -> None:
+        """Appends one repeat of an item."""
         free = {buffer: iter(arguments) for buffer, arguments in self.arguments.items()}
         copy = instance_name(number, "copy", repeat)
-        first, *rest = [
-            self._instance(operator, instance_name(number, side, repeat), free, copy)
-            for operator, side in zip(item.operators, ("first", "second"), strict=False)
-        ]
+        first = self._instance(item.first, instance_name(number, "first", repeat), free, copy)
         if item.second is None:
-            self._alone(first, item.first)
+            if item.first.is_collective and is_start(item.first.instruction):
+                self._done(self._start(first))  # as in the step; XLA makes it synchronous
+            else:
+                self._run(first)
             return
-        second = rest[0]
-        if item.first.is_collective and item.second.is_collective:
-            starts = [self._start(first, stream=0), self._start(second, stream=1)]
-            self._place_marker()
-        elif item.second.is_collective:
-            starts = [self._start(first), self._start(second)]
-        else:
+        second = self._instance(item.second, instance_name(number, "second", repeat), free, copy)
+        if not item.second.is_collective:
             starts = [self._start(first)]
             self._run(second)
+        elif not item.first.is_collective:
+            starts = [self._start(first), self._start(second)]
+        else:
+            starts = [self._start(first, stream=0), self._start(second, stream=1)]
+            self._separate()
         for start in starts:
             self._done(start)
 
-    def finish(self) -> None:
-        root = self.entry.root
-        if self.last is not None:
-            root.control_predecessors = [*root.control_predecessors, self.last]
-        self.module.schedule[self.entry] = [*self.sequence, root]
+    def finish(self, result: Any) -> None:
+        """Ends the computation, with zeros of the shape `result`."""
+        zeros = self.builder.make("constant", result)
+        zeros.proto.literal.shape.CopyFrom(result)
+        zeros.proto.literal.f32s.extend([0.0] * shapes.element_count(result))
+        self.entry.root = self._launch(self.builder.make("copy", result, [self._place(zeros)]), "replay_result")
+        self.module.schedule[self.entry] = self.sequence
 
     # Launching
 
-    def _alone(self, instance: _Instance, operator: Operator) -> None:
-        """A collective that the step starts and awaits does so here; XLA then makes it synchronous."""
-        if operator.is_collective and is_start(operator.instruction):
-            self._done(self._start(instance))
-        else:
-            self._run(instance)
-
     def _run(self, instance: _Instance) -> None:
+        """On the main stream."""
         core = instance.template.core
         values = dict(zip(instance.template.computation.parameters, instance.inputs, strict=True))
         copy = self.builder.copy(core, [values[o] for o in core.operands], copy_called(core))
         self._launch(copy, instance.name)
 
     def _start(self, instance: _Instance, stream: int | None = None) -> Instruction:
+        """On a stream of its own, of the kind that XLA gives to what it starts so."""
         template = instance.template
         body = copy_computation(template.computation)
         body.root.proto.name = instance.name
         if body.root.opcode in KINDS:
             body.root.proto.ClearField("backend_config")  # it stands at the start
+        elif body.root.opcode not in _STARTED:
+            body = _calling(body)
         operands = shapes.tuple_of(value.shape for value in instance.inputs)
         shape = shapes.tuple_of([operands, body.root.shape, *template.context])
         start = self.builder.make("async-start", shape, instance.inputs, called=[body])
@@ -276,13 +265,12 @@ class _Writer:
         done = self.builder.make("async-done", start.shape.tuple_shapes[1], [start])
         self._launch(done, f"{start.name.removesuffix('-start')}-done")
 
-    def _place_marker(self) -> None:
-        """Launches nothing, but is no collective: XLA makes pairs synchronous that have nothing else between."""
-        marker = self.builder.make("after-all", Shape(element_type=shapes.TOKEN))
-        self._launch(marker, marker.name)
+    def _separate(self) -> None:
+        """Something that is neither a collective nor free in XLA's eyes, and yet launches nothing."""
+        self._launch(self.builder.make("after-all", Shape(element_type=shapes.TOKEN)), "replay_separator")
 
     def _launch(self, instruction: Instruction, name: str) -> Instruction:
-        """Names what does something, and puts it after all before it."""
+        """Names an instruction and puts it after all that was launched before it."""
         same = self.names[name]
         self.names[name] += 1
         instruction.proto.name = f"{name}.{same}" if same else name
@@ -294,44 +282,40 @@ class _Writer:
         self.sequence.append(instruction)
         return instruction
 
-    # Inputs
+    # What instances read
 
     def _instance(
         self, operator: Operator, name: str, free: Mapping[Buffer, Iterator[Instruction]], copy: str
     ) -> _Instance:
+        """`operator` with its inputs, read from arguments that are `free`; copies are called `copy`."""
         if operator not in self.templates:
-            self.templates[operator] = _template(self.module, operator)
+            self.templates[operator] = bring(self.module, operator)
         template = self.templates[operator]
-        inputs = tuple(
-            self._input(source, iter(copied), free, copy)
+        inputs = (
+            self._input(source.shape, source, iter(copied), free, copy)
             for source, copied in zip(operator.inputs, template.copied, strict=True)
         )
-        return _Instance(template, inputs, name)
+        return _Instance(template, tuple(inputs), name)
 
     def _input(
         self,
+        shape: Any,
         source: Instruction,
         copied: Iterator[bool],
         free: Mapping[Buffer, Iterator[Instruction]],
         copy: str,
     ) -> Instruction:
-        """Something to read in place of `source`, built from what is `free`; copies are called `copy`."""
-
-        def build(shape: Any) -> Instruction:
-            if shapes.is_tuple(shape):
-                return self._place(self.builder.tuple([build(s) for s in shape.tuple_shapes]))
-            if source.opcode == "constant":
-                value = self._constant(source)
-            elif is_index(shape):
-                value = self._zero(shape)
-            else:
-                value = self._view(next(free[Buffer.of(shape)]), shape)
-            return self._copy(value, shape, copy) if next(copied) else value
-
-        return build(source.shape)
-
-    def _copy(self, value: Instruction, shape: Any, name: str) -> Instruction:
-        return self._launch(self.builder.make("copy", shape, [value]), name)
+        """Something to read in place of the part of `source` that has this shape."""
+        if shapes.is_tuple(shape):
+            parts = [self._input(part, source, copied, free, copy) for part in shape.tuple_shapes]
+            return self._place(self.builder.tuple(parts))
+        if is_constant(source):
+            value = self._constant(source)
+        elif is_index(shape):
+            value = self._zero(shape)
+        else:
+            value = self._view(next(free[Buffer.of(shape)]), shape)
+        return self._launch(self.builder.make("copy", shape, [value]), copy) if next(copied) else value
 
     def _view(self, argument: Instruction, shape: Any) -> Instruction:
         """`argument` in another shape and layout, in device memory."""
@@ -346,7 +330,7 @@ class _Writer:
 
     def _constant(self, source: Instruction) -> Instruction:
         if source not in self.shared:
-            copy = self.builder.copy(source, [], ())
+            copy = self.builder.copy(source, [], [])
             copy.proto.ClearField("metadata")
             self.shared[source] = self._place(copy)
         return self.shared[source]
@@ -358,60 +342,14 @@ class _Writer:
         return self.shared[key]
 
 
-def _template(module: HloModule, operator: Operator) -> _Template:
-    core = operator.core
-    computation = module.new_computation("replayed")
-    builder = Builder(computation)
-    parameters = {s: builder.parameter(n, s.shape) for n, s in enumerate(operator.inputs)}
-    called = [_bring(module, c) for c in core.called]
-    root = builder.copy(core, [parameters[o] for o in operator.operands], called)
-    root.proto.ClearField("metadata")
-    module.schedule[builder.finish(root)] = list(computation.instructions)
-    buffers = Buffers(computation)
-    written = set(buffers.accesses[root].writes)
-    copied = tuple(
-        tuple(
-            buffer in written or memory_space(array) != 0
-            for buffer, array in zip(buffers.leaves(parameter), leaves(parameter.shape), strict=True)
-        )
-        for parameter in parameters.values()
-    )
-    return _Template(computation, copied, *_start_like(operator))
-
-
-def _start_like(operator: Operator) -> tuple[bytes, tuple[Any, ...]]:
-    """Configuration and context of an async start around `operator`, as XLA writes them."""
-    instruction = operator.instruction
-    if is_start(instruction):
-        return instruction.proto.backend_config, tuple(instruction.shape.tuple_shapes[2:])
-    if not operator.is_collective:
-        return b"", (shapes.scalar(shapes.U32),)
-    config = json.loads(instruction.proto.backend_config or b"{}")
-    config.setdefault("collective_backend_config", {})["is_sync"] = False
-    return json.dumps(config).encode(), ()
-
-
-def _bring(module: HloModule, original: Computation) -> Computation:
-    """A copy of a computation of another module, with all that it calls."""
-    copy = module.new_computation(original.name)
-    builder = Builder(copy)
-    copies: dict[Instruction, Instruction] = {}
-    for instruction in original.instructions:
-        called = [_bring(module, c) for c in instruction.called]
-        copies[instruction] = builder.copy(instruction, [copies[o] for o in instruction.operands], called)
-        copies[instruction].proto.ClearField("metadata")
-    schedule = original.module.schedule
-    if original in schedule:
-        module.schedule[copy] = [copies[i] for i in schedule[original]]
-    return builder.finish(copies[original.root])
-
-
-def _content(instruction: Instruction) -> Iterator[bytes]:
-    """All that an instruction does."""
-    yield instruction.proto.SerializeToString(deterministic=True)
-    for called in instruction.called:
-        for inner in called.instructions:
-            yield from _content(inner)
+def _calling(computation: Computation) -> Computation:
+    """A computation that calls `computation`, and so can be started where the bare instruction cannot."""
+    module = computation.module
+    outer = Builder(module.new_computation("calling"))
+    parameters = [outer.parameter(p.proto.parameter_number, p.shape) for p in computation.parameters]
+    outer.finish(outer.make("call", computation.root.shape, parameters, called=[computation]))
+    module.schedule[outer.computation] = list(outer.computation.instructions)
+    return outer.computation
 
 
 def _bytes(buffers: Counter[Buffer]) -> int:

@@ -18,6 +18,7 @@ What cannot stand alone is refused with a reason; the rest goes on.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ from typing import Any
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dhelix.errors import DhelixError
+from dhelix.passes.buffers import Buffers
 from dhelix.passes.collectives import find_collective, is_done, is_start
 from dhelix.passes.costs import sequence_of
-from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.profiles.keys import Key
 
@@ -101,8 +103,30 @@ class Operator:
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         """The buffers that it reads, one for each array that is neither a constant nor an index."""
-        arrays = (leaf for value in self.inputs if value.opcode != "constant" for leaf in leaves(value.shape))
+        arrays = (leaf for value in self.inputs if not is_constant(value) for leaf in leaves(value.shape))
         return tuple(Buffer.of(array) for array in arrays if not is_index(array))
+
+
+@dataclass(frozen=True)
+class Template:
+    """An operator brought into another module, for instances to be copied from; nothing calls it.
+
+    Attributes:
+      computation: the inputs as parameters, and what runs as the root.
+      copied: of which arrays of each input an instance needs a copy of its own: it writes over them, or they
+        lie in a memory of their own.
+      config, context: of an async start around it: its backend configuration, and what stands in its shape
+        after operands and result.
+    """
+
+    computation: Computation
+    copied: tuple[tuple[bool, ...], ...]
+    config: bytes
+    context: tuple[Any, ...]
+
+    @property
+    def core(self) -> Instruction:
+        return self.computation.root
 
 
 def find_operators(
@@ -135,6 +159,28 @@ def find_operators(
     return tuple(found.values()), tuple(why for key, why in refused.items() if key not in found)
 
 
+def bring(module: HloModule, operator: Operator) -> Template:
+    """A template of `operator` in another module than the step's."""
+    core = operator.core
+    computation = module.new_computation("replayed")
+    builder = Builder(computation)
+    parameters = {s: builder.parameter(n, s.shape) for n, s in enumerate(operator.inputs)}
+    called = [_bring(module, c) for c in core.called]
+    root = builder.copy(core, [parameters[o] for o in operator.operands], called)
+    root.proto.ClearField("metadata")
+    module.schedule[builder.finish(root)] = list(computation.instructions)
+    buffers = Buffers(computation)
+    written = set(buffers.accesses[root].writes)
+    copied = tuple(
+        tuple(
+            buffer in written or memory_space(array) != 0
+            for buffer, array in zip(buffers.leaves(parameter), leaves(parameter.shape), strict=True)
+        )
+        for parameter in parameters.values()
+    )
+    return Template(computation, copied, *_start_like(operator))
+
+
 def leaves(shape: Any) -> Iterator[Any]:
     """The arrays of a shape, in order."""
     if shapes.is_tuple(shape):
@@ -142,6 +188,11 @@ def leaves(shape: Any) -> Iterator[Any]:
             yield from leaves(element)
     else:
         yield shape
+
+
+def is_constant(value: Instruction) -> bool:
+    """Whether an operator that reads `value` gets the same value again."""
+    return value.opcode == "constant" and not shapes.is_tuple(value.shape)
 
 
 def is_index(array: Any) -> bool:
@@ -153,6 +204,12 @@ def memory_space(array: Any) -> int:
     """0: device memory; others have a meaning of their own, such as memory that is registered with NCCL."""
     fields = UnknownFieldSet(array.layout)
     return next((field.data for field in fields if field.field_number == _MEMORY_SPACE), 0)
+
+
+def content(instruction: Instruction) -> Iterator[bytes]:
+    """All that tells what an instruction does."""
+    for inner in _with_called(instruction):
+        yield inner.proto.SerializeToString(deterministic=True)
 
 
 def _instructions(computation: Computation, entered: set[Computation]) -> Iterator[Instruction]:
@@ -200,3 +257,30 @@ def _with_called(instruction: Instruction) -> Iterator[Instruction]:
     yield instruction
     for inner in itertools.chain.from_iterable(called.instructions for called in instruction.called):
         yield from _with_called(inner)
+
+
+def _start_like(operator: Operator) -> tuple[bytes, tuple[Any, ...]]:
+    """Configuration and context of an async start around `operator`, as XLA writes them."""
+    instruction = operator.instruction
+    if is_start(instruction):
+        return instruction.proto.backend_config, tuple(instruction.shape.tuple_shapes[2:])
+    if not operator.is_collective:
+        return b"", (shapes.scalar(shapes.U32),)
+    config = json.loads(instruction.proto.backend_config or b"{}")
+    config.setdefault("collective_backend_config", {})["is_sync"] = False
+    return json.dumps(config).encode(), ()
+
+
+def _bring(module: HloModule, original: Computation) -> Computation:
+    """A copy of a computation of another module, with all that it calls."""
+    copy = module.new_computation(original.name)
+    builder = Builder(copy)
+    copies: dict[Instruction, Instruction] = {}
+    for instruction in original.instructions:
+        called = [_bring(module, c) for c in instruction.called]
+        copies[instruction] = builder.copy(instruction, [copies[o] for o in instruction.operands], called)
+        copies[instruction].proto.ClearField("metadata")
+    schedule = original.module.schedule
+    if original in schedule:
+        module.schedule[copy] = [copies[i] for i in schedule[original]]
+    return builder.finish(copies[original.root])
