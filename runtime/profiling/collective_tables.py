@@ -13,13 +13,12 @@ section IV-A). The keys of such a table and the programs that fill it:
 There is one program per grouping of the GPUs. It is a chain, so that nothing merges, moves or overlaps:
 
     for repeat, key in ...:
-        operand, token = optimization_barrier(buffer[key], token)   # a value XLA has not seen: no two are one
-        token = token + collective(operand)[0]                      # all results are used, each before the next
+        token = all_reduce_max(token)                              # all GPUs of all groups start together
+        operand, token = optimization_barrier(buffer[key], token)  # a value XLA has not seen: no two are one
+        token = token + collective(operand)[0]                     # all results are used, each before the next
 
-With several groups a tiny all-reduce over all of them precedes each collective, so that they start together.
 `instances` finds each collective in the compiled program by its name scope, and proves that it is what its key
-says. In a trace, take the shortest of a group's durations: the kernel of the GPU that came last, the others wait
-for it. `TableProgram.groups` says which GPUs form a group; its members may be on several hosts.
+says. `seconds` makes one time of what a trace says of the GPUs.
 
 NCCL alone is measured: XLA's own kernels for small all-reduces are off, because they take NVLink even where
 NCCL is told not to (NCCL_P2P_DISABLE), and a step's are measured as the step has them. Settings of the process
@@ -50,11 +49,16 @@ from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles import roofline
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
+from dhelix.runtime.profiling.nodes import nodes_of
 
 SIZES = tuple(2**n for n in range(16, 31))
 """64 KiB to 1 GiB."""
-MIN_REPEATS, MAX_REPEATS = 2, 10
-COMPILER_OPTIONS: Mapping[str, str] = MappingProxyType({"xla_gpu_experimental_use_collective_kernels": ""})
+MIN_REPEATS, MAX_REPEATS = 2, 5  # the compiler takes a few milliseconds for each; a program can run again
+COMPILER_OPTIONS: Mapping[str, str | int] = MappingProxyType({
+    "xla_gpu_experimental_use_collective_kernels": "",
+    # Nothing here needs tuning, and processes wait for each other's results, where only some take part.
+    "xla_gpu_autotune_level": 0,
+})  # fmt: skip
 
 _DTYPE = jnp.bfloat16
 _ALIGNMENT = 16  # bytes of each GPU's share that NCCL moves at once
@@ -96,28 +100,6 @@ class Grouping:
 
     def __str__(self) -> str:
         return f"{self.gpus_per_node}x{self.nodes} groups={self.groups}"
-
-
-def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[list[Any]]:
-    """The devices node by node.
-
-    Args:
-      devices: as of `jax.devices()`, in any order.
-      gpus_per_node: None if each process is a node, as with the usual one process per host and with
-        `emulated_nodes`; otherwise so many devices after each other are one.
-
-    Raises:
-      DhelixError: nodes of different size.
-    """
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
-    if gpus_per_node is None:
-        nodes = [list(node) for _, node in itertools.groupby(ordered, lambda d: d.process_index)]
-    else:
-        nodes = [list(node) for node in itertools.batched(ordered, gpus_per_node)]
-    sizes = [len(node) for node in nodes]
-    if len(set(sizes)) > 1:
-        raise DhelixError(f"nodes have {sizes} GPUs; use the same number of GPUs on each")
-    return nodes
 
 
 def groupings(nodes: int, gpus_per_node: int) -> list[Grouping]:
@@ -293,7 +275,10 @@ class TableProgram:
         keys, names = self.keys, {}
         for instruction in (i for c in module.computations for i in c.instructions):
             if (scope := _SCOPE.search(instruction.op_name)) and (found := find_collective(instruction)):
-                key, repeat = keys[int(scope[1])], int(scope[2])
+                number, repeat = int(scope[1]), int(scope[2])
+                if number >= len(keys):
+                    raise _changed(f"{instruction.name} is of another program")
+                key = keys[number]
                 if not self._is(key, found):
                     raise _changed(f"{instruction.name} is not {key}")
                 names[instruction.name] = key, repeat
@@ -305,6 +290,17 @@ class TableProgram:
         if overlapped := _overlapped(module.schedule.get(module.entry, ()), names):
             raise _changed(f"{overlapped} overlaps with another instruction")
         return names
+
+    def seconds(self, key: CollectiveKey, durations: Mapping[int, float]) -> float:
+        """The time of one run of a collective, from the durations of its kernels by device id (not empty).
+
+        In a group it is the shortest one: all wait for the GPU that comes last, and it waits for none. A
+        broadcast takes the longest, since its source is done when it has sent. Of several groups, the slowest
+        counts. A group that spans hosts needs the durations of all of them.
+        """
+        of_group = max if key.kind == "collective-broadcast" else min
+        known = ([durations[d] for d in group if d in durations] for group in self.groups)
+        return max(of_group(found) for found in known if found)
 
     def _order(self) -> Iterator[tuple[CollectiveKey, int]]:
         for repeat in range(max(self.repeats.values())):
@@ -333,8 +329,7 @@ class TableProgram:
         numbers = {key: number for number, key in enumerate(self.repeats)}
         token = jnp.zeros((1,), jnp.float32)
         for key, repeat in self._order():
-            if self.grouping.groups > 1:
-                token = lax.pmax(token, _AXES)
+            token = lax.pmax(token, _AXES)
             with jax.named_scope(f"table_{numbers[key]}_{repeat}"):
                 operand, token = lax.optimization_barrier((operands[_operand_elements(key)], token))
                 result = _COLLECTIVES[key.kind](operand, self.grouping.size)
@@ -377,53 +372,3 @@ def _overlapped(sequence: Iterable[Instruction], measured: Collection[str]) -> s
 def _changed(what: str) -> DhelixError:
     advice = "measure without XLA_FLAGS that change collectives"
     return DhelixError(f"XLA changed a program of the collective tables: {what}; {advice}")
-
-
-@dataclass(frozen=True)
-class NodeProcess:
-    """One process of several that pose as nodes.
-
-    Attributes:
-      environment: to be set before the process starts.
-      local_device_ids: the GPUs of this machine that are this node's.
-    """
-
-    coordinator: str
-    processes: int
-    process: int
-    local_device_ids: tuple[int, ...]
-    environment: Mapping[str, str]
-
-    def initialize(self) -> None:
-        """In the process itself, before JAX looks for devices."""
-        jax.distributed.initialize(
-            self.coordinator, self.processes, self.process, local_device_ids=list(self.local_device_ids)
-        )
-
-
-def emulated_nodes(nodes: int, gpus_per_node: int, port: int) -> list[NodeProcess]:
-    """How to start processes on one machine that NCCL takes for nodes, so that traffic between them is TCP.
-
-    NCCL tells hosts apart by NCCL_HOSTID. Different ones rule out NVLink, peer-to-peer and shared memory, and
-    leave sockets (NCCL_IB_DISABLE, where there is a fast network), here of the loopback device. JAX takes each
-    process for a host anyway, so nothing else differs from real nodes: there the job's launcher sets the
-    coordinator, and none of these variables. Loopback reaches about 9 GB/s per GPU for 2x2 on a server of H200s:
-    `dataclasses.replace(H200, inter_bandwidth=4.5e9)` describes it to `programs`.
-
-    Args:
-      port: a free one of this machine, for the processes to find each other.
-    """
-    return [
-        NodeProcess(
-            coordinator=f"127.0.0.1:{port}",
-            processes=nodes,
-            process=node,
-            local_device_ids=tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)),
-            environment=MappingProxyType({
-                "NCCL_HOSTID": f"dhelix-node-{node}",
-                "NCCL_SOCKET_IFNAME": "lo",
-                "NCCL_IB_DISABLE": "1",
-            }),
-        )
-        for node in range(nodes)
-    ]  # fmt: skip

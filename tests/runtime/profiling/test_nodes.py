@@ -1,0 +1,69 @@
+"""Which devices share a node, and processes that pose as nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from dhelix.errors import DhelixError
+from dhelix.runtime.profiling.nodes import emulated_nodes, nodes_of
+
+
+def test_nodes_are_processes_or_so_many_devices() -> None:
+    devices = [SimpleNamespace(id=n, process_index=n // 4) for n in range(8)]
+    assert [[d.id for d in node] for node in nodes_of(devices[::-1])] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert len(nodes_of(devices, gpus_per_node=2)) == 4
+    one_per_process = [SimpleNamespace(id=n, process_index=n) for n in range(4)]
+    assert len(nodes_of(one_per_process, gpus_per_node=4)) == 1
+    with pytest.raises(DhelixError, match=r"nodes have \[4, 3\] GPUs"):
+        nodes_of(devices[:-1])
+
+
+_PROCESS = """
+import sys
+import jax
+from dhelix.profiles.hardware import H200
+from dhelix.runtime.profiling import collective_tables, nodes
+
+nodes.emulated_nodes(2, 2, int(sys.argv[1]))[int(sys.argv[2])].initialize()
+keys = collective_tables.tables(jax.devices(), kinds=["all-reduce", "collective-permute"], sizes=(1024,))
+for program in collective_tables.programs(keys, jax.devices(), H200):
+    if program.takes_part:
+        tokens = program.lower().compile()(*program.arguments())
+        print(program.grouping, [float(s.data[0]) for s in tokens.addressable_shards])
+    else:
+        print(program.grouping, "not here")
+"""
+
+
+def test_emulated_nodes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = emulated_nodes(2, 2, port)
+    assert [node.local_device_ids for node in nodes] == [(0, 1), (2, 3)]
+    assert len({node.environment["NCCL_HOSTID"] for node in nodes}) == 2
+    cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, str(port), str(node.process)],
+            env={**os.environ, **node.environment, **cpu},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in nodes
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in processes]
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    first, second = ([li for li in output.splitlines() if "groups=" in li] for output, _ in outputs)
+    where = ["1x2 groups=1", "1x2 groups=2", "2x1 groups=1", "2x1 groups=2", "2x2 groups=1"]
+    assert [line.partition(" [")[0] for line in first] == where
+    assert second[2] == "2x1 groups=1 not here" and len(second) == 5
