@@ -243,8 +243,9 @@ def _why_not(instruction: Instruction) -> str | None:
         return f"{core.opcode} is not of the form async-start"
     if core.opcode == "ragged-all-to-all":
         return "its time depends on the sizes that it reads"
-    if core.opcode == "custom-call" and not _STATELESS.match(core.proto.custom_call_target):
-        return f"custom call {core.proto.custom_call_target} may keep state of its own"
+    for target in (i.proto.custom_call_target for i in _with_called(core)):
+        if target and not _STATELESS.match(target):
+            return f"custom call {target} may keep state of its own"
     arrays = [leaf for value in (core, *core.operands) for leaf in leaves(value.shape)]
     if any(array.element_type == shapes.TOKEN for array in arrays):
         return "it needs a token"
