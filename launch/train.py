@@ -100,6 +100,8 @@ def _check(chosen: dict[str, Any]) -> None:
     """Flags that need or exclude one another."""
     if chosen["plain"] and chosen["interleave"]:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
+    if chosen["plain"] and chosen["verify"]:
+        raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
@@ -168,7 +170,7 @@ def _introduce(run: Run, console: Console) -> None:
 
 def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
     """That a run goes on, and what makes its batches others than those of an unbroken run."""
-    before, now = checkpoints.notes(run.first), trainer.notes(run)
+    before, now = checkpoints.notes(run.first), trainer.batch_notes(run)
     say(console, f"resumed from step {run.first} in {checkpoints.folder}")
     for name in (name for name in now if before.get(name) != now[name]):
         change = f"{name} was {before.get(name)} and is {now[name]}"

@@ -19,7 +19,7 @@ import optax
 
 from dhelix.errors import DhelixError
 from dhelix.launch import data
-from dhelix.launch.checkpoint import Checkpoints
+from dhelix.launch.checkpoint import CheckpointError, Checkpoints
 from dhelix.models import Training, TrainState, make_mesh, make_train_step, preset
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
@@ -168,7 +168,7 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
         return
     latest = checkpoints.latest_step
     if run.options.resume:
-        run.first, run.state = checkpoints.restore(run.training.abstract_state())
+        run.first, run.state = _restore(run, checkpoints)
         if run.first >= run.options.steps:
             raise DhelixError(
                 f"{checkpoints.folder} holds step {run.first} already; give --steps more than that to go on"
@@ -180,6 +180,21 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
         )
     else:
         run.state = run.training.init(jax.random.key(run.options.seed))
+
+
+def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
+    """Step and state of the newest checkpoint. One of another preset is said to be that, and not where it differs."""
+    try:
+        return checkpoints.restore(run.training.abstract_state())
+    except CheckpointError as error:
+        latest = checkpoints.latest_step
+        stored = None if latest is None else checkpoints.notes(latest).get("preset")
+        if stored in (None, run.options.preset):
+            raise
+        raise DhelixError(
+            f"{checkpoints.folder} holds checkpoints of {stored}, and this run trains {run.options.preset}; give "
+            f"--preset {stored}, or another --checkpoint_dir"
+        ) from error
 
 
 def train(
@@ -253,7 +268,12 @@ def identity(run: Run) -> dict[str, Any]:
 
 
 def notes(run: Run) -> dict[str, Any]:
-    """What decides about the batches: stored with a checkpoint, and a remark if it changes on resume."""
+    """What is stored with a checkpoint for messages alone."""
+    return {"preset": run.options.preset, **batch_notes(run)}
+
+
+def batch_notes(run: Run) -> dict[str, Any]:
+    """What decides about the batches; a remark if it changes on resume."""
     return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
 
 

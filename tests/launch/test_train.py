@@ -76,7 +76,10 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest
         ([], "holds checkpoints up to step 4; give --resume"),
         (["--resume"], "holds step 4 already; give --steps more"),
         (["--resume", "--layers=3"], "another model: model.layers is 2 there and 3 here"),
-        (["--resume", "--preset=llama-8b", "--seq=32"], "another model: model.vocab is 256 there and 128256"),
+        (
+            ["--resume", "--preset=llama-8b", "--seq=32"],
+            "holds checkpoints of llama-demo, and this run trains llama-8b; give --preset llama-demo",
+        ),
     ):
         assert status(*SMALL, *run, *arguments) == 1
         error = capsys.readouterr().err
@@ -118,6 +121,7 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
     ("arguments", "says"),
     [
         (["--plain", "--interleave"], "exclude each other"),
+        (["--plain", "--verify"], "leave out --plain or --verify"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
         (["--process_id=0"], "means nothing without --distributed"),
