@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -43,6 +44,11 @@ COMMANDS = {
     ),
 }
 
+_PYTHON_WORDS = (
+    (r"invalid literal for int\(\) with base \d+: (.*)", r"\1 is not a whole number"),
+    (r"could not convert string to float: (.*)", r"\1 is not a number"),
+    (r"\('Non-boolean argument to boolean flag', (.*)\)", r"\1 is neither true nor false"),
+)
 _LIST = "COMMA SEPARATED LIST OF STRINGS"
 _OVERVIEW = """\
 dhelix hides the communication of distributed training behind its computation.
@@ -82,7 +88,7 @@ def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.F
     try:
         positional = values(["dhelix", *arguments])[1:]
     except flags.Error as error:
-        _fail(f"{_one_line(error)}; see `dhelix {name} --help`", name, status=2)
+        _fail(f"{_plain_words(_one_line(error))}; see `dhelix {name} --help`", name, status=2)
     if values["help"].value:
         print(f"{module.USAGE.strip()}\n\nflags:\n{_flag_help(values)}")
         sys.exit(0)
@@ -110,6 +116,13 @@ def _fail(message: str, name: str = "", status: int = 1) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _plain_words(message: str) -> str:
+    """absl passes on what Python says of a value that is of another type than its flag."""
+    for pattern, words in _PYTHON_WORDS:
+        message = re.sub(pattern, words, message)
+    return message
 
 
 def _overview() -> str:

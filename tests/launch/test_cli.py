@@ -20,6 +20,7 @@ def greet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     def define_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer("times", 1, "how often", lower_bound=1, flag_values=values)
+        flags.DEFINE_float("share", 0.5, "of those present", flag_values=values)
         flags.DEFINE_bool("loud", False, "in capitals", flag_values=values)
 
     def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
@@ -75,17 +76,24 @@ def test_help_of_a_command(greet: ModuleType, capsys: pytest.CaptureFixture[str]
     assert greet.calls == []
 
 
-@pytest.mark.parametrize("flag", ["--tims=2", "--times=0", "--times=many"])
-def test_bad_flags_are_one_line(greet: ModuleType, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--tims=2", "'tims'"),
+        ("--times=0", "0 is not a positive integer"),
+        ("--times=many", "flag --times=many: 'many' is not a whole number; see"),
+        ("--share=half", "flag --share=half: 'half' is not a number; see"),
+        ("--loud=very", "flag --loud=very: 'very' is neither true nor false; see"),
+    ],
+)
+def test_bad_flags_are_one_line(greet: ModuleType, flag: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status("greet", "you", flag) == 2
     shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and shown.startswith("dhelix greet: ")
+    assert shown.count("\n") == 1 and shown.startswith("dhelix greet: ") and says in shown
     assert "see `dhelix greet --help`" in shown
 
 
-def test_an_error_of_dhelix_is_one_line_and_no_traceback(
-    greet: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_dhelix_is_one_line_and_no_traceback(greet: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert status("greet") == 1
     assert capsys.readouterr().err == "dhelix greet: whom? name somebody\n"
 
