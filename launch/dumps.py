@@ -117,10 +117,20 @@ def _read_text(path: Path) -> HloModule:
     try:
         return HloModule.from_text(text)
     except DhelixError as error:
-        raise DhelixError(
-            f"{path} is HLO text that jaxlib {version.__version__} does not read: cut short, or of another"
-            f" version; give the .hlo.pb of that dump, which every version reads ({error})"
-        ) from None
+        raise DhelixError(f"{path} {_why_unreadable(text, str(error))}") from None
+
+
+def _why_unreadable(text: str, error: str) -> str:
+    """XLA's parser answers with several lines of its own; what a user can act on is in the first."""
+    lines = text.rstrip().splitlines()
+    if lines[-1].strip() != "}" or not any(line.startswith("ENTRY ") for line in lines):
+        return f"is cut short: the text ends in line {len(lines)}, inside of the module; dump or copy it again"
+    found = re.search(r"was parsing (\d+):\d+: error: (.*?)(?= was parsing |$)", " ".join(error.split()))
+    where = f"line {found[1]}" if found else "some line"
+    return (
+        f"is HLO text that jaxlib {version.__version__} cannot read from {where} on, so another version wrote it; give"
+        " the .hlo.pb of that dump, which every version reads"
+    )
 
 
 def _modules(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from rich.table import Table
 from dhelix.errors import DhelixError
 from dhelix.launch import dumps, timeline_plot
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
+from dhelix.launch.units import Unit, size_unit, time_unit
 from dhelix.profiles import hardware as gpus
 from dhelix.runtime.lowering import compiled_module
 
@@ -56,15 +57,10 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
     if len(arguments) != 1:
-        raise DhelixError(
-            "give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare"
-        )
+        raise DhelixError("give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare")
     paths = [path for path in (arguments[0], values.compare) if path is not None]
     titles = values.titles
-    found = [
-        inspect_dump(path, values.hardware, title)
-        for path, title in zip(paths, [*titles, "", ""], strict=False)
-    ]
+    found = [inspect_dump(path, values.hardware, title) for path, title in zip(paths, [*titles, "", ""], strict=False)]
     if values.png:
         save_png(found, values.png, values.headline)
     if values.perfetto:
@@ -100,9 +96,7 @@ def inspect_compiled(
         )
     module = compiled_module(compiled)
     if not module.is_scheduled:
-        raise DhelixError(
-            f"{module.name} is not scheduled, and estimates follow the schedule; compile it first"
-        )
+        raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
     return inspect_module(module, _hardware(hardware), memory, source, title)
 
 
@@ -156,9 +150,7 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
     for inspection in found:
         name = f" of {inspection.picture.title}" if len(found) > 1 else ""
         console.print(_collectives(inspection, name, top))
-        console.print(
-            _copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}."
-        )
+        console.print(_copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}.")
 
 
 def _hardware(name: str) -> gpus.Hardware:
@@ -172,6 +164,11 @@ def _estimate(found: Sequence[Inspection]) -> str:
     return f"Times are estimates of the {', and of the '.join(names)}."
 
 
+def _time_unit(found: Sequence[Inspection]) -> Unit:
+    """One for all times of a table, so that they compare at a glance."""
+    return time_unit([i.step_ms for i in found])
+
+
 def _totals(found: Sequence[Inspection]) -> Table:
     table = Table(title="One step", title_justify="left", title_style="bold")
     table.add_column("")
@@ -180,25 +177,27 @@ def _totals(found: Sequence[Inspection]) -> Table:
     two = len(found) == 2
     if two:
         table.add_column("after / before", justify="right")
-    rows: list[tuple[str, list[float | None], str]] = [
-        ("step", [i.step_ms for i in found], "ms"),
-        ("compute", [i.compute_ms for i in found], "ms"),
-        ("  lost to running beside collectives", [i.slow_down_ms for i in found], "ms"),
-        ("communication, with nothing beside it", [i.communication_alone_ms for i in found], "ms"),
-        ("communication, as it runs", [i.communication_ms for i in found], "ms"),
-        ("  hidden under compute", [i.hidden_ms for i in found], "ms"),
-        ("  exposed", [i.exposed_ms for i in found], "ms"),
-        ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found], "ms"),
-        ("memory: arguments", [i.memory and i.memory.arguments for i in found], "GiB"),
-        ("memory: outputs", [i.memory and i.memory.outputs for i in found], "GiB"),
-        ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found], "GiB"),
-        ("memory: temporaries", [i.memory and i.memory.temporaries for i in found], "GiB"),
-        ("memory: peak", [i.memory and i.memory.peak for i in found], "GiB"),
+    times: list[tuple[str, list[float | None]]] = [
+        ("step", [i.step_ms for i in found]),
+        ("compute", [i.compute_ms for i in found]),
+        ("  lost to running beside collectives", [i.slow_down_ms for i in found]),
+        ("communication, with nothing beside it", [i.communication_alone_ms for i in found]),
+        ("communication, as it runs", [i.communication_ms for i in found]),
+        ("  hidden under compute", [i.hidden_ms for i in found]),
+        ("  exposed", [i.exposed_ms for i in found]),
+        ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found]),
     ]
+    sizes: list[tuple[str, list[float | None]]] = [
+        ("memory: arguments", [i.memory and i.memory.arguments for i in found]),
+        ("memory: outputs", [i.memory and i.memory.outputs for i in found]),
+        ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found]),
+        ("memory: temporaries", [i.memory and i.memory.temporaries for i in found]),
+        ("memory: peak", [i.memory and i.memory.peak for i in found]),
+    ]
+    of_step = _time_unit(found)
+    rows = [(*row, of_step) for row in times] + [(*row, size_unit(row[1])) for row in sizes]
     for name, numbers, unit in rows:
-        shown = [
-            "-" if n is None else f"{n:,.1f} ms" if unit == "ms" else f"{n / 2**30:.2f} GiB" for n in numbers
-        ]
+        shown = ["-" if n is None else unit.text(n) for n in numbers]
         if two:
             before, after = numbers
             shown.append(f"{after / before:.2f} x" if before and after is not None else "")
@@ -212,32 +211,35 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
         table.add_column(column, overflow="fold")
     for column in ("runs", "size", "alone", "hidden", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("lies under (ms of each run)", overflow="fold")
+    unit = _time_unit([inspection])
+    table.add_column(f"lies under ({unit.name} of each run)", overflow="fold")
     for report in inspection.collectives[:top]:
         table.add_row(
             report.instruction,
             report.part,
             " > ".join(report.loops) or "-",
             f"{report.executions:,}",
-            f"{report.bytes / 2**20:,.1f} MiB",
-            f"{report.alone_ms:,.1f} ms",
-            f"{report.hidden_ms:,.1f} ms",
-            f"{report.exposed_ms:,.1f} ms",
-            _under(report),
+            size_unit([report.bytes]).text(report.bytes),
+            unit.text(report.alone_ms),
+            unit.text(report.hidden_ms),
+            unit.text(report.exposed_ms),
+            _under(report, unit),
         )
     hidden = inspection.collectives[top:]
     if hidden:
-        table.caption = f"and {len(hidden)} more, {sum(r.exposed_ms for r in hidden):,.1f} ms exposed (--top)"
+        exposed = unit.text(sum(r.exposed_ms for r in hidden))
+        table.caption = f"and {len(hidden)} more, {exposed} exposed (--top)"
     return table
 
 
-def _under(report: CollectiveReport) -> str:
+def _under(report: CollectiveReport, unit: Unit) -> str:
     """The three longest kinds of operators under a collective."""
     kinds: dict[str, float] = {}
     for under in report.under:
         kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
     longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
-    return ", ".join(f"{what} {ms:.2f}" for what, ms in longest if ms >= 0.005) or "nothing"
+    parts = [(what, ms / unit.size) for what, ms in longest]
+    return ", ".join(f"{what} {time:.2f}" for what, time in parts if time >= 0.005) or "nothing"
 
 
 def _copies(inspection: Inspection, name: str, top: int) -> Table:
@@ -247,11 +249,12 @@ def _copies(inspection: Inspection, name: str, top: int) -> Table:
         table.add_column(column, overflow="fold")
     for column in ("size", "runs", "total"):
         table.add_column(column, justify="right", no_wrap=True)
+    unit = _time_unit([inspection])
     for copy in inspection.copies[:top]:
-        size, total = f"{copy.bytes / 2**20:,.0f} MiB", f"{copy.total_ms:,.1f} ms"
+        size, total = size_unit([copy.bytes]).text(copy.bytes), unit.text(copy.total_ms)
         loops = " > ".join(copy.loops)
         table.add_row(copy.instruction, copy.kind, copy.shape, loops, size, f"{copy.executions:,}", total)
     left = inspection.copies[top:]
     if left:
-        table.caption = f"and {len(left)} more, {sum(c.total_ms for c in left):,.1f} ms (--top)"
+        table.caption = f"and {len(left)} more, {unit.text(sum(c.total_ms for c in left))} (--top)"
     return table

@@ -13,6 +13,7 @@ from typing import Any
 
 from dhelix.launch.dumps import Memory
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
+from dhelix.launch.units import size_unit, time_unit
 from dhelix.passes.collectives import find_collective
 from dhelix.passes.costs import Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
@@ -296,9 +297,7 @@ def _copies(places: dict[Computation, Place], costs: Costs) -> tuple[CopyReport,
                 continue
             total = 1e3 * place.executions * costs[instruction].seconds
             shape = shapes.text(instruction.shape)
-            found.append(
-                CopyReport(instruction.name, kind, shape, size, place.loops, place.executions, total)
-            )
+            found.append(CopyReport(instruction.name, kind, shape, size, place.loops, place.executions, total))
     return tuple(sorted(found, key=lambda c: (-c.total_ms, c.instruction)))
 
 
@@ -352,10 +351,12 @@ def _what_runs(body: Timeline, parts: dict[str, str]) -> str:
 
 
 def _summary(inspection: Inspection) -> str:
+    unit = time_unit([inspection.step_ms])
     words = [
-        f"estimate: step {inspection.step_ms:,.0f} ms",
-        f"exposed communication {inspection.exposed_ms:,.0f} ms",
+        f"estimate: step {unit.text(inspection.step_ms)}",
+        f"exposed communication {unit.text(inspection.exposed_ms)}",
     ]
     if inspection.memory is not None:
-        words.append(f"peak memory {inspection.memory.peak / 2**30:.1f} GiB")
+        peak = inspection.memory.peak
+        words.append(f"peak memory {size_unit([peak]).text(peak)}")
     return "  ·  ".join(words)

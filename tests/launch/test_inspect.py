@@ -90,9 +90,7 @@ def dump(tmp_path: Path) -> Dump:
         (path / f"{name}.txt").write_text(text)
         module = HloModule.from_text(text).to_bytes()
         size = len(module).to_bytes(4, "little")  # HloProto: field 1, its length as a varint, the module
-        length = bytes(
-            b for b in (size[0] & 0x7F | 0x80, (len(module) >> 7) & 0x7F | 0x80, len(module) >> 14)
-        )
+        length = bytes(b for b in (size[0] & 0x7F | 0x80, (len(module) >> 7) & 0x7F | 0x80, len(module) >> 14))
         (path / f"{name}.hlo.pb").write_bytes(b"\x0a" + length + module)
         (path / f"{name}-buffer-assignment.txt").write_text(BUFFERS)
         (path / "module_0001.jit_step.gpu_target_config.pbtxt").write_text('name: "NVIDIA H100"')
@@ -194,9 +192,7 @@ def test_a_fusion_without_a_name_is_what_it_fuses(name: str, part: str) -> None:
     assert inspection.describe(fusion) == "GEMM"
 
 
-def test_the_largest_module_of_a_folder_and_says_which(
-    dump: Dump, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_largest_module_of_a_folder_and_says_which(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dump()
     small = "HloModule jit_init, is_scheduled=true\n\nENTRY main {\n  ROOT x = f32[] parameter(0)\n}\n"
     dump(text=small, name="module_0009.jit_init.sm_9.0a_gpu_after_optimizations")
@@ -210,6 +206,18 @@ def test_tables(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
     assert "estimates of the roofline cost model for A40" in text
     for word in ("all-gather-start.1", "all-reduce.1", "GEMM", "copy.1", "exposed", "memory: peak"):
         assert word in text
+
+
+def test_units_suit_a_small_step(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
+    """A whole step of microseconds and a few kilobytes is not a table of zeros."""
+    small = dump(text=TEXT.replace("4096", "64").replace("1024", "16"))
+    assert dhelix_inspect(small) == 0
+    cells = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    rows = {row[0].strip(): row[1].strip() for row in cells if len(row) > 1}
+    assert rows["step"].endswith(" µs") and float(rows["step"].split()[0]) > 10
+    assert rows["memory: peak"] == "8.3 KiB"
+    assert rows["memory: arguments"] == "1.0 KiB"
+    assert rows["memory: temporaries"] == "6.8 KiB"
 
 
 def test_json(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,12 +273,12 @@ def _binary(path: Path) -> None:
         (
             "x.txt",
             lambda p: p.write_text(TEXT[: len(TEXT) // 2]),
-            "cut short, or of another version; give the .hlo.pb",
+            "is cut short: the text ends in line 29, inside of the module; dump or copy it again",
         ),
         (
             "x.txt",
             lambda p: p.write_text(TEXT.replace("async-start", "async-take-off")),
-            "of another version",
+            "from line 29 on, so another version wrote it; give the .hlo.pb",
         ),
         ("x.txt", _binary, "is no text"),
         ("x.hlo.pb", _binary, "dump again with --xla_dump_to"),

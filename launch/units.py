@@ -1,0 +1,44 @@
+"""Milliseconds and bytes in the unit that suits them, one unit for all numbers that are compared.
+
+unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, by the largest
+unit.text(512 * 2**20)                         # '0.50 GiB'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Unit:
+    """`size` is how much of the base unit (milliseconds, bytes) makes one."""
+
+    name: str
+    size: float
+    digits: int
+
+    def number(self, value: float) -> str:
+        return f"{value / self.size:,.{self.digits}f}"
+
+    def text(self, value: float) -> str:
+        return f"{self.number(value)} {self.name}"
+
+
+_TIMES = (Unit("ms", 1.0, 1), Unit("µs", 1e-3, 1))
+_SIZES = (Unit("GiB", 2.0**30, 2), Unit("MiB", 2.0**20, 1), Unit("KiB", 2.0**10, 1), Unit("B", 1.0, 0))
+
+
+def time_unit(milliseconds: Iterable[float | None]) -> Unit:
+    """Of the largest time; None counts as nothing."""
+    return _unit(_TIMES, milliseconds)
+
+
+def size_unit(sizes: Iterable[float | None]) -> Unit:
+    """Of the largest number of bytes; None counts as nothing."""
+    return _unit(_SIZES, sizes)
+
+
+def _unit(units: tuple[Unit, ...], values: Iterable[float | None]) -> Unit:
+    largest = max((value for value in values if value is not None), default=0.0)
+    return next((unit for unit in units if largest >= unit.size), units[-1] if largest else units[0])
