@@ -7,6 +7,7 @@ The JSON form is what survives a hit in the compilation cache, when no pass runs
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -111,9 +112,7 @@ class Report:
         for entry in self.passes:
             if entry.name == name:
                 return entry
-        raise DhelixError(
-            f"no pass {name!r} in this report; it has {', '.join(p.name for p in self.passes) or 'none'}"
-        )
+        raise DhelixError(f"no pass {name!r} in this report; it has {', '.join(p.name for p in self.passes) or 'none'}")
 
     def __iter__(self) -> Iterator[PassReport]:
         return iter(self.passes)
@@ -145,6 +144,12 @@ class Report:
             for entry in stage.passes:
                 table.add_row(*_cells(entry, stage.stored))
         return table
+
+    def __str__(self) -> str:
+        """The table, as `print` shows it in a log."""
+        text = io.StringIO()
+        Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False).print(self.table())
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def print(self, console: Console | None = None) -> None:
         if console is None:

@@ -42,6 +42,12 @@ def rendered(value: Report) -> str:
     return console.file.getvalue()
 
 
+def test_a_report_prints_as_its_table() -> None:
+    text = str(REPORT)
+    assert text.splitlines() == [line.rstrip() for line in rendered(REPORT).rstrip().splitlines()]
+    assert "strand-duplication" in text and "Report(" not in text and "\x1b" not in text
+
+
 def test_json_round_trip() -> None:
     assert Report.from_json(REPORT.to_json()) == REPORT
     with_order = dataclasses.replace(REPORT, collective_fingerprint="00ff00ff00ff00ff")
