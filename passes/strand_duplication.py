@@ -61,6 +61,10 @@ class StrandDuplication:
             for refusal in refusals:
                 context.note(refusal.reason, refusal.instruction)
             return True
+        if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
+            raise PassRefusal(
+                "the program holds two strands already; give the step as it was before it was interleaved"
+            )
         raise refusals[0] if refusals else _no_loop(module)
 
     def _transform_first(

@@ -162,9 +162,7 @@ class InterleavedStep:
 
     def _report_off(self) -> Report:
         name = f"jit_{self.__name__}"
-        return Report(
-            name, "", (self._manager.not_run(Stage.LOWERED, name, "DHELIX=off or jax.disable_jit"),)
-        )
+        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, "DHELIX=off or jax.disable_jit"),))
 
     def _jit_traced(self, microbatches: int, results: bool = False) -> Any:
         """The function jitted with its batch split; with `results`, returns what value_and_grad returned."""
@@ -281,22 +279,20 @@ def _check_options(
     if not callable(function):
         raise DhelixError(f"strand_interleave decorates a function, not {type(function).__name__}")
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
-        raise DhelixError(
-            f"microbatches={microbatches!r}: give how many, 1 or more, or None for the step's own loop"
-        )
+        raise DhelixError(f"microbatches={microbatches!r}: give how many, 1 or more, or None for the step's own loop")
     check_reduction(reduce)
     for option in sorted(set(jit_options) - _JIT_OPTIONS):
         raise DhelixError(f"{option!r} is an option of neither strand_interleave nor jax.jit")
     if jax_compat.is_jitted(function):
         if jit_options:
-            raise DhelixError(
-                f"{name} is jitted already: give {', '.join(sorted(jit_options))} to that jax.jit"
-            )
+            raise DhelixError(f"{name} is jitted already: give {', '.join(sorted(jit_options))} to that jax.jit")
         if microbatches is not None:
             raise DhelixError(
                 f"{name} is jitted already, and may be traced: decorate the plain function with"
                 " strand_interleave(microbatches=...), which takes the options of jax.jit"
             )
+    elif isinstance(function, InterleavedStep):
+        raise DhelixError(f"{name} is interleaved already: leave out one of the two strand_interleave around it")
     elif hasattr(function, "lower"):
         raise DhelixError(
             f"{name} is a {type(function).__name__}, not a plain function: decorate the function itself; with"

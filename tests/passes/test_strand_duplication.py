@@ -49,6 +49,12 @@ def test_the_same_module_gives_the_same_bytes() -> None:
     assert again == after.to_bytes()
 
 
+def test_what_is_interleaved_already_is_refused_as_that() -> None:
+    _, after, _ = golden.run(golden.read(SCAN), StrandDuplication())
+    with pytest.raises(PassRefusal, match="holds two strands already"):
+        PassManager([StrandDuplication()], strict=True).run(Stage.LOWERED, after.to_bytes())
+
+
 def test_attributes_of_instructions_are_copied_along() -> None:
     """F(0), and one of each strand in the loop."""
     multiply = 'op_name="jit(step)/jvp()/while/body/mul"}'

@@ -246,7 +246,7 @@ def test_bad_options() -> None:
         (jax.jit(step), {"donate_argnums": 0}, "jitted already: give donate_argnums"),
         (jax.jit(step), {"microbatches": 2}, "jitted already"),
         (nnx.jit(step), {}, "nnx.split"),
-        (strand_interleave(step), {}, "is a InterleavedStep, not a plain function"),
+        (strand_interleave(step), {}, "step is interleaved already: leave out one"),
     ]
     for function, options, message in cases:
         with pytest.raises(DhelixError, match=message):
