@@ -24,7 +24,7 @@ COLLECTIVE_KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-IMPLEMENTATIONS = ("nccl", "symmetric", "user-buffers")
+IMPLEMENTATIONS = ("nccl", "symmetric", "user-buffers", "triton")
 
 _OPERATOR = re.compile(rf"({'|'.join(OPERATOR_KINDS)}) (\S+) (\d+(?:x\d+)*)?")
 _COLLECTIVE = re.compile(
@@ -64,7 +64,7 @@ class CollectiveKey:
       gpus_per_node, nodes: a group is so many GPUs on each of so many nodes: AMSP's p0 x p1.
       groups: how many such groups communicate at the same time, and share links where these cross.
       implementation: `nccl` kernels, NCCL on `symmetric` memory (copy engines where NCCL has them), or NCCL on
-        `user-buffers`, that is, without copies through NCCL's own.
+        `user-buffers`, that is, without copies through NCCL's own; `triton`: a kernel that XLA makes of small ones.
     """
 
     kind: str
