@@ -1,12 +1,18 @@
 """Costs of instructions of scheduled GPU programs, and the devices of collectives."""
 
+import dataclasses
+
 import pytest
 
 from dhelix.passes.collectives import device_groups, find_collective
 from dhelix.passes.costs import Costs, Lane, instruction_cost, trip_count
 from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.operator_keys import key_of
 from dhelix.profiles import roofline
+from dhelix.profiles.estimates import Estimator, Source
 from dhelix.profiles.hardware import H200
+from dhelix.profiles.keys import CollectiveKey, OperatorKey
+from dhelix.profiles.profile import Profile, Section, Timing
 from dhelix.tests.passes import golden
 
 MODULE = HloModule.from_text(golden.read("costs/operators.hlo"))
@@ -75,6 +81,52 @@ def test_what_only_renames_is_free() -> None:
     assert all(COSTS[i].seconds == 0.0 for i in free)
 
 
+def with_profile(**seconds: float) -> Costs:
+    """Costs from a profile that knows the named instructions."""
+    known = {key_of(named(name)): Timing(value) for name, value in seconds.items()}
+    operators = {k: t for k, t in known.items() if isinstance(k, OperatorKey)}
+    collectives = {k: t for k, t in known.items() if isinstance(k, CollectiveKey)}
+    profile = Profile("H200", "nvlink").with_section(Section("default", operators, collectives))
+    return Costs(H200, Estimator(profile, H200))
+
+
+def test_without_a_profile_everything_is_a_guess() -> None:
+    assert COSTS[named("gemm")].source is Source.GUESS
+    assert COSTS[named("loop")].source is Source.GUESS
+    assert COSTS[named("gathered")].source is Source.MEASURED, "nothing is nothing"
+
+
+def test_measured_times_take_the_place_of_the_roofline() -> None:
+    costs = with_profile(gemm=1.0, gather=2.0)
+    for name, seconds in (("gemm", 1.0), ("gather", 2.0)):
+        cost, guess = costs[named(name)], COSTS[named(name)]
+        assert (cost.seconds, cost.source) == (seconds, Source.MEASURED)
+        assert (cost.flops, cost.bytes, cost.lane) == (guess.flops, guess.bytes, guess.lane)
+    assert costs[named("gathered")].seconds == 0.0
+    assert costs[named("forward")].source is Source.GUESS
+
+
+def test_times_follow_from_near_relatives() -> None:
+    key = key_of(named("gemm"))
+    assert isinstance(key, OperatorKey)
+    sizes = (2 * key.sizes[0], *key.sizes[1:])
+    relative = dataclasses.replace(key, sizes=sizes, flops=2 * key.flops, bytes=2 * key.bytes)
+    profile = Profile("H200", "nvlink").with_section(Section("default", {relative: Timing(1.0)}))
+    cost = Costs(H200, Estimator(profile, H200))[named("gemm")]
+    assert cost.source is Source.INTERPOLATED
+    assert COSTS[named("gemm")].seconds < cost.seconds < 1.0
+
+
+def test_a_loop_is_as_certain_as_its_least_certain_part() -> None:
+    copy = named("loop").called[0].instructions[3]
+    key = key_of(copy)
+    assert isinstance(key, OperatorKey)
+    profile = Profile("H200", "nvlink").with_section(Section("default", {key: Timing(3.0)}))
+    loop = Costs(H200, Estimator(profile, H200))[named("loop")]
+    assert (loop.seconds, loop.source) == (15.0, Source.MEASURED)
+    assert with_profile(gemm=1.0)[named("loop")].source is Source.GUESS
+
+
 LOWERED = """HloModule m
 ENTRY e {
   a = f32[1024,1024] parameter(0)
@@ -90,6 +142,15 @@ def test_lowered_programs_pay_for_products_and_for_what_they_write() -> None:
     assert costs["wide"].seconds == costs["scalar"].seconds == 0.0
     assert costs["twice"].bytes == 4 * MIB
     assert costs["c"].flops == 2 * 1024**3
+
+
+def test_profiles_are_for_scheduled_programs() -> None:
+    module = HloModule.from_text(LOWERED)
+    key = key_of(module.entry.root)
+    assert isinstance(key, OperatorKey)
+    profile = Profile("H200", "nvlink").with_section(Section("default", {key: Timing(1.0)}))
+    costs = Costs(H200, Estimator(profile, H200))
+    assert costs[module.entry.root] == instruction_cost(module.entry.root, H200)
 
 
 GROUPS = {
