@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -125,3 +126,18 @@ def test_amsp_table_5_stands_whole() -> None:
         "amsp-a800", "AMSP, overlapping nothing", "throughput", "LLaMA-30B, 64 GPUs, S 4096, micro-batch 1, 8"
     )
     assert best.value == 719
+
+
+@each_cluster
+def test_the_documentation_lists_it(cluster: Cluster) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "clusters.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{cluster.name}` "))
+    across = f"{cluster.network_bandwidth_per_gpu / 1e9:.4g} GB/s" if cluster.network else "-"
+    assert [cell.strip() for cell in row.strip("|").split("|")][1:] == [
+        f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.hardware.name}",
+        cluster.link,
+        f"{cluster.link_bandwidth / 1e9:.4g} GB/s",
+        cluster.network or "-",
+        across,
+        cluster.source,
+    ]

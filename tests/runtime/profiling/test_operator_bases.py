@@ -13,8 +13,10 @@ from dhelix.errors import DhelixError
 from dhelix.passes.collectives import find_collective, is_start
 from dhelix.passes.costs import instruction_cost
 from dhelix.passes.hlo import Instruction
+from dhelix.passes.replay_operators import find_operators
 from dhelix.profiles import overlap_findings
 from dhelix.profiles.hardware import H200
+from dhelix.profiles.keys import OperatorKey
 from dhelix.runtime import deviceless
 from dhelix.runtime.profiling.operator_bases import (
     LLAMA_8B,
@@ -119,6 +121,15 @@ def test_collectives_are_async_pairs_over_their_axis(
     collective = find_collective(start)
     assert is_start(start) and collective is not None
     assert (collective.kind, collective.size, collective.groups) == (kind, size, groups)
+
+
+@pytest.mark.deviceless
+def test_every_base_can_be_replayed(compiled: CompiledBases) -> None:
+    for base in ALL:
+        module = compiled.modules[str(base)]
+        found, refused = find_operators(module, lambda i: OperatorKey("other", i.name, ()))
+        assert not refused
+        assert main_operator(base, module) in [operator.instruction for operator in found]
 
 
 def test_every_base_of_figure_4_is_there() -> None:
