@@ -1,14 +1,197 @@
-"""What a profile says of one step, for people: rows of numbers, and tables and JSON made of them."""
+"""What a profile says of one step, for people: rows of numbers, and the tables and JSON made of them.
+
+    estimator = Estimator(profile, hardware, "default")
+    view = step_view(estimator, step_time.predict(module, Costs(hardware, estimator)))      # data
+    print_view(view, console, top=12)                                                       # tables
+    json.dumps(view.to_json())
+
+Times are seconds in rows and in JSON; tables choose a unit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dhelix.passes.step_time import StepTime
+from dhelix.profiles import roofline
+from dhelix.profiles.contention import overlap_effectiveness
+from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Profile, Section
 
+ORDER_MATTERS = 0.1  # difference in OEF from which a launch order counts as the better one
+
+_SOURCES = {Source.MEASURED: "measured", Source.INTERPOLATED: "interpolated", Source.GUESS: "guessed"}
 _LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer (host memory)", "two-nodes": "two nodes over sockets"}
 _KINDS = {"gemm": "GEMM", "grouped-gemm": "grouped GEMM", "attention-backward": "attention backward"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator or collective of the step, alone.
+
+    Attributes:
+      calls: executions per step on one GPU.
+      share: of the time of all operators and collectives of the step, each alone.
+    """
+
+    key: Key
+    calls: int
+    alone: Estimate
+    share: float
+
+    @property
+    def source(self) -> str:
+        return _SOURCES[self.alone.source]
+
+    @property
+    def bus_bandwidth(self) -> float | None:
+        """Bytes per second that each GPU sends, NCCL's busbw; None for what is no collective."""
+        if not isinstance(self.key, CollectiveKey) or not self.alone.seconds:
+            return None
+        return roofline.wire_bytes(self.key.kind, self.key.bytes, self.key.group_size) / self.alone.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        alone = {"seconds": self.alone.seconds, "spread": self.alone.spread, "source": self.source}
+        entry = {"key": str(self.key), "calls": self.calls, **alone, "share": self.share}
+        bandwidth = self.bus_bandwidth
+        return entry if bandwidth is None else {**entry, "bus_bytes_per_second": bandwidth}
+
+
+@dataclass(frozen=True)
+class Together:
+    """A pair in one launch order: OEF, and how many times longer than alone each side takes."""
+
+    oef: float
+    one: float
+    other: float
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """Two operators at once, in both launch orders as far as they are measured. `other` is the collective, if
+    one is."""
+
+    one: Key
+    other: Key
+    one_first: Together | None
+    other_first: Together | None
+
+    @property
+    def best(self) -> float:
+        """OEF of the better launch order."""
+        return max(order.oef for order in (self.one_first, self.other_first) if order)
+
+    @property
+    def order_effect(self) -> float | None:
+        """OEF of `one` launched first less that of `other` first; None unless both are measured."""
+        if self.one_first is None or self.other_first is None:
+            return None
+        return self.one_first.oef - self.other_first.oef
+
+    def to_json(self) -> dict[str, Any]:
+        def order(order: Together | None) -> dict[str, float] | None:
+            return order and {"oef": order.oef, "slow_down_one": order.one, "slow_down_other": order.other}
+
+        orders = {"one_first": order(self.one_first), "other_first": order(self.other_first)}
+        return {"one": str(self.one), "other": str(self.other), **orders}
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step under one launch setting: what it runs with the most time first, pairs by OEF.
+
+    Attributes:
+      time: what the step takes when nothing overlaps.
+      failures: operators and pairs of the step that have no time, and why.
+    """
+
+    setting: str
+    time: StepTime
+    operators: tuple[Row, ...]
+    collectives: tuple[Row, ...]
+    pairs: tuple[PairRow, ...]
+    failures: Mapping[str, str]
+
+    @property
+    def coverage(self) -> dict[str, float]:
+        """By source, the share of the step's time (operators and collectives, each alone) that rests on it."""
+        return {_SOURCES[source]: share for source, share in self.time.shares.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "seconds_without_overlap": self.time.seconds,
+            "gap_seconds": self.time.gap_seconds,
+            "coverage": self.coverage,
+            "operators": [row.to_json() for row in self.operators],
+            "collectives": [row.to_json() for row in self.collectives],
+            "pairs": [row.to_json() for row in self.pairs],
+            "failures": dict(self.failures),
+            "unknown_loops": list(self.time.unknown_loops),
+        }
+
+
+def step_view(estimator: Estimator, time: StepTime) -> StepView:
+    """What the section of `estimator` says of a step, whose time was predicted with the same."""
+    section = estimator.section
+    rows = [Row(o.key, o.count, estimator.solo(o.key), o.total / (time.busy or 1.0)) for o in time.operators]
+    names = {str(row.key) for row in rows} | {o.example for o in time.operators}
+    return StepView(
+        section.setting,
+        time,
+        tuple(row for row in rows if isinstance(row.key, OperatorKey)),
+        tuple(row for row in rows if isinstance(row.key, CollectiveKey)),
+        pair_rows(section, [row.key for row in rows]),
+        {text: why for text, why in sorted(section.failures.items()) if names.issuperset(text.split(" + "))},
+    )
+
+
+def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
+    """Measured pairs of wanted keys, both launch orders in one row, the best OEF first."""
+    wanted = set(wanted)
+    sides = {
+        tuple(sorted((pair.first, pair.second), key=_compute_first))
+        for pair in section.pairs
+        if pair.first in wanted and pair.second in wanted
+    }
+    rows = []
+    for one, other in sides:
+        orders = together(section, one, other, PairKey(one, other)), together(section, one, other, PairKey(other, one))
+        if any(orders):
+            rows.append(PairRow(one, other, *orders))
+    return tuple(sorted(rows, key=lambda row: (-row.best, str(row.one), str(row.other))))
+
+
+def together(section: Section, one: Key, other: Key, pair: PairKey) -> Together | None:
+    """None unless the pair and both of its sides alone are measured."""
+    both, effectiveness = section.pairs.get(pair), oef(section, pair)
+    alone, other_alone = section.solo(one), section.solo(other)
+    if both is None or effectiveness is None or alone is None or other_alone is None:
+        return None
+    until = (both.first, both.second) if pair.first == one else (both.second, both.first)
+    return Together(effectiveness, until[0] / alone.seconds, until[1] / other_alone.seconds)
+
+
+def oef(section: Section, pair: PairKey) -> float | None:
+    """(T_i + T_j - P) / min(T_i, T_j) (DHelix section 3.2); None unless all three are measured."""
+    both, first, second = section.pairs.get(pair), section.solo(pair.first), section.solo(pair.second)
+    if both is None or first is None or second is None:
+        return None
+    return overlap_effectiveness(first.seconds, second.seconds, both.seconds)
+
+
+def _compute_first(key: Key) -> tuple[bool, str]:
+    return isinstance(key, CollectiveKey), str(key)
+
+
+# ---- words
 
 
 def readable(key: Key, among: Iterable[Key] = ()) -> str:
@@ -25,8 +208,11 @@ def _short(key: Key) -> str:
         groups = f", {key.groups} groups" if key.groups > 1 else ""
         how = "" if key.implementation == "nccl" else f", {key.implementation}"
         return f"{key.kind} {bytes_text(key.bytes)}, {where}{groups}{how}"
+    if key.kind == "copy" and key.family == "contiguous" and key.sizes:
+        return f"copy {bytes_text(key.sizes[0])}"
     sizes = "x".join(map(str, key.sizes))
-    return f"{_KINDS.get(key.kind, key.kind)} {sizes}".strip()
+    named = key.family.partition(":")[0] if key.kind in ("fusion", "other") else ""
+    return " ".join(filter(None, (_KINDS.get(key.kind, key.kind), named, sizes)))
 
 
 def bytes_text(count: int) -> str:
@@ -50,9 +236,91 @@ def setup(profile: Profile) -> str:
     return f"{count}{profile.hardware}, {_LINKS.get(profile.link, profile.link)}"
 
 
-def oef(section: Section, pair: PairKey) -> float | None:
-    """(T_i + T_j - P) / min(T_i, T_j) (DHelix section 3.2); None unless all three are measured."""
-    both, first, second = section.pairs.get(pair), section.solo(pair.first), section.solo(pair.second)
-    if both is None or first is None or second is None:
-        return None
-    return (first.seconds + second.seconds - both.seconds) / min(first.seconds, second.seconds)
+def launch_order_text(pairs: Sequence[PairRow]) -> str:
+    """What launch order does, over the pairs of compute and a collective, in one line."""
+    mixed = [p for p in pairs if isinstance(p.one, OperatorKey) and isinstance(p.other, CollectiveKey)]
+    effects = [p.order_effect for p in mixed if p.order_effect is not None]
+    if not effects:
+        return "Launch order: no pair of compute and communication is measured in both orders."
+    compute = sum(effect >= ORDER_MATTERS for effect in effects)
+    collective = sum(effect <= -ORDER_MATTERS for effect in effects)
+    return (
+        f"Launch order: of {len(effects)} pairs of compute and communication, {compute} overlap better with compute"
+        f" launched first, {collective} with the collective first (OEF differs by {ORDER_MATTERS} or more);"
+        f" the better order is worth {statistics.median(map(abs, effects)):.2f} OEF in the median."
+    )
+
+
+def coverage_text(view: StepView) -> str:
+    shares = ", ".join(f"{share:.1%} {source}" for source, share in view.coverage.items())
+    time = f"{time_text(view.time.busy)} of operators and collectives, each alone"
+    return f"Setting {view.setting}: the step runs {time}; {shares}."
+
+
+# ---- tables
+
+
+def print_view(view: StepView, console: Console, top: int) -> None:
+    """Coverage, then a table for each kind of row that there is; at most `top` rows of each."""
+    _say(console, coverage_text(view), style="bold")
+    for name, rows in (("Operators", view.operators), ("Collectives", view.collectives)):
+        if rows:
+            console.print(_solo_table(name, rows, top))
+    if view.pairs:
+        half = max(1, top // 2)
+        console.print(_pair_table("Pairs that overlap best", view.pairs[:half]))
+        if worst := view.pairs[half:][-half:]:
+            console.print(_pair_table("Pairs that overlap worst", worst[::-1]))
+        _say(console, launch_order_text(view.pairs))
+    if view.failures:
+        console.print(_failures_table(view.failures, top))
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in words:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _solo_table(name: str, rows: Sequence[Row], top: int) -> Table:
+    bandwidth = any(row.bus_bandwidth is not None for row in rows)
+    numbers = ["calls", "alone", "spread", *(["GB/s"] if bandwidth else []), "share", "source"]
+    table = _table(f"{name} of the step, most time first", [name.lower()[:-1]], numbers)
+    keys = [row.key for row in rows]
+    for row in rows[:top]:
+        speed = [f"{(row.bus_bandwidth or 0) / 1e9:,.1f}"] if bandwidth else []
+        spread = f"{row.alone.spread / row.alone.seconds:.1%}" if row.source == "measured" else "-"
+        cells = (f"{row.calls:,}", time_text(row.alone.seconds), spread, *speed, f"{row.share:.1%}", row.source)
+        table.add_row(Text(readable(row.key, keys)), *cells)
+    if left := rows[top:]:
+        table.caption = f"and {len(left)} more, {sum(row.share for row in left):.1%} of the time (--top)"
+    return table
+
+
+def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
+    """OEF for each launch order, and how much longer than alone the first and the second column take."""
+    numbers = ["OEF, 1 first", "slow-down 1 / 2", "OEF, 2 first", "slow-down 1 / 2"]
+    table = _table(title, ["1", "2"], numbers)
+    keys = [key for row in rows for key in (row.one, row.other)]
+    for row in rows:
+        cells = []
+        for order in (row.one_first, row.other_first):
+            cells += [f"{order.oef:.2f}", f"{order.one:.2f} / {order.other:.2f}"] if order else ["-", "-"]
+        table.add_row(Text(readable(row.one, keys)), Text(readable(row.other, keys)), *cells)
+    return table
+
+
+def _failures_table(failures: Mapping[str, str], top: int) -> Table:
+    table = _table("Not measured", ["what", "why"], [])
+    for what in sorted(failures)[:top]:
+        table.add_row(Text(what), Text(failures[what]))
+    if len(failures) > top:
+        table.caption = f"and {len(failures) - top} more (--top)"
+    return table

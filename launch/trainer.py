@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import optax
 from dhelix.errors import DhelixError
 from dhelix.launch import data
 from dhelix.launch.checkpoint import CheckpointError, Checkpoints
-from dhelix.models import Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
 from dhelix.runtime.strand_interleave import strand_interleave
@@ -122,19 +122,28 @@ class Run:
 
 def prepare(options: Options) -> Run:
     """Everything but the state. Raises DhelixError for options that do not fit each other or the devices."""
-    config = _valid(
-        lambda: preset(
-            options.preset,
-            options.layers,
-            **_given(seq=options.seq, dtype=options.dtype, remat=options.remat),
-        )
-    )
+    config = configuration(options)
     if config.vocab < data.VOCABULARY:
         raise DhelixError(f"{options.preset} has {config.vocab} tokens, and bytes need {data.VOCABULARY}")
     corpus = data.load(options.data)
     corpus.check(config.seq)
-    dp, tp = _mesh_axes(options.mesh, len(jax.devices()), config.kv_heads)
-    mesh = _valid(lambda: make_mesh(dp, tp))
+    training, batch = make_training(options, config, jax.devices())
+    return Run(options, training, corpus, batch, make_step(training, options.plain, options.verify))
+
+
+def configuration(options: Options) -> LlamaConfig:
+    """The model. Raises DhelixError for options that do not fit each other."""
+    given = _given(seq=options.seq, dtype=options.dtype, remat=options.remat)
+    return _valid(lambda: preset(options.preset, options.layers, **given))
+
+
+def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any]) -> tuple[Training, int]:
+    """The plain train step on a mesh over the first of `devices`, and how many sequences it takes.
+
+    Raises DhelixError for options that do not fit each other or the devices.
+    """
+    dp, tp = _mesh_axes(options.mesh, len(devices), config.kv_heads)
+    mesh = _valid(lambda: make_mesh(dp, tp, devices))
     training = _valid(
         lambda: make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
     )
@@ -142,7 +151,7 @@ def prepare(options: Options) -> Run:
     # Traced once here, for what the model says about batches that do not divide.
     abstract = training.abstract_state(), training.abstract_batch(batch)
     _valid(lambda: jax.eval_shape(training.train_step, *abstract))
-    return Run(options, training, corpus, batch, make_step(training, options.plain, options.verify))
+    return training, batch
 
 
 def make_step(training: Training, plain: bool, verify: bool = False) -> Any:

@@ -1,0 +1,113 @@
+"""The compiled step that `dhelix profile` is about: of a dump, or of a preset of `dhelix train`.
+
+    step = of_dump("xla_dump")
+    step = of_preset(trainer.Options("llama-8b", layers=4, mesh="tp=4"))      # compiled here, without a GPU
+    lowered, arguments = build({"preset": "llama-8b", "layers": 4})           # to run on this process's GPUs
+
+Compiled without a GPU nothing is autotuned, so some kernels, and with them keys, are not those of the card. What
+measures therefore compiles the preset itself (`profile_worker`), on the GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dhelix.errors import DhelixError
+from dhelix.launch import dumps, trainer
+from dhelix.models import Training
+from dhelix.passes.collectives import find_collective
+from dhelix.passes.hlo import HloModule
+from dhelix.profiles import hardware
+from dhelix.runtime import deviceless
+from dhelix.runtime.lowering import compiled_module
+
+_GPUS, _GPUS_PER_HOST = 4, 8  # of a preset without a mesh; of a host that is compiled for
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What is profiled.
+
+    Attributes:
+      name: for people.
+      module: scheduled.
+      gpus: how many it runs on.
+      hardware: the GPU it was compiled for, a name in `hardware.ALL`; None if the dump does not say.
+    """
+
+    name: str
+    module: HloModule
+    gpus: int
+    hardware: str | None
+
+
+def of_dump(path: str | Path) -> CompiledStep:
+    """The step in a file or a folder of `--xla_dump_to`.
+
+    Raises DhelixError: nothing to read there, not scheduled, or not compiled for GPUs.
+    """
+    file = dumps.find_module(path)
+    if "cpu_after" in file.name:
+        raise DhelixError(f"{file} was compiled for CPU, and profiles are of GPUs; compile the step for GPUs")
+    module = dumps.read_module(file)
+    return CompiledStep(str(file), module, gpus_of(module), dumps.read_gpu(file, hardware.ALL))
+
+
+def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
+    """The step that `dhelix train` runs with these options, compiled for GPUs that need not exist.
+
+    Raises DhelixError: options that do not fit each other, or nothing to compile with (extra `compile`).
+    """
+    gpus = gpus_of_mesh(options.mesh) or _GPUS
+    per_host = min(gpus, _GPUS_PER_HOST)
+    devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
+    training, batch = trainer.make_training(options, trainer.configuration(options), devices)
+    module = compiled_module(deviceless.compile(_lower(options, training, batch)))
+    return CompiledStep(_name(options, training), module, training.mesh.size, target.upper())
+
+
+def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, tuple[Any, ...]]:
+    """The step of `trainer.Options(**options)` for this process's devices, and a state and a batch to run it on.
+
+    Raises DhelixError: options that do not fit each other or the devices.
+    """
+    given = trainer.Options(**options)
+    config = trainer.configuration(given)
+    training, batch = trainer.make_training(given, config, jax.devices())
+    shape = (batch, config.seq + 1)
+
+    def tokens() -> dict[str, jax.Array]:
+        return {"tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab)}
+
+    arguments = training.init(jax.random.key(0)), jax.jit(tokens, out_shardings=training.batch_sharding)()
+    return _lower(given, training, batch), arguments
+
+
+def gpus_of_mesh(mesh: str) -> int:
+    """Devices that the axes of `--mesh` need, `dp=2,tp=4`; 0 if it names none, or names them wrongly."""
+    sizes = [size for _, _, size in (part.partition("=") for part in mesh.split(","))]
+    return math.prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) else 0
+
+
+def gpus_of(module: HloModule) -> int:
+    """How many GPUs the collectives of a module speak of; 1 if there are none."""
+    found = (find_collective(i) for c in module.computations for i in c.instructions)
+    return 1 + max((d for collective in found if collective for group in collective.groups for d in group), default=0)
+
+
+def _lower(options: trainer.Options, training: Training, batch: int) -> jax.stages.Lowered:
+    step = trainer.make_step(training, options.plain)
+    return step.lower(training.abstract_state(), training.abstract_batch(batch))
+
+
+def _name(options: trainer.Options, training: Training) -> str:
+    axes = " x ".join(f"{name} {size}" for name, size in training.mesh.shape.items())
+    how = "" if options.plain else ", interleaved"
+    size = f"{training.config.layers} layers, sequence {training.config.seq}, {options.microbatches} micro-batches"
+    return f"{options.preset}: {size}{how}, {axes}"
