@@ -95,6 +95,8 @@ def form_of(instruction: Instruction) -> Form:
 def in_memory(shape: Any) -> tuple[tuple[int, ...], dict[int, int]]:
     """`dims` as in Node, of a tuple those of its first element, and for each dimension kept its place in them."""
     shape = first(shape)
+    if not shape.dimensions:
+        return (), {}
     layout = shape.layout.minor_to_major or range(len(shape.dimensions) - 1, -1, -1)
     kept = [d for d in reversed(layout) if shape.dimensions[d] != 1]
     return tuple(shape.dimensions[d] for d in kept), {d: place for place, d in enumerate(kept)}
@@ -163,14 +165,13 @@ class _Graph:
         elif opcode in _SLICES:
             operands = operands[:1]
         dims, places = in_memory(shape)
-        node = Node(opcode, _detail(instruction), _types(shape), dims, tuple(operands))
         if opcode not in ("bitcast", "reshape"):
-            nodes = [self.nodes[o] for o in operands]
-            return self._add(replace(node, links=tuple(_links(instruction, places, nodes))))
+            links = tuple(_links(instruction, places, [self.nodes[o] for o in operands]))
+            return self._add(Node(opcode, _detail(instruction), _types(shape), dims, tuple(operands), links))
         if dims == self.nodes[operands[0]].dims:
             return operands[0]
         links, products = _regrouped(dims, self.nodes[operands[0]].dims)
-        return self._add(replace(node, opcode="bitcast", links=links, products=products))
+        return self._add(Node("bitcast", "", _types(shape), dims, tuple(operands), links, products))
 
     def _behind(self, number: int, opcodes: Sequence[str]) -> int:
         while self.nodes[number].opcode in opcodes:
@@ -203,12 +204,12 @@ def _links(
     instruction: Instruction, places: dict[int, int], operands: Sequence[Node]
 ) -> Iterator[tuple[int, int, int]]:
     opcode, numbers = instruction.opcode, instruction.proto.dimensions
-    if opcode in _MIXING:
+    if opcode in _MIXING or not places:
         return
     result = first(instruction.shape).dimensions
     for position, (operand, node) in enumerate(zip(instruction.operands, operands, strict=False)):
         dims, theirs = in_memory(operand.shape)
-        if dims != node.dims:  # the node is less than the operand: an update of it
+        if not dims or dims != node.dims:  # a scalar, or less than the operand: an update of it
             continue
         rank = len(operand.shape.dimensions)
         if opcode == "broadcast":
