@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.profile_tables import oef, readable, setup, time_text
+from dhelix.launch.profile_tables import readable, setup, time_text
 from dhelix.profiles.keys import OPERATOR_KINDS, CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Profile, Section
 
@@ -69,7 +69,7 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
         cells = []
         for row, compute in enumerate(computes):
             keys = [PairKey(compute, c) if panel == 0 else PairKey(c, compute) for c in collectives]
-            cells.append(tuple(oef(section, key) for key in keys))
+            cells.append(tuple(timing.oef if (timing := section.pairs.get(key)) else None for key in keys))
             failed |= {(panel, row, n) for n, key in enumerate(keys) if str(key) in section.failures}
         panels.append(tuple(cells))
     return HeatMap(
@@ -121,7 +121,7 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
 
 
 _FOOTNOTE = (
-    "OEF = (T compute + T collective − P) / min of both; T alone, P both together, measured."
+    "OEF = (T compute + T collective − P) / the smaller T; T alone, P both together, measured."
     " Framed: the better launch order, by 0.1 or more."
 )
 

@@ -21,7 +21,6 @@ from rich.text import Text
 
 from dhelix.passes.step_time import StepTime
 from dhelix.profiles import roofline
-from dhelix.profiles.contention import overlap_effectiveness
 from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Profile, Section
@@ -161,30 +160,20 @@ def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
         for pair in section.pairs
         if pair.first in wanted and pair.second in wanted
     }
-    rows = []
-    for one, other in sides:
-        orders = together(section, one, other, PairKey(one, other)), together(section, one, other, PairKey(other, one))
-        if any(orders):
-            rows.append(PairRow(one, other, *orders))
+    rows = [
+        PairRow(one, other, together(section, one, other), together(section, other, one, swapped=True))
+        for one, other in sides
+    ]
     return tuple(sorted(rows, key=lambda row: (-row.best, str(row.one), str(row.other))))
 
 
-def together(section: Section, one: Key, other: Key, pair: PairKey) -> Together | None:
-    """None unless the pair and both of its sides alone are measured."""
-    both, effectiveness = section.pairs.get(pair), oef(section, pair)
-    alone, other_alone = section.solo(one), section.solo(other)
-    if both is None or effectiveness is None or alone is None or other_alone is None:
+def together(section: Section, first: Key, second: Key, swapped: bool = False) -> Together | None:
+    """The pair in this launch order, None unless it is measured; `swapped` tells of the second side first."""
+    timing = section.pairs.get(PairKey(first, second))
+    if timing is None:
         return None
-    until = (both.first, both.second) if pair.first == one else (both.second, both.first)
-    return Together(effectiveness, until[0] / alone.seconds, until[1] / other_alone.seconds)
-
-
-def oef(section: Section, pair: PairKey) -> float | None:
-    """(T_i + T_j - P) / min(T_i, T_j) (DHelix section 3.2); None unless all three are measured."""
-    both, first, second = section.pairs.get(pair), section.solo(pair.first), section.solo(pair.second)
-    if both is None or first is None or second is None:
-        return None
-    return overlap_effectiveness(first.seconds, second.seconds, both.seconds)
+    slow_downs = timing.first / timing.first_alone, timing.second / timing.second_alone
+    return Together(timing.oef, *(reversed(slow_downs) if swapped else slow_downs))
 
 
 def _compute_first(key: Key) -> tuple[bool, str]:

@@ -23,11 +23,11 @@ SECTION = Section(
     SOLO,
     {GATHER: Timing(2e-4), REDUCE: Timing(2e-4)},
     {
-        PairKey(LONG, GATHER): PairTiming(4e-4, 4e-4, 3e-4),
-        PairKey(GATHER, LONG): PairTiming(5e-4, 3e-4, 5e-4),
-        PairKey(SHORT, GATHER): PairTiming(3.5e-4, 2e-4, 3.5e-4),
-        PairKey(ATTENTION, SHORT): PairTiming(6e-4, 5e-4, 6e-4),  # no collective: not in the map
-        PairKey(GATHER, REDUCE): PairTiming(4e-4, 2e-4, 4e-4),
+        PairKey(LONG, GATHER): PairTiming(4e-4, 4e-4, 3e-4, 4e-4, 2e-4),
+        PairKey(GATHER, LONG): PairTiming(5e-4, 3e-4, 5e-4, 2e-4, 4e-4),
+        PairKey(SHORT, GATHER): PairTiming(3.5e-4, 2e-4, 3.5e-4, 1e-4, 2e-4),
+        PairKey(ATTENTION, SHORT): PairTiming(6e-4, 5e-4, 6e-4, 5e-4, 1e-4),  # no collective: not in the map
+        PairKey(GATHER, REDUCE): PairTiming(4e-4, 2e-4, 4e-4, 2e-4, 2e-4),
     },
     failures={f"{SHORT} + {REDUCE}": "out of memory"},
 )
@@ -58,7 +58,7 @@ def test_only_what_is_wanted() -> None:
 
 def test_operators_that_read_alike_are_told_apart() -> None:
     transposed = OperatorKey("gemm", "bf16,bf16->bf16:tn:cublaslt", LONG.sizes)
-    pairs = {**SECTION.pairs, PairKey(transposed, GATHER): PairTiming(5e-4, 4e-4, 5e-4)}
+    pairs = {**SECTION.pairs, PairKey(transposed, GATHER): PairTiming(5e-4, 4e-4, 5e-4, 3e-4, 2e-4)}
     section = Section("default", {**SOLO, transposed: Timing(3e-4)}, SECTION.collectives, pairs)
     rows = heat_map.heat_map(Profile("H200", "nvlink", (), {"default": section}), "default").rows
     assert len(set(rows)) == 3
