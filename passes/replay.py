@@ -1,7 +1,8 @@
 """The program that measures: operators of a compiled step, alone and in pairs, again and again.
 
 Matches: a placeholder, a jitted function of flat buffers that does nothing. Makes of it, after scheduling, a
-program that runs the items of a `Program` one after the other, repeat by repeat, as XLA compiled them:
+program that runs the items of a `Program` one after the other, repeat by repeat, as XLA compiled them; nothing
+of the placeholder stays but its signature:
 
     ENTRY main(p0: bf16[8388608], p1: bf16[33554432]) -> f32[1] {
       replay_0_first_0 = ... fusion(bitcast of p1)                           item 0: an operator alone
@@ -20,8 +21,9 @@ what its stream of origin has been given so far, a done makes that stream wait):
   - two collectives: the second gets a stream beside the first one's, or they would run in turn.
 
 An item begins when the one before is done: all its ends are waited for, and control dependencies keep the
-order. What writes over an operand gets a fresh copy of it before the item starts. Memory: the arguments, and
-the results of one item at a time.
+order. What writes over an operand gets a fresh copy of it before the item starts; handing results on from
+repeat to repeat would save that copy, and keep a buffer for each such item alive throughout. Memory: the
+arguments, and the results of one item at a time.
 
 Times come from a profiler trace: it names the instruction that a kernel belongs to, `parse_name` says which
 instance that is. DHelix section 4.2 measures pairs so, offline, as (P) of its dynamic program.

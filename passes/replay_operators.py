@@ -12,7 +12,8 @@ so all it needs is something to read. What it read in the step decides what that
     operators[0].buffers        # (Buffer("bf16", 33554432, 67108864), ...)
     refused                     # (("recv.3", "it has side effects"),)
 
-What cannot stand alone is refused with a reason; the rest goes on.
+What XLA slices by the number of a loop's iteration, without reading an index (`dynamic_slice_config`), it slices
+as in the first iteration where no loop runs. What cannot stand alone is refused with a reason; the rest goes on.
 """
 
 from __future__ import annotations
