@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from dhelix.passes.hlo import Builder, HloModule, Instruction, Shape, shapes
 from dhelix.passes.manager import PassContext, Stage
@@ -88,7 +89,7 @@ def _element(builder: Builder, call: Instruction, like: Instruction) -> Instruct
     return builder.make("convert", like.shape, [one])
 
 
-def _vector(element_type: int, elements: int) -> Shape:
+def _vector(element_type: int, elements: int) -> Any:
     vector = Shape(element_type=element_type, dimensions=[elements])
     vector.layout.minor_to_major.append(0)
     return vector

@@ -68,8 +68,8 @@ def ends(
     return both + (first - rate_first * both), both + (second - rate_second * both)
 
 
-def measured_rates(first: float, second: float, timing: PairTiming) -> tuple[float, float]:
-    """The rates that explain a measured pair; `first` and `second` are solo seconds.
+def measured_rates(timing: PairTiming) -> tuple[float, float]:
+    """The rates that explain a measured pair.
 
     Say the first is done first, at a. It has done its T_1 in a, so r_1 = T_1 / a. The second is done at b, has run
     alone for b - a at rate 1, and so has done T_2 - (b - a) while both ran: r_2 = (T_2 - (b - a)) / a. That is below
@@ -77,8 +77,8 @@ def measured_rates(first: float, second: float, timing: PairTiming) -> tuple[flo
     """
     both = max(min(timing.first, timing.second), 1e-12)
     return (
-        _cut((first - (timing.first - both)) / both),
-        _cut((second - (timing.second - both)) / both),
+        _cut((timing.first_alone - (timing.first - both)) / both),
+        _cut((timing.second_alone - (timing.second - both)) / both),
     )
 
 

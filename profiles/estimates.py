@@ -144,7 +144,7 @@ class Estimator:
         one, two = self.solo(first), self.solo(second)
         timing = self.section.pairs.get(PairKey(first, second))
         if timing is not None:
-            rates = measured_rates(one.seconds, two.seconds, timing)
+            rates = measured_rates(timing)
             return PairEstimate(timing.seconds, timing.first, timing.second, Source.MEASURED), rates
         query = first, one.seconds, second, two.seconds
         source = Source.INTERPOLATED if self._contention.near(*query) else Source.GUESS

@@ -80,4 +80,25 @@ A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwid
 # Without peer-to-peer access (`NCCL_P2P_DISABLE=1`) collectives go through host memory, a PCIe-class network.
 H200_NO_P2P = replace(H200, name="H200-no-p2p", intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
-ALL: dict[str, Hardware] = {h.name: h for h in (H200, H200_NO_P2P, H100, A100, A100_40GB, A800, A40, A40_NVLINK)}
+# Two processes of one server that NCCL takes for nodes: sockets of the loopback device (facts in docs/profiles.md).
+H200_TWO_NODES = replace(H200, name="H200-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2)
+
+ALL: dict[str, Hardware] = {
+    h.name: h for h in (H200, H200_NO_P2P, H200_TWO_NODES, H100, A100, A100_40GB, A800, A40, A40_NVLINK)
+}
+
+LINKS = ("nvlink", "no-p2p", "two-nodes")
+"""How GPUs of a node reach each other: NVLink or what else the node has; through host memory only
+(`NCCL_P2P_DISABLE=1`); over sockets, as two processes that pose as nodes."""
+
+
+def gpu_name(device_kind: str) -> str:
+    """The name under which profiles know a GPU: `H200` for `NVIDIA H200`; of an unknown one the kind, in one word."""
+    words = device_kind.replace("-", " ").split()
+    known = [name for name in ALL if "-" not in name and name in words]
+    return known[0] if known else "-".join(w for w in words if w != "NVIDIA") or "unknown"
+
+
+def describe(name: str, link: str = "nvlink") -> Hardware:
+    """The description of a GPU over a link. One that nobody described counts as an H100 until it is measured."""
+    return ALL.get(f"{name}-{link}") or ALL.get(name) or replace(H100, name=name)

@@ -45,21 +45,32 @@ class PairTiming:
     Attributes:
       seconds: from the first start to the last end, P in the paper.
       first, second: from the start of the pair until each side is done, medians like `seconds`.
+      first_alone, second_alone: T_i and T_j, of each side alone in the same executable: the same data, caches and
+        clocks. A step's own trace may show other times.
       spread: distance of the quartiles of `seconds`.
     """
 
     seconds: float
     first: float
     second: float
+    first_alone: float
+    second_alone: float
     spread: float = 0.0
     samples: int = 1
 
     @classmethod
-    def of(cls, samples: Iterable[tuple[float, float, float]]) -> PairTiming:
+    def of(cls, samples: Iterable[tuple[float, float, float]], first_alone: float, second_alone: float) -> PairTiming:
         """Of at least one (seconds, first, second)."""
-        whole, first, second = zip(*samples, strict=True)
-        spread = quartile_distance(sorted(whole))
-        return cls(statistics.median(whole), statistics.median(first), statistics.median(second), spread, len(whole))
+        whole, first, second = (sorted(of_all) for of_all in zip(*samples, strict=True))
+        median = statistics.median
+        spread = quartile_distance(whole)
+        return cls(median(whole), median(first), median(second), first_alone, second_alone, spread, len(whole))
+
+    @property
+    def oef(self) -> float:
+        """Overlap effectiveness (DHelix 3.2): 1 hides the shorter side altogether, 0 gains nothing."""
+        shorter = min(self.first_alone, self.second_alone)
+        return (self.first_alone + self.second_alone - self.seconds) / shorter if shorter else 0.0
 
 
 def quartile_distance(ordered: list[float]) -> float:

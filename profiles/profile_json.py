@@ -22,7 +22,8 @@ with five digits, spreads with three:
     [1, 245.8, 3.1, 40, "trace"]
     ],
     "pairs": [
-    [0, 1, 301.5, 236.2, 298.1, 4.7, 20]               first, second, time of both, of each side, spread, samples
+    [0, 1, 301.5, 236.2, 298.1, 171, 246, 4.7, 20]     first, second, time of both, of each side, of each alone,
+                                                       spread, samples
     ],
     "failures": {
     "<key or pair as text>": "out of memory"
@@ -121,8 +122,12 @@ def _timing_text(key: int, timing: Timing) -> str:
 
 
 def _pair_text(first: int, second: int, timing: PairTiming) -> str:
-    times = ", ".join(_microseconds(t) for t in (timing.seconds, timing.first, timing.second))
+    times = ", ".join(_microseconds(t) for t in _pair_times(timing))
     return f"[{first}, {second}, {times}, {_microseconds(timing.spread, 3)}, {timing.samples}]"
+
+
+def _pair_times(timing: PairTiming) -> tuple[float, ...]:
+    return timing.seconds, timing.first, timing.second, timing.first_alone, timing.second_alone
 
 
 def _key_text(key: Key) -> str:
@@ -263,8 +268,16 @@ def _timing(row: Checked, table: Sequence[Key]) -> tuple[Key, Timing]:
 
 
 def _pair(row: Checked, table: Sequence[Key]) -> tuple[PairKey, PairTiming]:
-    first, second, whole, of_first, of_second, spread, samples, *_ = row.sequence(7)
-    timing = PairTiming(_seconds(whole), _seconds(of_first), _seconds(of_second), _seconds(spread), samples.integer(1))
+    first, second, whole, of_first, of_second, first_alone, second_alone, spread, samples, *_ = row.sequence(9)
+    timing = PairTiming(
+        _seconds(whole),
+        _seconds(of_first),
+        _seconds(of_second),
+        _seconds(first_alone),
+        _seconds(second_alone),
+        _seconds(spread),
+        samples.integer(1),
+    )
     return PairKey(_referred(first, table), _referred(second, table)), timing
 
 

@@ -3,8 +3,8 @@
 XLA writes into each kernel's event the HLO instruction it was launched for (`hlo_op`); an execution is the
 stretch of a stream whose kernels carry one name. Nothing here looks at the names of kernels.
 
-    for gpu in executions.of_trace(trace.load(folder), "jit_train_step"):
-        for execution in gpu: execution.name, execution.seconds, execution.undisturbed
+    for gpu, found in executions.of_trace(trace.load(folder), "jit_train_step").items():
+        for execution in found: execution.name, execution.seconds, execution.undisturbed
 
 Kernels of a CUDA graph carry the name of XLA's command buffer instead. `between_marks` gives them back to the
 operators of a measuring program, which sets marks for that purpose.
@@ -12,6 +12,7 @@ operators of a measuring program, which sets marks for that purpose.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from dhelix.runtime import trace
 
 _NANO = 1e-9
 _DISTURBED = 0.05
+_PAUSE = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +58,36 @@ class _Event:
 
 def of_trace(
     profile: trace.Profile, module_name: str, rename: Callable[[str], str | None] | None = None
-) -> list[list[Execution]]:
-    """Executions of a module's instructions by their start, GPU by GPU of this process.
+) -> dict[int, list[Execution]]:
+    """Executions of a module's instructions by their start, for each GPU of this process that ran it.
 
     Args:
       profile: see `trace.load`.
       module_name: of the compiled module, such as `jit_train_step`.
       rename: maps XLA's name to the one wanted, so that several instructions make one execution; None: as it is.
 
+    Returns:
+      Lists by the GPU's number in this process.
+
     Raises:
       DhelixError: the trace holds no kernel of the module.
     """
-    gpus = []
+    gpus = {}
     for device in trace.devices(profile):
         plane = next(p for p in profile.planes if p.name == device)
         events = sorted(_events(plane, module_name, rename), key=lambda e: (e.start, e.end))
         if events:
-            gpus.append(list(_executions(events)))
+            gpus[int(device.rpartition(":")[2])] = _executions(events)
     if not gpus:
         raise DhelixError(f"the trace has no kernels of {module_name} on a GPU; was it recorded while the module ran?")
     return gpus
 
 
 def gap_seconds(executions: list[Execution]) -> float:
-    """Idle time of a GPU per execution, from the first to the last of them."""
+    """Idle time of a GPU per execution. Pauses longer than _PAUSE are the host's, not a step's."""
     busy = trace.merge((e.start, e.end) for e in executions)
-    idle = busy[-1][1] - busy[0][0] - trace.length(busy)
-    return idle / max(len(executions), 1)
+    gaps = (after[0] - before[1] for before, after in itertools.pairwise(busy))
+    return sum(gap for gap in gaps if gap < _PAUSE) / max(len(executions), 1)
 
 
 def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool]) -> Iterator[Execution]:

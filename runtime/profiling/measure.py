@@ -67,7 +67,7 @@ class GpuMeasurer:
 
     def __init__(
         self,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
         memory_bytes: int | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class GpuMeasurer:
             return list(self._run(Program(items, repeats)))
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
             if len(items) == 1:
-                return [_reason(error)]
+                return [reason(error)]
             self._arrays.clear()
             half = len(items) // 2
             return self._measure(items[:half], repeats) + self._measure(items[half:], repeats)
@@ -110,10 +110,10 @@ class GpuMeasurer:
         arguments = self._arguments(program)
         jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
         with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=_quiet()):
+            with jax.profiler.trace(folder, profiler_options=quiet()):
                 jax.block_until_ready(compiled(*arguments))
             found = executions.of_trace(trace.load(folder), f"jit_{placeholder_name(program)}", _instance)
-        samples = samples_of(found, program.items)
+        samples = samples_of(list(found.values()), program.items)
         for number in range(len(program.items)):
             yield samples.get(number) or "the profiler saw no kernel of it"
 
@@ -164,9 +164,10 @@ def compile_program(program: Program, mesh: Mesh, options: Mapping[str, Any] | N
 
 
 def filled(buffer: Buffer, seed: int, mesh: Mesh) -> jax.Array:
-    """A buffer on each device: floating-point numbers between -1/8 and 1/8, integers below 128.
+    """A buffer on each device: floating-point numbers between -1/8 and 1/8, integers below 8192.
 
-    Zeros would make products run faster than data does, as they take less power.
+    Zeros would make products run faster than data does, as they take less power; and few different integers would
+    make a scatter's rows collide.
     """
     dtype = _dtype(buffer)
 
@@ -178,7 +179,7 @@ def filled(buffer: Buffer, seed: int, mesh: Mesh) -> jax.Array:
             return ((bits >> 8).astype(jnp.float32) * 2.0**-26 - 0.125).astype(dtype)
         if dtype == jnp.bool_:
             return (bits >> 31).astype(dtype)
-        return (bits >> 25).astype(dtype)
+        return (bits >> (19 if dtype.itemsize > 1 else 25)).astype(dtype)
 
     run = jax.shard_map(fill, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(_AXIS), check_vma=False)
     return jax.jit(run)(np.uint32((seed * 0x9E3779B9) % 2**32))
@@ -235,17 +236,18 @@ def _dtype(buffer: Buffer) -> Any:
     return jnp.dtype(names[buffer.element_type])
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why something did not run, in a line."""
     text = " ".join(str(error).split())
     return "out of memory" if any(words in text for words in _OUT_OF_MEMORY) else text[:300]
 
 
-def _allocatable(device: jax.Device) -> int:
+def _allocatable(device: Any) -> int:
     limit = (device.memory_stats() or {}).get("bytes_limit", 8 << 30)
     return int(_MEMORY_SHARE * limit)
 
 
-def _quiet() -> jax.profiler.ProfileOptions:
+def quiet() -> Any:
     """Only what the GPUs did: the host's events are many and of no use here."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dhelix.errors import DhelixError
@@ -137,7 +137,9 @@ class Session:
         total = done + len(pairs)
         for batch in itertools.batched(pairs, _BATCH):
             progress(done, total, "pairs")
-            self._add(section_of(self.setting, batch, measurer.measure(batch, PAIR_REPEATS)), save)
+            sides = tuple(Item(o) for o in dict.fromkeys(o for pair in batch for o in pair.operators))
+            outcomes = measurer.measure((*sides, *batch), PAIR_REPEATS)
+            self._add(pairs_of(self.setting, (*sides, *batch), outcomes), save)
             done += len(batch)
         progress(done, done, "done")
         return self.profile
@@ -192,20 +194,33 @@ def pair_key(item: Item) -> PairKey:
 
 
 def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
-    """What outcomes say, as a section."""
+    """What outcomes of operators alone say, as a section."""
     alone: dict[Key, Timing] = {}
-    pairs: dict[PairKey, PairTiming] = {}
     failures: dict[str, str] = {}
     for item, outcome in zip(items, outcomes, strict=True):
-        key = item.first.key if item.second is None else pair_key(item)
         if isinstance(outcome, str):
-            failures[str(key)] = outcome
-        elif isinstance(key, PairKey):
-            pairs[key] = PairTiming.of((s.seconds, s.first, s.second) for s in outcome)
+            failures[str(item.first.key)] = outcome
         else:
-            alone[key] = Timing.of(s.seconds for s in outcome)
-    section = _split(alone, setting)
-    return Section(setting, section.operators, section.collectives, pairs, None, failures)
+            alone[item.first.key] = Timing.of(s.seconds for s in outcome)
+    return replace(_split(alone, setting), failures=failures)
+
+
+def pairs_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
+    """What outcomes of pairs say, as a section; `items` hold both sides of each alone, too."""
+    together = list(zip(items, outcomes, strict=True))
+    alone = section_of(setting, *zip(*(io for io in together if io[0].second is None), strict=True))
+    pairs: dict[PairKey, PairTiming] = {}
+    failures: dict[str, str] = {}
+    for item, outcome in together:
+        if item.second is None:
+            continue
+        first, second = (alone.solo(operator.key) for operator in item.operators)
+        if isinstance(outcome, str) or first is None or second is None:
+            failures[str(pair_key(item))] = outcome if isinstance(outcome, str) else "one side does not run alone"
+        else:
+            samples = ((s.seconds, s.first, s.second) for s in outcome)
+            pairs[pair_key(item)] = PairTiming.of(samples, first.seconds, second.seconds)
+    return Section(setting, pairs=pairs, failures=failures)
 
 
 def _split(timings: Mapping[Key, Timing], setting: str, gap_seconds: float | None = None) -> Section:

@@ -1,0 +1,179 @@
+"""The process that measures, one for each launch setting: `python -m dhelix.launch.profile_worker REQUEST.json`.
+
+`dhelix profile` starts it with the setting's environment and XLA flags, since both hold for a whole process, and
+never touches the GPUs itself. The worker writes the profile's file after every batch and tells how far it is on
+stdout, a JSON object a line: {"done": 120, "total": 400, "what": "pairs"}, and last {"finished": true}. Killing
+it at any moment leaves a valid file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.profiles import storage
+from dhelix.profiles.hardware import Hardware, describe, gpu_name
+from dhelix.profiles.profile import SETTINGS, Profile, Section
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker is to do.
+
+    Attributes:
+      setting: name of the launch setting that the process was started with.
+      out: the profile's file, read if it exists and written.
+      link: see `Profile`.
+      preset: what `trainer` options make the step, or None.
+      module: file of a compiled module, in place of a preset.
+      bases: names of layer sizes (`operator_bases.SIZES`) whose operators are measured too.
+      pairs: False measures operators alone.
+      again: measures what is known too.
+      collectives: fills the tables of collectives.
+      collective_seconds: how long those may take, about.
+      keep: folder for the compiled module and XLA's autotuning results, or None.
+      node: one of several processes that pose as nodes: coordinator, processes, process, local_device_ids.
+    """
+
+    setting: str
+    out: str
+    link: str = "nvlink"
+    preset: Mapping[str, Any] | None = None
+    module: str | None = None
+    bases: tuple[str, ...] = ()
+    pairs: bool = True
+    again: bool = False
+    collectives: bool = False
+    collective_seconds: float = 60.0
+    keep: str | None = None
+    node: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+def main(path: str) -> None:
+    request = Request(**json.loads(Path(path).read_text()))
+    try:
+        run(request)
+        _tell(finished=True)
+    except DhelixError as error:
+        _tell(error=" ".join(str(error).split()))
+        sys.exit(1)
+
+
+def run(request: Request) -> None:
+    """Measures and writes as it goes. Raises DhelixError."""
+    import jax
+
+    if request.node:
+        node = request.node
+        jax.distributed.initialize(
+            node["coordinator"], node["processes"], node["process"], local_device_ids=node["local_device_ids"]
+        )
+    from dhelix.runtime.profiling.provenance import provenance
+
+    if jax.devices()[0].platform != "gpu":
+        raise DhelixError("measuring needs GPUs, and JAX finds none; see `nvidia-smi` and pip install 'dhelix[gpu]'")
+    here = provenance()
+    name = gpu_name(here.gpu)
+    hardware = describe(name, request.link)
+    profile = Profile(name, request.link, (here,))
+    if Path(request.out).is_file():
+        profile = storage.load(request.out).merged(profile)
+    if request.preset or request.module:
+        profile = _measure_step(request, profile, hardware)
+    if request.collectives:
+        _measure_collectives(request, profile, hardware)
+
+
+def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Profile:
+    import jax
+
+    from dhelix.passes.hlo import HloModule
+    from dhelix.runtime.profiling import measure
+    from dhelix.runtime.profiling.observe import NO_GRAPHS, observe
+    from dhelix.runtime.profiling.session import Session, Step
+
+    gpus = len(jax.devices())
+    implementation = SETTINGS[request.setting].implementation
+    if request.module:
+        step = Step(HloModule.from_file(request.module))
+    else:
+        from dhelix.launch.profile_step import build
+
+        assert request.preset is not None
+        _tell(done=0, total=0, what="compiles and traces the step")
+        lowered, arguments = build(request.preset)
+        step = observe(lowered, arguments, gpus, implementation)
+        del lowered, arguments
+    if request.keep:
+        Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
+    if request.bases:
+        step = Step(step.module, _bases(request.bases), step.traced, step.gap_seconds)
+    session = Session(
+        profile,
+        request.setting,
+        measure.GpuMeasurer(options=NO_GRAPHS),
+        hardware,
+        gpus_per_node=gpus,
+        pairs=request.pairs,
+        again=request.again,
+    )
+    return session.run(step, lambda done, total, what: _tell(done=done, total=total, what=what), _saver(request))
+
+
+def _bases(names: tuple[str, ...]) -> tuple[Any, ...]:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from dhelix.runtime.profiling import operator_bases
+
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    bases = [base for name in names for base in operator_bases.bases(operator_bases.SIZES[name])]
+    compiled = operator_bases.compile_bases(bases, mesh, local_axis="tp")
+    return tuple(compiled.modules.values())
+
+
+def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> None:
+    import jax
+
+    from dhelix.runtime.profiling import collective_tables, measure_tables
+
+    implementation = SETTINGS[request.setting].implementation
+    keys = collective_tables.tables(jax.devices(), implementation=implementation)
+    known = profile.section(request.setting).collectives
+    missing = [key for key in keys if request.again or key not in known]
+    save = _saver(request)
+    done = 0
+    budget = request.collective_seconds
+    for program in collective_tables.programs(missing, jax.devices(), hardware, budget_seconds=budget):
+        _tell(done=done, total=len(missing), what=f"collectives of {program.grouping}")
+        if program.takes_part:
+            timings, failures = measure_tables.run(program)
+            profile = profile.with_section(Section(request.setting, {}, timings, {}, None, failures))
+            save(profile)
+        done += len(program.keys)
+    _tell(done=done, total=done, what="done")
+
+
+def _saver(request: Request) -> Any:
+    """Writes the file; of several processes the first does."""
+    import jax
+
+    return (lambda profile: storage.save(profile, request.out)) if jax.process_index() == 0 else lambda profile: None
+
+
+def _tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,80 @@
+"""Runs the programs of `collective_tables` on the GPUs and reads the times off a profiler trace."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from dhelix.errors import DhelixError
+from dhelix.profiles.keys import CollectiveKey
+from dhelix.profiles.profile import Timing
+from dhelix.runtime import trace
+from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.profiling import executions
+from dhelix.runtime.profiling.collective_tables import TableProgram
+from dhelix.runtime.profiling.executions import Execution
+from dhelix.runtime.profiling.measure import quiet, reason
+from dhelix.runtime.profiling.observe import NO_GRAPHS
+
+
+def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, str]]:
+    """Times of the program's collectives, and of those without one why.
+
+    All processes with GPUs of the program call this together; each sees its own GPUs only.
+    """
+    try:
+        compiled = program.lower().compile(dict(NO_GRAPHS))
+        module = compiled_module(compiled)
+        where = program.instances(module)
+        arguments = program.arguments()
+        jax.block_until_ready(compiled(*arguments))
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder, profiler_options=quiet()):
+                jax.block_until_ready(compiled(*arguments))
+            found = executions.of_trace(trace.load(folder), module.name)
+    except (DhelixError, jax.errors.JaxRuntimeError) as error:
+        return {}, {str(key): reason(error) for key in program.keys}
+    timings = times(program, found, where)
+    return timings, {str(key): "the profiler saw no kernel of it" for key in program.keys if key not in timings}
+
+
+def times(
+    program: TableProgram,
+    gpus: Mapping[int, Sequence[Execution]],
+    where: Mapping[str, tuple[CollectiveKey, int]],
+) -> dict[CollectiveKey, Timing]:
+    """Medians over the repeats; `TableProgram.seconds` says what counts of a group's GPUs.
+
+    Args:
+      gpus: executions by the GPU's number in this process.
+      where: `TableProgram.instances`.
+    """
+    instances = sorted(set(where.values()))
+    numbers = {device.local_hardware_id: device.id for device in jax.local_devices()}
+    devices = [device for group in program.groups for device in group]
+    seconds = np.zeros((len(instances), len(devices)))
+    rows = {instance: row for row, instance in enumerate(instances)}
+    for gpu, found in gpus.items():
+        column = devices.index(numbers[gpu])
+        for execution in found:
+            if execution.name in where:
+                seconds[rows[where[execution.name]], column] += execution.seconds
+    samples: dict[CollectiveKey, list[float]] = defaultdict(list)
+    for (key, _), row in zip(instances, _of_all_processes(program, seconds), strict=True):
+        known = {device: value for device, value in zip(devices, row, strict=True) if value > 0}
+        if known:
+            samples[key].append(program.seconds(key, known))
+    return {key: Timing.of(of_key) for key, of_key in samples.items()}
+
+
+def _of_all_processes(program: TableProgram, seconds: np.ndarray) -> np.ndarray:
+    """Each process knows its own GPUs' times; zero is unknown."""
+    processes = {device.process_index for device in program.mesh.devices.flat}
+    if len(processes) < 2 or len(processes) < jax.process_count():
+        return seconds
+    return np.asarray(multihost_utils.process_allgather(seconds.astype(np.float32))).max(axis=0)

@@ -1,0 +1,52 @@
+"""What a profile was measured on: read off the machine, never guessed. Unknown is empty."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+
+import jax
+
+from dhelix.profiles.profile import Provenance
+
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_CUDA_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+
+
+def provenance() -> Provenance:
+    """Of the GPUs that JAX sees."""
+    devices = jax.devices()
+    serials, driver = _nvidia_smi()
+    return Provenance(
+        gpu=devices[0].device_kind,
+        gpus=len(devices),
+        date=datetime.date.today().isoformat(),
+        driver=driver,
+        cuda=_version(_CUDA_PACKAGES),
+        nccl=_version(_NCCL_PACKAGES),
+        jax=jax.__version__,
+        machine=hashlib.sha256(serials.encode()).hexdigest()[:8] if serials else "",
+    )
+
+
+def _version(packages: tuple[str, ...]) -> str:
+    for package in packages:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return ""
+
+
+def _nvidia_smi() -> tuple[str, str]:
+    """The GPUs' own numbers as one text, and the driver's version."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "", ""
+    command = [program, "--query-gpu=uuid,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    rows = [row.split(", ") for row in found.stdout.splitlines() if row.count(", ") == 1]
+    return " ".join(sorted(row[0] for row in rows)), rows[0][1] if rows else ""
