@@ -103,6 +103,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
 
     gpus = len(jax.devices())
     implementation = SETTINGS[request.setting].implementation
+    graphs = SETTINGS[request.setting].graphs
     if request.module:
         step = Step(HloModule.from_file(request.module))
     else:
@@ -120,7 +121,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     session = Session(
         profile,
         request.setting,
-        measure.GpuMeasurer(options=NO_GRAPHS),
+        measure.GpuMeasurer(options={} if graphs else NO_GRAPHS, marks=graphs),
         hardware,
         gpus_per_node=gpus,
         pairs=request.pairs,

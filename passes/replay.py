@@ -56,7 +56,7 @@ from dhelix.passes.replay_operators import (
     memory_space,
 )
 
-_NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy)_(\d+)")
+_NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy|mark)_(\d+)")
 _STARTED = ("fusion", "custom-call")  # what XLA takes in an async start, beside collectives and calls
 _STREAM = "_xla_stream_annotation"  # a number here takes the place of XLA's round-robin over streams
 
@@ -82,11 +82,15 @@ class Item:
 class Program:
     """Items, and how often each of them runs in one execution.
 
+    `marks`: a marking kernel stands before each instance and before its copies. Kernels that a CUDA graph launches
+    carry no instruction's name in a trace; by the mark before them it is known whose they are.
+
     Raises DhelixError: nothing to run.
     """
 
     items: tuple[Item, ...]
     repeats: int
+    marks: bool = False
 
     def __post_init__(self) -> None:
         if not self.items or self.repeats < 1:
@@ -142,7 +146,9 @@ def instance_name(item: int, side: str, repeat: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, str, int] | None:
-    """Item, side (`first`, `second`, or `copy` for what must not be counted) and repeat of an instruction.
+    """Item, side and repeat of an instruction.
+
+    The side is `first`, `second`, `copy` for what must not be counted, or `mark`: an item begins here.
 
     Takes what XLA makes of names (`replay_3_first_0.1`, `.remat`), either end of a pair, and a trace's
     `outer::inner`. None for instructions that are no part of the measuring.
@@ -171,7 +177,7 @@ class OperatorReplay:
                 "this is not the program's placeholder: a scheduled function of one flat array for each of"
                 " `program.buffers`, in order (jit with keep_unused=True), that returns an array of float32"
             )
-        writer = _Writer(module)
+        writer = _Writer(module, self.program.marks)
         for repeat in range(self.program.repeats):
             for number, item in enumerate(self.program.items):
                 writer.write(number, item, repeat)
@@ -192,8 +198,9 @@ class _Instance:
 class _Writer:
     """Replaces the entry computation by items, in the order in which they are to run."""
 
-    def __init__(self, module: HloModule) -> None:
+    def __init__(self, module: HloModule, marks: bool) -> None:
         module.reserve_names()
+        self.marks = marks
         self.module, self.entry = module, module.entry
         self.builder = Builder(module.entry)
         self.entry.instructions = list(self.entry.parameters)
@@ -210,14 +217,18 @@ class _Writer:
         """Appends one repeat of an item."""
         free = {buffer: iter(arguments) for buffer, arguments in self.arguments.items()}
         copy = instance_name(number, "copy", repeat)
+        if self.marks:
+            self._mark(f"{copy}.mark")
         first = self._instance(item.first, instance_name(number, "first", repeat), free, copy)
-        if item.second is None:
+        second = item.second and self._instance(item.second, instance_name(number, "second", repeat), free, copy)
+        if self.marks:
+            self._mark(instance_name(number, "mark", repeat))
+        if item.second is None or second is None:
             if item.first.is_collective and is_start(item.first.instruction):
                 self._done(self._start(first))  # as in the step; XLA makes it synchronous
             else:
                 self._run(first)
             return
-        second = self._instance(item.second, instance_name(number, "second", repeat), free, copy)
         if not item.second.is_collective:
             starts = [self._start(first)]
             self._run(second)
@@ -245,6 +256,29 @@ class _Writer:
         values = dict(zip(instance.template.computation.parameters, instance.inputs, strict=True))
         copy = self.builder.copy(core, [values[o] for o in core.operands], copy_called(core))
         self._launch(copy, instance.name)
+
+    def _mark(self, name: str) -> None:
+        """A kernel that does next to nothing, on a stream of its own, done before what follows starts."""
+        scalar = Shape(element_type=shapes.F32)
+        scalar.layout.SetInParent()
+        zero = self.shared.get("mark")
+        if zero is None:
+            zero = self.builder.make("constant", scalar)
+            zero.proto.literal.shape.CopyFrom(scalar)
+            zero.proto.literal.f32s.append(0.0)
+            self.shared["mark"] = self._place(zero)
+        fused = Builder(self.module.new_computation("mark"))
+        fused.finish(fused.make("negate", scalar, [fused.parameter(0, scalar)]))
+        body = Builder(self.module.new_computation("marked"))
+        kernel = body.make(
+            "fusion", scalar, [body.parameter(0, scalar)], called=[fused.computation], fusion_kind="kLoop"
+        )
+        kernel.proto.name = name
+        self.module.schedule[body.finish(kernel)] = list(body.computation.instructions)
+        context = shapes.scalar(shapes.U32)
+        shape = shapes.tuple_of([shapes.tuple_of([scalar]), scalar, context])
+        start = self.builder.make("async-start", shape, [zero], called=[body.computation])
+        self._done(self._launch(start, f"{name}-start"))
 
     def _start(self, instance: _Instance, stream: int | None = None) -> Instruction:
         """On a stream of its own, of the kind that XLA gives to what it starts so."""

@@ -91,6 +91,11 @@ class LaunchSetting:
     implementation: str = "nccl"
     """Of collectives, one of `keys.IMPLEMENTATIONS`."""
 
+    @property
+    def graphs(self) -> bool:
+        """Whether XLA launches kernels as CUDA graphs."""
+        return _NO_GRAPHS not in self.xla_flags
+
 
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 

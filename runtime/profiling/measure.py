@@ -28,6 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
+from dhelix.passes.collectives import find_collective
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.replay import Item, OperatorReplay, Program, instance_name, parse_name, placeholder_name, split
 from dhelix.passes.replay_library_calls import LibraryCalls
@@ -70,11 +71,13 @@ class GpuMeasurer:
         devices: Sequence[Any] | None = None,
         options: Mapping[str, Any] | None = None,
         memory_bytes: int | None = None,
+        marks: bool = False,
     ) -> None:
         """
         Args:
           devices: in the order of the step's devices; by default all GPUs.
           options: XLA options of the executables.
+          marks: kernels run in CUDA graphs and do not say whose they are; see `Program.marks`.
           memory_bytes: for the arguments of one program, per GPU; by default half of what JAX may allocate.
 
         Raises:
@@ -86,18 +89,20 @@ class GpuMeasurer:
         self.mesh = Mesh(np.array(self.devices), (_AXIS,))
         self.options = dict(options or {})
         self.memory_bytes = memory_bytes or _allocatable(self.devices[0])
+        self.marks = marks
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
         """See `Measurer`. What does not run alone is found by halving, and the rest goes on."""
-        outcomes: list[Outcome] = []
-        for group in split(items, self.memory_bytes):
-            outcomes += self._measure(group, repeats)
-        return outcomes
+        fitting = [item for item in items if _gpus_needed(item) <= len(self.devices)]
+        outcomes: dict[Item, Outcome] = {}
+        for group in split(fitting, self.memory_bytes):
+            outcomes.update(zip(group, self._measure(group, repeats), strict=True))
+        return [outcomes.get(i) or f"needs {_gpus_needed(i)} GPUs; there are {len(self.devices)}" for i in items]
 
     def _measure(self, items: tuple[Item, ...], repeats: int) -> list[Outcome]:
         try:
-            return list(self._run(Program(items, repeats)))
+            return list(self._run(Program(items, repeats, self.marks)))
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
             if len(items) == 1:
                 return [reason(error)]
@@ -113,7 +118,8 @@ class GpuMeasurer:
             with jax.profiler.trace(folder, profiler_options=quiet()):
                 jax.block_until_ready(compiled(*arguments))
             found = executions.of_trace(trace.load(folder), f"jit_{placeholder_name(program)}", _instance)
-        samples = samples_of(list(found.values()), program.items)
+        named = [list(executions.between_marks(of_gpu, _is_mark)) for of_gpu in found.values()]
+        samples = samples_of(named, program.items)
         for number in range(len(program.items)):
             yield samples.get(number) or "the profiler saw no kernel of it"
 
@@ -197,12 +203,14 @@ def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> di
         spans: dict[tuple[int, int], dict[str, tuple[float, float]]] = defaultdict(dict)
         for execution in found:
             parsed = parse_name(execution.name)
-            if parsed is None or parsed[1] not in ("first", "second"):
+            if parsed is None or parsed[1] == "copy":
                 continue
             number, side, repeat = parsed
             start, end = spans[number, repeat].get(side, (execution.start, execution.end))
             spans[number, repeat][side] = (min(start, execution.start), max(end, execution.end))
         for instance, sides in spans.items():
+            if "mark" in sides:  # what a CUDA graph ran: the side that did not say its name
+                sides.setdefault("second" if "first" in sides else "first", sides.pop("mark"))
             if len(sides) == len(items[instance[0]].operators):
                 seen[instance].append(_sample(sides))
     samples: dict[int, list[Sample]] = defaultdict(list)
@@ -220,6 +228,18 @@ def _sample(sides: Mapping[str, tuple[float, float]]) -> Sample:
 
 def _median(samples: Sequence[Sample]) -> Sample:
     return sorted(samples, key=lambda s: s.seconds)[(len(samples) - 1) // 2]
+
+
+def _gpus_needed(item: Item) -> int:
+    """So many that all devices of its collectives' groups are there."""
+    found = (find_collective(operator.instruction) for operator in item.operators)
+    groups = (group for collective in found if collective for group in collective.groups)
+    return 1 + max((device for group in groups for device in group), default=0)
+
+
+def _is_mark(name: str) -> bool:
+    parsed = parse_name(name)
+    return parsed is not None and parsed[1] in ("mark", "copy")
 
 
 def _instance(name: str) -> str | None:
