@@ -37,6 +37,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("dhelix.launch.train", "train a language model, plain or with interleaved strands"),
+    "profile": Command("dhelix.launch.profile", "measure what one train step's operators and collectives cost"),
     "inspect": Command(
         "dhelix.launch.inspect",
         "show what each collective of a compiled step is hidden under, and what stays exposed",

@@ -72,8 +72,10 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
             cells.append(tuple(timing.oef if (timing := section.pairs.get(key)) else None for key in keys))
             failed |= {(panel, row, n) for n, key in enumerate(keys) if str(key) in section.failures}
         panels.append(tuple(cells))
+    gpus = max((p.gpus for p in profile.measured_on), default=0)
+    where = setup(profile.hardware, profile.link, gpus)
     return HeatMap(
-        f"How well compute and communication overlap: {setup(profile)}, launch setting {setting}",
+        f"How well compute and communication overlap: {where}, launch setting {setting}",
         tuple(", ".join(_label(key, section, computes)) for key in computes),
         tuple("\n".join(_label(key, section, collectives)) for key in collectives),
         tuple(panels),

@@ -23,13 +23,14 @@ from dhelix.passes.step_time import StepTime
 from dhelix.profiles import roofline
 from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
-from dhelix.profiles.profile import Profile, Section
+from dhelix.profiles.profile import Section
 
 ORDER_MATTERS = 0.1  # difference in OEF from which a launch order counts as the better one
 
 _SOURCES = {Source.MEASURED: "measured", Source.INTERPOLATED: "interpolated", Source.GUESS: "guessed"}
 _LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer (host memory)", "two-nodes": "two nodes over sockets"}
-_KINDS = {"gemm": "GEMM", "grouped-gemm": "grouped GEMM", "attention-backward": "attention backward"}
+_NAMED = ("fusion", "other", "copy")  # kinds whose family begins with a word that says what it does
+_KINDS = {"grouped-gemm": "grouped GEMM", "attention-backward": "attention backward"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,10 @@ class Row:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """Bytes per second that each GPU sends, NCCL's busbw; None for what is no collective."""
+        """See the function; None for what is no collective."""
         if not isinstance(self.key, CollectiveKey) or not self.alone.seconds:
             return None
-        return roofline.wire_bytes(self.key.kind, self.key.bytes, self.key.group_size) / self.alone.seconds
+        return bus_bandwidth(self.key, self.alone.seconds)
 
     def to_json(self) -> dict[str, Any]:
         alone = {"seconds": self.alone.seconds, "spread": self.alone.spread, "source": self.source}
@@ -137,18 +138,24 @@ class StepView:
         }
 
 
-def step_view(estimator: Estimator, time: StepTime) -> StepView:
-    """What the section of `estimator` says of a step, whose time was predicted with the same."""
+def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] | None = None) -> StepView:
+    """What the section of `estimator` says of a step.
+
+    Args:
+      time: of the step, predicted with the same estimator.
+      refused: names of instructions that cannot run alone, and why.
+    """
     section = estimator.section
     rows = [Row(o.key, o.count, estimator.solo(o.key), o.total / (time.busy or 1.0)) for o in time.operators]
-    names = {str(row.key) for row in rows} | {o.example for o in time.operators}
+    names = {str(row.key) for row in rows}
+    failures = {text: why for text, why in section.failures.items() if names.issuperset(text.split(" + "))}
     return StepView(
         section.setting,
         time,
         tuple(row for row in rows if isinstance(row.key, OperatorKey)),
         tuple(row for row in rows if isinstance(row.key, CollectiveKey)),
         pair_rows(section, [row.key for row in rows]),
-        {text: why for text, why in sorted(section.failures.items()) if names.issuperset(text.split(" + "))},
+        dict(sorted({**failures, **(refused or {})}.items())),
     )
 
 
@@ -176,6 +183,11 @@ def together(section: Section, first: Key, second: Key, swapped: bool = False) -
     return Together(timing.oef, *(reversed(slow_downs) if swapped else slow_downs))
 
 
+def bus_bandwidth(key: CollectiveKey, seconds: float) -> float:
+    """Bytes per second that each GPU sends, which makes kinds and group sizes comparable."""
+    return roofline.wire_bytes(key.kind, key.bytes, key.group_size) / seconds
+
+
 def _compute_first(key: Key) -> tuple[bool, str]:
     return isinstance(key, CollectiveKey), str(key)
 
@@ -184,10 +196,10 @@ def _compute_first(key: Key) -> tuple[bool, str]:
 
 
 def readable(key: Key, among: Iterable[Key] = ()) -> str:
-    """A key in words, short; with its whole family where `among` has another key of the same short words."""
+    """A key in words, short; where `among` has another key of the same words, with what tells them apart."""
     words = _short(key)
     if isinstance(key, OperatorKey) and any(other != key and _short(other) == words for other in among):
-        return f"{words} [{key.family}]"
+        return f"{words} [{key.family.partition(':')[2] if key.kind in _NAMED else key.family}]"
     return words
 
 
@@ -200,7 +212,10 @@ def _short(key: Key) -> str:
     if key.kind == "copy" and key.family == "contiguous" and key.sizes:
         return f"copy {bytes_text(key.sizes[0])}"
     sizes = "x".join(map(str, key.sizes))
-    named = key.family.partition(":")[0] if key.kind in ("fusion", "other") else ""
+    parts = key.family.split(":")
+    if key.kind == "gemm":  # types:layout:library:epilogue
+        return " ".join(["GEMM", *parts[1:2], sizes, *parts[3:]])
+    named = parts[0] if key.kind in _NAMED else ""
     return " ".join(filter(None, (_KINDS.get(key.kind, key.kind), named, sizes)))
 
 
@@ -218,11 +233,9 @@ def time_text(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"
 
 
-def setup(profile: Profile) -> str:
-    """What it was measured on: `4 x H200, NVLink`."""
-    gpus = max((p.gpus for p in profile.measured_on), default=0)
-    count = f"{gpus} x " if gpus else ""
-    return f"{count}{profile.hardware}, {_LINKS.get(profile.link, profile.link)}"
+def setup(gpu: str, link: str, gpus: int) -> str:
+    """What something was measured on: `4 x H200, NVLink`."""
+    return f"{f'{gpus} x ' if gpus else ''}{gpu}, {_LINKS.get(link, link)}"
 
 
 def launch_order_text(pairs: Sequence[PairRow]) -> str:
@@ -263,6 +276,30 @@ def print_view(view: StepView, console: Console, top: int) -> None:
         _say(console, launch_order_text(view.pairs))
     if view.failures:
         console.print(_failures_table(view.failures, top))
+
+
+def print_collectives(section: Section, console: Console) -> None:
+    """Bus bandwidth (NCCL's busbw) of measured collectives by size, a table for each mesh of groups."""
+    meshes = sorted({(k.gpus_per_node, k.nodes, k.groups, k.implementation) for k in section.collectives})
+    if not meshes:
+        _say(console, f"No collective is measured under {section.setting}.")
+    for mesh in meshes:
+        keys = [k for k in section.collectives if (k.gpus_per_node, k.nodes, k.groups, k.implementation) == mesh]
+        kinds = sorted({key.kind for key in keys})
+        per_node, nodes, groups, implementation = mesh
+        at_once = f"{groups} groups at once" if groups > 1 else "one group alone"
+        where = f"{per_node} GPUs on {nodes} nodes" if nodes > 1 else f"{per_node} GPUs"
+        title = f"GB/s of collectives of {where}, {at_once}, {implementation}, setting {section.setting}"
+        table = _table(title, [], ["bytes", *kinds])
+        for size in sorted({key.bytes for key in keys}):
+            row = [next((key for key in keys if (key.kind, key.bytes) == (kind, size)), None) for kind in kinds]
+            cells = (_gigabytes_per_second(k, section.collectives[k].seconds) if k else "-" for k in row)
+            table.add_row(bytes_text(size), *cells)
+        console.print(table)
+
+
+def _gigabytes_per_second(key: CollectiveKey, seconds: float) -> str:
+    return f"{bus_bandwidth(key, seconds) / 1e9:,.1f}"
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

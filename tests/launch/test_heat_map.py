@@ -36,7 +36,7 @@ PROFILE = Profile("H200", "nvlink", (Provenance("NVIDIA H200", 4),), {"connectio
 
 def test_rows_columns_and_cells_per_launch_order() -> None:
     drawn = heat_map.heat_map(PROFILE, "connections1")
-    assert drawn.rows == ("GEMM 8192x4096x4096, 400 µs", "GEMM 8192x1024x4096, 100 µs")
+    assert drawn.rows == ("GEMM nt 8192x4096x4096, 400 µs", "GEMM nt 8192x1024x4096, 100 µs")
     assert drawn.columns == ("all-gather 64 MiB\n4 GPUs\n200 µs", "reduce-scatter 64 MiB\n4 GPUs\n200 µs")
     compute_first, collective_first = drawn.panels
     assert compute_first[0] == (pytest.approx(1.0), None)
@@ -57,9 +57,9 @@ def test_only_what_is_wanted() -> None:
 
 
 def test_operators_that_read_alike_are_told_apart() -> None:
-    transposed = OperatorKey("gemm", "bf16,bf16->bf16:tn:cublaslt", LONG.sizes)
-    pairs = {**SECTION.pairs, PairKey(transposed, GATHER): PairTiming(5e-4, 4e-4, 5e-4, 3e-4, 2e-4)}
-    section = Section("default", {**SOLO, transposed: Timing(3e-4)}, SECTION.collectives, pairs)
+    wider = OperatorKey("gemm", "f32,f32->f32:nt:cublaslt", LONG.sizes)
+    pairs = {**SECTION.pairs, PairKey(wider, GATHER): PairTiming(5e-4, 4e-4, 5e-4, 3e-4, 2e-4)}
+    section = Section("default", {**SOLO, wider: Timing(3e-4)}, SECTION.collectives, pairs)
     rows = heat_map.heat_map(Profile("H200", "nvlink", (), {"default": section}), "default").rows
     assert len(set(rows)) == 3
 

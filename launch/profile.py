@@ -1,0 +1,364 @@
+"""`dhelix profile`: measures what one train step's operators, collectives and pairs cost, and keeps it in a file.
+
+    dhelix profile --preset llama-8b --layers 4 --mesh tp=4 --settings default,connections1 --heat_map pairs.png
+
+What the step needs and the file lacks is measured under each launch setting, in a process of its own
+(`profile_processes`), which writes every batch of results into the file: a run that is interrupted loses nothing and
+goes on when it is called again. Then tables say what is known of the step. Without a GPU nothing is measured, and the
+command says what would be. docs/profiles.md says what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch import dumps, heat_map, profile_processes, profile_step, profile_tables, trainer
+from dhelix.launch.profile_job import Job, file_of
+from dhelix.launch.profile_recorded import Recorded, without_missing
+from dhelix.launch.profile_step import CompiledStep
+from dhelix.launch.profile_worker import Request
+from dhelix.launch.progress import Progress
+from dhelix.launch.train import say
+from dhelix.models import PRESETS
+from dhelix.passes.hlo import HloModule
+from dhelix.profiles import hardware, storage
+from dhelix.profiles.keys import CollectiveKey
+from dhelix.profiles.profile import SETTINGS, Profile, Provenance
+from dhelix.runtime import deviceless
+from dhelix.runtime.profiling import collective_tables
+from dhelix.runtime.profiling.session import Step, Wanted, pair_key
+
+USAGE = """\
+usage: dhelix profile --preset NAME | DUMP | --collectives [flags]
+
+Measures what the operators and collectives of one train step cost on this machine's GPUs, alone and two at once, and
+keeps it in a file. Only what the file lacks is measured; interrupt it whenever you like, the same command goes on.
+Without GPUs it says what it would measure, and what is known already.
+
+  dhelix profile --preset llama-8b --layers 4 --mesh dp=1,tp=4 --microbatches 4     # a step of `dhelix train`
+  dhelix profile DUMP --settings default,connections1 --heat_map pairs.png          # any step
+  dhelix profile --collectives --link no-p2p                                        # tables of collectives
+
+DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder: then the largest
+such module."""
+
+_HEAT_MAP_ROWS = 40  # operators with the most time of the step
+INTERRUPTED = 130  # the status of a command that Ctrl-C ended
+_DEFAULT_GPU, _DEFAULT_GPUS = "H200", 4  # where there are none and nothing says which
+_GPUS = sorted({name.removesuffix(f"-{link}") for name in hardware.ALL for link in hardware.LINKS} & {*hardware.ALL})
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags, on `values`; those of the step are those of `dhelix train`."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    switch = functools.partial(flags.DEFINE_bool, flag_values=values)
+    default = trainer.Options()
+    choice("preset", None, list(PRESETS), "the model")
+    number("layers", None, "number of layers, if not the preset's")
+    number("seq", None, "sequence length, if not the preset's")
+    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
+    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
+    number("microbatches", default.microbatches, "micro-batches per step")
+    text("mesh", default.mesh, "GPUs per axis, such as dp=2,tp=4 (default: all there are)")
+    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
+    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+    switch("interleave", False, "the step with interleaved strands instead of the plain one")
+    flags.DEFINE_list("settings", ["default"], f"launch settings, of {', '.join(SETTINGS)}", flag_values=values)
+    choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
+    switch("collectives", False, "measure the tables of collectives")
+    switch("pairs", True, "measure two at once, too")
+    switch("force", False, "measure again what is known")
+    flags.DEFINE_float("budget_s", None, "stop after so many seconds", lower_bound=1.0, flag_values=values)
+    text("out", None, "the profile's file (default: in DHELIX_PROFILES' last folder, or ~/.cache/dhelix/profiles)")
+    text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
+    choice("hardware", None, _GPUS, f"without GPUs: which ones (default: those of the dump, else {_DEFAULT_GPU})")
+    switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
+    number("top", 12, "how many rows a table shows")
+    text(
+        "heat_map",
+        None,
+        f"draw how well the {_HEAT_MAP_ROWS} longest operators overlap with collectives; a PNG for each setting",
+    )
+    text("pgle", None, "write the step's times under the first setting as XLA's PGLE cost text (.pbtxt)")
+    text("perf_table", None, "write the first setting's collectives as XLA's collective performance table")
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Measures what is missing, or says what would be. Raises DhelixError."""
+    chosen = values.flag_values_dict()
+    _check(chosen, arguments)
+    deviceless.prepare_environment()
+    jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes that measure
+    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["recorded"]:
+        job, measure = _from_record(chosen, arguments, console)
+    elif profile_processes.gpus_here()[1]:
+        job, measure = _on_gpus(chosen, arguments, console)
+    else:
+        job, measure = _plan(chosen, arguments, console)
+    try:
+        measure()
+    except KeyboardInterrupt:
+        say(console, f"Interrupted; {_GO_ON.format(path=job.path)}")
+        return INTERRUPTED
+    _show(job, chosen, console)
+    return 0
+
+
+_GO_ON = "what was measured is in {path}, and the same command goes on from there."
+
+# ---- the three ways: what is asked for, and what measures it
+
+
+def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
+    """There are no GPUs: says what would be measured."""
+    step = _step(chosen, arguments)
+    gpu = chosen["hardware"] or (step.hardware if step else None) or _DEFAULT_GPU
+    job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
+
+    def explain() -> None:
+        say(console, f"There is no GPU here, so nothing is measured. On {job.gpus} x {gpu} this command would measure:")
+        for setting in job.settings:
+            parts = [_words(job.missing(setting))] if step else []
+            if chosen["collectives"]:
+                parts.append(f"{len(_table_keys(job, setting))} collectives for the tables")
+            say(console, f"  under {setting}: {'; '.join(parts)}")
+        say(console, "Below is what the profiles at hand know, and estimates where they know nothing.")
+
+    return job, explain
+
+
+def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
+    """Measurements come from another profile."""
+    record = storage.load(chosen["recorded"])
+    step = _step(chosen, arguments)
+    assert step is not None  # _check
+    chosen["link"] = record.link
+    job = _job(chosen, record.hardware, step.gpus, step)
+
+    def measure() -> None:
+        profile = job.in_file().merged(Profile(record.hardware, record.link, record.measured_on))
+        for setting in job.settings:
+            with _Bar(console, setting) as bar:
+                session = job.session(setting, profile, Recorded(record.section(setting)))
+                profile = session.run(Step(step.module), bar.show, save)
+
+    def save(grown: Profile) -> None:
+        storage.save(without_missing(grown), job.path)
+
+    return job, measure
+
+
+def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
+    """This machine's GPUs, setting by setting, each in a process of its own."""
+    kind, count = profile_processes.gpus_here()
+    gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
+    if gpu is None:
+        raise DhelixError("nvidia-smi does not say which GPUs these are; name them by --hardware")
+    step = profile_step.of_dump(arguments[0]) if arguments else None
+    needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) or count
+    if needed > count:
+        raise DhelixError(
+            f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or another dump"
+        )
+    job = _job(chosen, gpu, needed, None)
+    _warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
+    deadline = time.monotonic() + (chosen["budget_s"] or float("inf"))
+
+    def measure() -> None:
+        for setting, request in _requests(job, chosen, arguments):
+            with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as keep, _Bar(console, setting, deadline) as bar:
+                gpus = None if request.collectives else needed
+                finished = profile_processes.measure(replace(request, keep=keep), bar.go_on, gpus)
+                if (compiled := Path(keep, "step.hlo.pb")).is_file():
+                    name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
+                    job.steps[setting] = CompiledStep(name, HloModule.from_file(compiled), needed, gpu)
+            if not finished:
+                say(console, f"Stopped after {chosen['budget_s']:g} s (--budget_s); {_GO_ON.format(path=job.path)}")
+                return
+
+    return job, measure
+
+
+def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterator[tuple[str, Request]]:
+    """What the processes are to do, in turn."""
+    for setting in job.settings:
+        request = Request(setting, str(job.path), job.link, pairs=job.pairs, again=job.again)
+        if chosen["preset"]:
+            yield setting, replace(request, preset=dataclasses.asdict(_options(chosen)))
+        elif arguments:
+            yield setting, replace(request, module=str(dumps.find_module(arguments[0])))
+        if chosen["collectives"]:
+            yield setting, replace(request, collectives=True)
+
+
+class _Bar:
+    """Progress of one setting, and the end of the time that was given."""
+
+    def __init__(self, console: Console, setting: str, deadline: float = float("inf")) -> None:
+        self._console, self._setting, self._deadline = console, setting, deadline
+        self._progress: Progress | None = None
+        self._total = 0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.__exit__()
+
+    def go_on(self, done: int, total: int, what: str) -> bool:
+        """Shows it; False once the time is over."""
+        self.show(done, total, what)
+        return time.monotonic() < self._deadline
+
+    def show(self, done: int, total: int, what: str) -> None:
+        if total != self._total:  # which pairs are wanted is known once operators are measured
+            self.__exit__()
+            self._total = total
+            self._progress = Progress(self._console, done, total, self._setting).__enter__() if total > done else None
+        if self._progress is None:
+            say(self._console, f"{self._setting}: {what}")
+        else:
+            self._progress.update(done, what)
+
+
+# ---- what is asked for
+
+
+def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
+    """Flags that need or exclude one another."""
+    has_step = bool(arguments or chosen["preset"])
+    if len(arguments) > 1 or (arguments and chosen["preset"]):
+        raise DhelixError("give one step: a dump, or --preset")
+    if not has_step and not chosen["collectives"]:
+        raise DhelixError("give a step: --preset NAME, or a dump; or --collectives for the tables of these")
+    unknown = [setting for setting in chosen["settings"] if setting not in SETTINGS]
+    if unknown or not chosen["settings"]:
+        raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+    if chosen["link"] == "two-nodes" and has_step:
+        raise DhelixError("--link two-nodes is for --collectives; leave the step away")
+    if chosen["recorded"] and not chosen["out"]:
+        raise DhelixError("--recorded needs --out: what was recorded elsewhere must not pass for this machine's")
+    if chosen["recorded"] and (chosen["collectives"] or not has_step):
+        raise DhelixError("--recorded is for a step; leave --collectives away")
+    for name in ("heat_map", "pgle"):
+        if chosen[name] and not has_step:
+            raise DhelixError(f"--{name} is for a step: give --preset NAME, or a dump")
+
+
+def _job(chosen: dict[str, Any], gpu: str, gpus: int, step: CompiledStep | None) -> Job:
+    path = Path(chosen["out"]) if chosen["out"] else file_of(gpu, chosen["link"])
+    settings = tuple(dict.fromkeys(chosen["settings"]))
+    steps = dict.fromkeys(settings, step) if step else {}
+    return Job(gpu, chosen["link"], gpus, settings, path, chosen["pairs"], chosen["force"], steps)
+
+
+def _options(chosen: dict[str, Any]) -> trainer.Options:
+    names = {field.name for field in dataclasses.fields(trainer.Options)}
+    return trainer.Options(**{k: v for k, v in chosen.items() if k in names}, plain=not chosen["interleave"])
+
+
+def _step(chosen: dict[str, Any], arguments: list[str]) -> CompiledStep | None:
+    """The step, compiled without GPUs; None if none is asked for."""
+    if arguments:
+        return profile_step.of_dump(arguments[0])
+    return profile_step.of_preset(_options(chosen)) if chosen["preset"] else None
+
+
+def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
+    """What the tables of collectives lack."""
+    devices = deviceless.topology("h200", f"1x1x{job.gpus}").devices
+    implementation = SETTINGS[setting].implementation
+    keys = collective_tables.tables(devices, job.hardware.gpus_per_node, implementation=implementation)
+    known = {} if job.again else job.in_file().section(setting).collectives
+    return [key for key in keys if key not in known]
+
+
+# ---- what is shown
+
+
+def _words(wanted: Wanted) -> str:
+    collectives = sum(item.first.is_collective for item in wanted.alone)
+    words = (
+        f"{len(wanted.alone) - collectives} operators and {collectives} collectives alone, {len(wanted.pairs)} pairs"
+    )
+    return f"{words}; {len(wanted.refused)} cannot run alone" if wanted.refused else words
+
+
+def _warn(lines: tuple[str, ...], console: Console) -> None:
+    for line in lines:
+        console.print(f"warning: {line}", style="yellow", soft_wrap=True, markup=False)
+
+
+def _show(job: Job, chosen: dict[str, Any], console: Console) -> None:
+    """Tables or JSON, and the files that are asked for."""
+    here = Provenance("", 0, jax=jax.__version__)
+    warnings = storage.differences(job.known(), here)
+    _warn(warnings, console)
+    views = {setting: job.view(setting, dict(job.missing(setting).refused)) for setting in job.steps}
+    if chosen["json"]:
+        print(json.dumps(_to_json(job, views, warnings), indent=1))
+    else:
+        for setting, step in job.steps.items():
+            say(console, f"\n{step.name}; {profile_tables.setup(job.gpu, job.link, job.gpus)}; profile {job.path}")
+            profile_tables.print_view(views[setting], console, chosen["top"])
+        if chosen["collectives"]:
+            for setting in job.settings:
+                profile_tables.print_collectives(job.known().section(setting), console)
+    _write(job, chosen, views)
+
+
+def _to_json(job: Job, views: dict[str, profile_tables.StepView], warnings: tuple[str, ...]) -> dict[str, Any]:
+    profile = job.known()
+    settings: dict[str, Any] = {}
+    for setting in job.settings:
+        section = profile.section(setting)
+        tables = {"collective_table": {str(k): t.seconds for k, t in sorted(section.collectives.items())}}
+        if setting in views:
+            wanted = job.missing(setting)
+            alone, pairs = [str(item.first.key) for item in wanted.alone], [str(pair_key(p)) for p in wanted.pairs]
+            tables = {"missing": {"alone": alone, "pairs": pairs}, **views[setting].to_json(), **tables}
+        settings[setting] = tables
+    measured_on = [dataclasses.asdict(p) for p in profile.measured_on]
+    top = {"file": str(job.path), "hardware": job.gpu, "link": job.link, "gpus": job.gpus, "measured_on": measured_on}
+    step = next((step.name for step in job.steps.values()), None)
+    return {**top, "step": step, "warnings": list(warnings), "settings": settings}
+
+
+def _write(job: Job, chosen: dict[str, Any], views: dict[str, profile_tables.StepView]) -> None:
+    """The picture and XLA's files."""
+    first = job.settings[0]
+    if chosen["heat_map"]:
+        for setting, view in views.items():
+            path = Path(chosen["heat_map"])
+            path = path.with_stem(f"{path.stem}-{setting}") if len(job.settings) > 1 else path
+            keys = {row.key for row in (*view.operators[:_HEAT_MAP_ROWS], *view.collectives)}
+            heat_map.save_png(heat_map.heat_map(job.known(), setting, keys.__contains__), path)
+    if chosen["pgle"] and first in job.steps:
+        _write_text(chosen["pgle"], job.cost_text(first))
+    if chosen["perf_table"]:
+        _write_text(chosen["perf_table"], job.performance_table(first))
+
+
+def _write_text(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
