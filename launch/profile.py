@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ from dhelix.profiles import hardware, storage
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime import deviceless
-from dhelix.runtime.profiling import collective_tables
+from dhelix.runtime.profiling import collective_tables, operator_bases
 from dhelix.runtime.profiling.session import Step, Wanted, pair_key
 
 USAGE = """\
@@ -59,7 +60,7 @@ such module."""
 _HEAT_MAP_ROWS = 40  # operators with the most time of the step
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
 _DEFAULT_GPU, _DEFAULT_GPUS = "H200", 4  # where there are none and nothing says which
-_GPUS = sorted({name.removesuffix(f"-{link}") for name in hardware.ALL for link in hardware.LINKS} & {*hardware.ALL})
+_GPUS = sorted(name for name in hardware.ALL if not name.endswith(tuple(f"-{link}" for link in hardware.LINKS)))
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -82,10 +83,15 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("settings", ["default"], f"launch settings, of {', '.join(SETTINGS)}", flag_values=values)
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
     switch("collectives", False, "measure the tables of collectives")
+    flags.DEFINE_list(
+        "bases", [], f"the paper's operator bases too, of {', '.join(operator_bases.SIZES)}", flag_values=values
+    )
     switch("pairs", True, "measure two at once, too")
     switch("force", False, "measure again what is known")
     flags.DEFINE_float("budget_s", None, "stop after so many seconds", lower_bound=1.0, flag_values=values)
     text("out", None, "the profile's file (default: in DHELIX_PROFILES' last folder, or ~/.cache/dhelix/profiles)")
+    text("keep", None, "folder to keep the steps in as they were compiled for this machine's GPUs")
+    switch("explain", False, "measure nothing, say what would be; what happens without GPUs")
     text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
     choice("hardware", None, _GPUS, f"without GPUs: which ones (default: those of the dump, else {_DEFAULT_GPU})")
     switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
@@ -108,16 +114,18 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     if chosen["recorded"]:
         job, measure = _from_record(chosen, arguments, console)
-    elif profile_processes.gpus_here()[1]:
-        job, measure = _on_gpus(chosen, arguments, console)
-    else:
+    elif chosen["explain"] or not profile_processes.gpus_here()[1]:
         job, measure = _plan(chosen, arguments, console)
+    else:
+        job, measure = _on_gpus(chosen, arguments, console)
     try:
         measure()
     except KeyboardInterrupt:
         say(console, f"Interrupted; {_GO_ON.format(path=job.path)}")
         return INTERRUPTED
     _show(job, chosen, console)
+    if job.errors:
+        raise job.errors[0]
     return 0
 
 
@@ -127,15 +135,18 @@ _GO_ON = "what was measured is in {path}, and the same command goes on from ther
 
 
 def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """There are no GPUs: says what would be measured."""
+    """Says what would be measured."""
     step = _step(chosen, arguments)
     gpu = chosen["hardware"] or (step.hardware if step else None) or _DEFAULT_GPU
     job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
 
     def explain() -> None:
-        say(console, f"There is no GPU here, so nothing is measured. On {job.gpus} x {gpu} this command would measure:")
+        why = "As --explain says" if chosen["explain"] else "There is no GPU here, so"
+        say(console, f"{why} nothing is measured. On {job.gpus} x {gpu} this command would measure:")
         for setting in job.settings:
             parts = [_words(job.missing(setting))] if step else []
+            if chosen["bases"]:
+                parts.append(f"the operators of {', '.join(chosen['bases'])} and their pairs")
             if chosen["collectives"]:
                 parts.append(f"{len(_table_keys(job, setting))} collectives for the tables")
             say(console, f"  under {setting}: {'; '.join(parts)}")
@@ -179,19 +190,28 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
         )
     job = _job(chosen, gpu, needed, None)
     _warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
+    name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
     deadline = time.monotonic() + (chosen["budget_s"] or float("inf"))
 
     def measure() -> None:
-        for setting, request in _requests(job, chosen, arguments):
-            with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as keep, _Bar(console, setting, deadline) as bar:
-                gpus = None if request.collectives else needed
-                finished = profile_processes.measure(replace(request, keep=keep), bar.go_on, gpus)
-                if (compiled := Path(keep, "step.hlo.pb")).is_file():
-                    name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
-                    job.steps[setting] = CompiledStep(name, HloModule.from_file(compiled), needed, gpu)
-            if not finished:
-                say(console, f"Stopped after {chosen['budget_s']:g} s (--budget_s); {_GO_ON.format(path=job.path)}")
-                return
+        with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as temporary:
+            for setting, request in _requests(job, chosen, arguments):
+                keep = Path(chosen["keep"] or temporary, setting)
+                try:
+                    finished = listen(setting, replace(request, keep=str(_folder(keep))))
+                except DhelixError as error:  # other settings may fare better
+                    job.errors.append(error)
+                    continue
+                finally:
+                    if (compiled := keep / "step.hlo.pb").is_file() and not request.collectives:
+                        job.steps[setting] = CompiledStep(name, HloModule.from_file(compiled), needed, gpu)
+                if not finished:
+                    say(console, f"Stopped after {chosen['budget_s']:g} s (--budget_s); {_GO_ON.format(path=job.path)}")
+                    return
+
+    def listen(setting: str, request: Request) -> bool:
+        with _Bar(console, setting, deadline) as bar:
+            return profile_processes.measure(request, bar.go_on, None if request.collectives else needed)
 
     return job, measure
 
@@ -200,10 +220,11 @@ def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterato
     """What the processes are to do, in turn."""
     for setting in job.settings:
         request = Request(setting, str(job.path), job.link, pairs=job.pairs, again=job.again)
+        bases = tuple(chosen["bases"])
         if chosen["preset"]:
-            yield setting, replace(request, preset=dataclasses.asdict(_options(chosen)))
+            yield setting, replace(request, bases=bases, preset=dataclasses.asdict(_options(chosen)))
         elif arguments:
-            yield setting, replace(request, module=str(dumps.find_module(arguments[0])))
+            yield setting, replace(request, bases=bases, module=str(dumps.find_module(arguments[0])))
         if chosen["collectives"]:
             yield setting, replace(request, collectives=True)
 
@@ -252,13 +273,15 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     unknown = [setting for setting in chosen["settings"] if setting not in SETTINGS]
     if unknown or not chosen["settings"]:
         raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+    if unknown := [name for name in chosen["bases"] if name not in operator_bases.SIZES]:
+        raise DhelixError(f"--bases {','.join(unknown)} means nothing; take of {', '.join(operator_bases.SIZES)}")
     if chosen["link"] == "two-nodes" and has_step:
         raise DhelixError("--link two-nodes is for --collectives; leave the step away")
     if chosen["recorded"] and not chosen["out"]:
         raise DhelixError("--recorded needs --out: what was recorded elsewhere must not pass for this machine's")
     if chosen["recorded"] and (chosen["collectives"] or not has_step):
         raise DhelixError("--recorded is for a step; leave --collectives away")
-    for name in ("heat_map", "pgle"):
+    for name in ("heat_map", "pgle", "bases"):
         if chosen[name] and not has_step:
             raise DhelixError(f"--{name} is for a step: give --preset NAME, or a dump")
 
@@ -282,9 +305,17 @@ def _step(chosen: dict[str, Any], arguments: list[str]) -> CompiledStep | None:
     return profile_step.of_preset(_options(chosen)) if chosen["preset"] else None
 
 
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DhelixError(f"cannot make the folder {path} ({error.strerror}); name another as --keep") from None
+    return path
+
+
 def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
     """What the tables of collectives lack."""
-    devices = deviceless.topology("h200", f"1x1x{job.gpus}").devices
+    devices = [SimpleNamespace(process_index=0, id=number) for number in range(job.gpus)]
     implementation = SETTINGS[setting].implementation
     keys = collective_tables.tables(devices, job.hardware.gpus_per_node, implementation=implementation)
     known = {} if job.again else job.in_file().section(setting).collectives

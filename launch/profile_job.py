@@ -42,6 +42,7 @@ class Job:
       pairs: whether two at once are measured, too.
       again: whether what is known is measured again.
       steps: by setting, since autotuning may choose other kernels under each; empty for collectives alone.
+      errors: what went wrong on the way; the rest went on.
     """
 
     gpu: str
@@ -52,6 +53,7 @@ class Job:
     pairs: bool = True
     again: bool = False
     steps: dict[str, CompiledStep] = field(default_factory=dict)
+    errors: list[DhelixError] = field(default_factory=list)
 
     @property
     def hardware(self) -> Hardware:

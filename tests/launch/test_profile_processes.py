@@ -12,6 +12,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.launch import cli, profile_processes
 from dhelix.launch.profile_worker import Request
+from dhelix.passes.hlo import HloModule
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Provenance, Section
 
@@ -155,6 +156,34 @@ def test_the_command_stops_in_time(
     assert f"Stopped after 5 s (--budget_s); what was measured is in {out}" in capsys.readouterr().out
     assert seen(out)["request"]["preset"]["preset"] == "llama-demo"
     assert seen(out)["request"]["preset"]["plain"] is True
+
+
+def test_one_setting_fails_and_the_others_go_on(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = profile_processes.measure
+
+    def measure(request: Request, *rest: Any) -> bool:
+        monkeypatch.setenv("WORKER_MODE", "error" if request.setting == "default" else "")
+        return original(request, *rest)
+
+    monkeypatch.setattr(profile_processes, "measure", measure)
+    step, keep = tmp_path / "step.txt", tmp_path / "kept"
+    step.write_bytes(HloModule.from_text(STEP.replace("4,5,6,7", "4").replace(",4}", "}")).to_bytes())
+    step = step.rename(tmp_path / "step.pb")
+    assert dhelix_profile(step, "--out", out, "--settings=default,connections1", "--keep", keep) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "dhelix profile: setting default: no room\n"
+    assert "Setting connections1: the step runs" in shown.out
+    assert (keep / "connections1" / "step.hlo.pb").is_file()
+
+
+def test_explain_measures_nothing(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_profile("--collectives", "--out", out, "--explain") == 0
+    text = capsys.readouterr().out
+    assert "nothing is measured. On 4 x H200" in text
+    assert "270 collectives for the tables" in text
+    assert not Path(f"{out}.0").exists()
 
 
 def test_more_gpus_than_there_are(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
