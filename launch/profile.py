@@ -203,6 +203,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
                     job.errors.append(error)
                     continue
                 finally:
+                    job.here = (job.in_file().measured_on or [None])[-1]
                     if (compiled := keep / "step.hlo.pb").is_file() and not request.collectives:
                         job.steps[setting] = CompiledStep(name, HloModule.from_file(compiled), needed, gpu)
                 if not finished:
@@ -340,8 +341,7 @@ def _warn(lines: tuple[str, ...], console: Console) -> None:
 
 def _show(job: Job, chosen: dict[str, Any], console: Console) -> None:
     """Tables or JSON, and the files that are asked for."""
-    here = Provenance("", 0, jax=jax.__version__)
-    warnings = storage.differences(job.known(), here)
+    warnings = storage.differences(job.known(), job.here or Provenance("", 0, jax=jax.__version__))
     _warn(warnings, console)
     views = {setting: job.view(setting, dict(job.missing(setting).refused)) for setting in job.steps}
     if chosen["json"]:

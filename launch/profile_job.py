@@ -22,7 +22,7 @@ from dhelix.passes.costs import Costs
 from dhelix.profiles import hardware, storage, xla_tables
 from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import Hardware
-from dhelix.profiles.profile import SETTINGS, Profile
+from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime.profiling.measure import Measurer
 from dhelix.runtime.profiling.session import Session, Step, Wanted
 
@@ -42,6 +42,7 @@ class Job:
       pairs: whether two at once are measured, too.
       again: whether what is known is measured again.
       steps: by setting, since autotuning may choose other kernels under each; empty for collectives alone.
+      here: what was measured on, once something was.
       errors: what went wrong on the way; the rest went on.
     """
 
@@ -53,6 +54,7 @@ class Job:
     pairs: bool = True
     again: bool = False
     steps: dict[str, CompiledStep] = field(default_factory=dict)
+    here: Provenance | None = None
     errors: list[DhelixError] = field(default_factory=list)
 
     @property
