@@ -121,7 +121,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     session = Session(
         profile,
         request.setting,
-        measure.GpuMeasurer(options={} if graphs else NO_GRAPHS, marks=graphs),
+        measure.GpuMeasurer(options={} if graphs else NO_GRAPHS, marks=graphs or implementation != "nccl"),
         hardware,
         gpus_per_node=gpus,
         pairs=request.pairs,

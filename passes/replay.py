@@ -58,6 +58,7 @@ from dhelix.passes.replay_operators import (
 
 _NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy|mark)_(\d+)")
 _STARTED = ("fusion", "custom-call")  # what XLA takes in an async start, beside collectives and calls
+_REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))
 _STREAM = "_xla_stream_annotation"  # a number here takes the place of XLA's round-robin over streams
 
 
@@ -82,8 +83,9 @@ class Item:
 class Program:
     """Items, and how often each of them runs in one execution.
 
-    `marks`: a marking kernel stands before each instance and before its copies. Kernels that a CUDA graph launches
-    carry no instruction's name in a trace; by the mark before them it is known whose they are.
+    `marks`: a tiny all-reduce stands before each instance and before its copies, if the program has collectives.
+    What a CUDA graph launches, or NCCL gives to copy engines, carries no instruction's name in a trace; by the mark
+    before it, it is known whose it is.
 
     Raises DhelixError: nothing to run.
     """
@@ -177,13 +179,18 @@ class OperatorReplay:
                 "this is not the program's placeholder: a scheduled function of one flat array for each of"
                 " `program.buffers`, in order (jit with keep_unused=True), that returns an array of float32"
             )
-        writer = _Writer(module, self.program.marks)
+        writer = _Writer(module, self._marking())
         for repeat in range(self.program.repeats):
             for number, item in enumerate(self.program.items):
                 writer.write(number, item, repeat)
         writer.finish(result)
         context.note("operators put in", items=len(self.program.items), repeats=self.program.repeats)
         return True
+
+    def _marking(self) -> Instruction | None:
+        """A collective whose groups a mark takes over."""
+        cores = (operator.core for item in self.program.items for operator in item.operators)
+        return next((c for c in cores if c.opcode in _REDUCIBLE), None) if self.program.marks else None
 
 
 @dataclass(frozen=True)
@@ -198,9 +205,9 @@ class _Instance:
 class _Writer:
     """Replaces the entry computation by items, in the order in which they are to run."""
 
-    def __init__(self, module: HloModule, marks: bool) -> None:
+    def __init__(self, module: HloModule, marking: Instruction | None) -> None:
         module.reserve_names()
-        self.marks = marks
+        self.marking = marking  # whose devices take part in marks; None: there are none
         self.module, self.entry = module, module.entry
         self.builder = Builder(module.entry)
         self.entry.instructions = list(self.entry.parameters)
@@ -217,11 +224,11 @@ class _Writer:
         """Appends one repeat of an item."""
         free = {buffer: iter(arguments) for buffer, arguments in self.arguments.items()}
         copy = instance_name(number, "copy", repeat)
-        if self.marks:
+        if self.marking is not None:
             self._mark(f"{copy}.mark")
         first = self._instance(item.first, instance_name(number, "first", repeat), free, copy)
         second = item.second and self._instance(item.second, instance_name(number, "second", repeat), free, copy)
-        if self.marks:
+        if self.marking is not None:
             self._mark(instance_name(number, "mark", repeat))
         if item.second is None or second is None:
             if item.first.is_collective and is_start(item.first.instruction):
@@ -258,27 +265,25 @@ class _Writer:
         self._launch(copy, instance.name)
 
     def _mark(self, name: str) -> None:
-        """A kernel that does next to nothing, on a stream of its own, done before what follows starts."""
-        scalar = Shape(element_type=shapes.F32)
-        scalar.layout.SetInParent()
-        zero = self.shared.get("mark")
-        if zero is None:
-            zero = self.builder.make("constant", scalar)
-            zero.proto.literal.shape.CopyFrom(scalar)
+        """A tiny all-reduce: on the main stream, in no CUDA graph, and all GPUs begin together after it."""
+        vector = Shape(element_type=shapes.F32, dimensions=[1])
+        vector.layout.minor_to_major.append(0)
+        if "mark" not in self.shared:
+            zero = self._place(self.builder.make("constant", vector))
+            zero.proto.literal.shape.CopyFrom(vector)
             zero.proto.literal.f32s.append(0.0)
-            self.shared["mark"] = self._place(zero)
-        fused = Builder(self.module.new_computation("mark"))
-        fused.finish(fused.make("negate", scalar, [fused.parameter(0, scalar)]))
-        body = Builder(self.module.new_computation("marked"))
-        kernel = body.make(
-            "fusion", scalar, [body.parameter(0, scalar)], called=[fused.computation], fusion_kind="kLoop"
-        )
-        kernel.proto.name = name
-        self.module.schedule[body.finish(kernel)] = list(body.computation.instructions)
-        context = shapes.scalar(shapes.U32)
-        shape = shapes.tuple_of([shapes.tuple_of([scalar]), scalar, context])
-        start = self.builder.make("async-start", shape, [zero], called=[body.computation])
-        self._done(self._launch(start, f"{name}-start"))
+            self.shared["mark"] = self._launch(self.builder.make("copy", vector, [zero]), "replay_zero")
+        assert self.marking is not None
+        reduce = Builder(self.module.new_computation("mark"))
+        scalar = shapes.scalar(shapes.F32)
+        body = reduce.finish(reduce.binary("add", reduce.parameter(0, scalar), reduce.parameter(1, scalar)))
+        self.module.schedule[body] = list(body.instructions)
+        mark = self.builder.copy(self.marking, [self.shared["mark"]], [body])
+        mark.proto.opcode = "all-reduce"
+        mark.proto.shape.CopyFrom(vector)
+        for of_the_original in ("dimensions", "backend_config", "metadata", "frontend_attributes"):
+            mark.proto.ClearField(of_the_original)
+        self._launch(mark, name)
 
     def _start(self, instance: _Instance, stream: int | None = None) -> Instruction:
         """On a stream of its own, of the kind that XLA gives to what it starts so."""

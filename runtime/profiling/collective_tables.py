@@ -64,6 +64,7 @@ _DTYPE = jnp.bfloat16
 _ALIGNMENT = 16  # bytes of each GPU's share that NCCL moves at once
 _AXES = ("group", "member")
 _SCOPE = re.compile(r"(?:^|/)table_(\d+)_(\d+)(?:/|$)")
+_MARK = re.compile(r"(?:^|/)mark_(\d+)_(\d+)(?:/|$)")
 _FREE = frozenset(("tuple", "get-tuple-element", "bitcast", "constant", "parameter"))
 
 
@@ -291,6 +292,12 @@ class TableProgram:
             raise _changed(f"{overlapped} overlaps with another instruction")
         return names
 
+    def marks(self, module: HloModule) -> dict[str, tuple[CollectiveKey, int]]:
+        """Which collective comes after each tiny all-reduce: copy engines do not say what they copy for."""
+        keys = self.keys
+        found = ((i.name, _MARK.search(i.op_name)) for c in module.computations for i in c.instructions)
+        return {name: (keys[int(scope[1])], int(scope[2])) for name, scope in found if scope}
+
     def seconds(self, key: CollectiveKey, durations: Mapping[int, float]) -> float:
         """The time of one run of a collective, from the durations of its kernels by device id (not empty).
 
@@ -329,7 +336,8 @@ class TableProgram:
         numbers = {key: number for number, key in enumerate(self.repeats)}
         token = jnp.zeros((1,), jnp.float32)
         for key, repeat in self._order():
-            token = lax.pmax(token, _AXES)
+            with jax.named_scope(f"mark_{numbers[key]}_{repeat}"):
+                token = lax.pmax(token, _AXES)
             with jax.named_scope(f"table_{numbers[key]}_{repeat}"):
                 operand, token = lax.optimization_barrier((operands[_operand_elements(key)], token))
                 result = _COLLECTIVES[key.kind](operand, self.grouping.size)

@@ -6,13 +6,14 @@ stretch of a stream whose kernels carry one name. Nothing here looks at the name
     for gpu, found in executions.of_trace(trace.load(folder), "jit_train_step").items():
         for execution in found: execution.name, execution.seconds, execution.undisturbed
 
-Kernels of a CUDA graph carry the name of XLA's command buffer instead. `between_marks` gives them back to the
-operators of a measuring program, which sets marks for that purpose.
+Kernels of a CUDA graph carry the name of XLA's command buffer instead, and what NCCL gives to copy engines carries
+none. `between_marks` gives them back to the operators of a measuring program, which sets marks for that purpose.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.runtime import trace
 
+_ANONYMOUS = re.compile("command_buffer|$")
 _NANO = 1e-9
 _DISTURBED = 0.05
 _PAUSE = 100e-6
@@ -99,7 +101,7 @@ def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool
     for execution in executions:
         if is_mark(execution.name):
             mark = execution.name
-        elif execution.name.startswith("command_buffer"):
+        elif _ANONYMOUS.match(execution.name):
             if pending is not None and pending.name == mark:
                 pending = replace(pending, end=max(pending.end, execution.end))
                 continue
@@ -118,7 +120,7 @@ def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | 
             continue
         for event in line.events:
             stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
-            if stats.get("hlo_module") != module_name:
+            if stats.get("hlo_module", module_name) != module_name:
                 continue
             name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]
             name = (rename(name) or name) if rename else name
@@ -131,7 +133,7 @@ def _executions(events: list[_Event]) -> list[Execution]:
     by_stream: dict[str, list[_Event]] = defaultdict(list)
     for event in events:
         before = by_stream[event.stream]
-        if before and before[-1].name == event.name:
+        if before and before[-1].name == event.name and not _ANONYMOUS.match(event.name):
             before[-1] = replace(before[-1], end=event.end)
         else:
             before.append(event)

@@ -30,7 +30,7 @@ def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, s
     try:
         compiled = program.lower().compile(dict(NO_GRAPHS))
         module = compiled_module(compiled)
-        where = program.instances(module)
+        where, marks = program.instances(module), program.marks(module)
         arguments = program.arguments()
         jax.block_until_ready(compiled(*arguments))
         with tempfile.TemporaryDirectory() as folder:
@@ -39,7 +39,7 @@ def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, s
             found = executions.of_trace(trace.load(folder), module.name)
     except (DhelixError, jax.errors.JaxRuntimeError) as error:
         return {}, {str(key): reason(error) for key in program.keys}
-    timings = times(program, found, where)
+    timings = times(program, found, where, marks)
     return timings, {str(key): "the profiler saw no kernel of it" for key in program.keys if key not in timings}
 
 
@@ -47,12 +47,14 @@ def times(
     program: TableProgram,
     gpus: Mapping[int, Sequence[Execution]],
     where: Mapping[str, tuple[CollectiveKey, int]],
+    marks: Mapping[str, tuple[CollectiveKey, int]],
 ) -> dict[CollectiveKey, Timing]:
     """Medians over the repeats; `TableProgram.seconds` says what counts of a group's GPUs.
 
     Args:
       gpus: executions by the GPU's number in this process.
-      where: `TableProgram.instances`.
+      where, marks: `TableProgram.instances` and `.marks`. What has no name counts for the mark before it, if what
+        stands there has none.
     """
     instances = sorted(set(where.values()))
     numbers = {device.local_hardware_id: device.id for device in jax.local_devices()}
@@ -61,9 +63,15 @@ def times(
     rows = {instance: row for row, instance in enumerate(instances)}
     for gpu, found in gpus.items():
         column = devices.index(numbers[gpu])
-        for execution in found:
+        nameless: dict[tuple[CollectiveKey, int], float] = defaultdict(float)
+        for execution in executions.between_marks(found, marks.__contains__):
             if execution.name in where:
                 seconds[rows[where[execution.name]], column] += execution.seconds
+            elif execution.name in marks:
+                nameless[marks[execution.name]] += execution.seconds
+        for instance, duration in nameless.items():
+            if not seconds[rows[instance], column]:
+                seconds[rows[instance], column] = duration
     samples: dict[CollectiveKey, list[float]] = defaultdict(list)
     for (key, _), row in zip(instances, _of_all_processes(program, seconds), strict=True):
         known = {device: value for device, value in zip(devices, row, strict=True) if value > 0}
