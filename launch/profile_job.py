@@ -26,7 +26,6 @@ from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime.profiling.measure import Measurer
 from dhelix.runtime.profiling.session import Session, Step, Wanted
 
-_CACHE = Path("~/.cache/dhelix/profiles")
 _XLA_DEVICES = {"H200": "sm_90", "H100": "sm_90", "A100": "sm_80", "A800": "sm_80", "A40": "sm_86"}
 
 
@@ -126,5 +125,5 @@ class Job:
 def file_of(gpu: str, link: str) -> Path:
     """Where a user's profile stands: in the last folder of DHELIX_PROFILES, or in ~/.cache/dhelix/profiles."""
     folders = [part for part in os.environ.get(storage.SEARCH_PATH, "").split(os.pathsep) if part]
-    folder = Path(folders[-1]) if folders else _CACHE.expanduser()
+    folder = Path(folders[-1]) if folders else storage.USERS_FOLDER.expanduser()
     return folder / storage.file_name(gpu, link)

@@ -87,7 +87,8 @@ def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[s
     """The request and the environment of each process."""
     setting = SETTINGS[request.setting]
     environment = {**os.environ, **setting.environment, **_LINKS[request.link]}
-    environment["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *setting.xla_flags]).strip()
+    flags = [os.environ.get("XLA_FLAGS", ""), *setting.xla_flags, *_autotuning(Path(request.out))]
+    environment["XLA_FLAGS"] = " ".join(flags).strip()
     count = gpus_here()[1]
     if gpus is not None and gpus < count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
@@ -103,6 +104,15 @@ def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[s
             "local_device_ids": list(node.local_device_ids),
         }
         yield replace(request, node=place), {**environment, **node.environment}
+
+
+def _autotuning(profile: Path) -> list[str]:
+    """XLA flags that keep the choices of its autotuner beside the profile: chosen anew, kernels would have new keys."""
+    file = profile.with_suffix(".autotune.pbtxt")
+    flags = [f"--xla_gpu_dump_autotune_results_to={file}"]
+    if file.is_file() and file.stat().st_size:
+        flags.append(f"--xla_gpu_load_autotune_results_from={file}")
+    return flags
 
 
 def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) -> subprocess.Popen[str]:

@@ -2,7 +2,7 @@
 
     step = of_dump("xla_dump")
     step = of_preset(trainer.Options("llama-8b", layers=4, mesh="tp=4"))      # compiled here, without a GPU
-    lowered, arguments = build({"preset": "llama-8b", "layers": 4})           # to run on this process's GPUs
+    lowered, arguments = build({"preset": "llama-8b", "layers": 4})           # arguments() to run it with
 
 Compiled without a GPU nothing is autotuned, so some kernels, and with them keys, are not those of the card. What
 measures therefore compiles the preset itself (`profile_worker`), on the GPUs.
@@ -11,7 +11,7 @@ measures therefore compiles the preset itself (`profile_worker`), on the GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
     return CompiledStep(_name(options, training), module, training.mesh.size, target.upper())
 
 
-def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, tuple[Any, ...]]:
-    """The step of `trainer.Options(**options)` for this process's devices, and a state and a batch to run it on.
+def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, Callable[[], tuple[Any, ...]]]:
+    """The step of `trainer.Options(**options)` for this process's devices, and what makes a state and a batch for it.
 
     Raises DhelixError: options that do not fit each other or the devices.
     """
@@ -85,7 +85,9 @@ def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, tuple[Any, ..
     def tokens() -> dict[str, jax.Array]:
         return {"tokens": jax.random.randint(jax.random.key(1), shape, 0, config.vocab)}
 
-    arguments = training.init(jax.random.key(0)), jax.jit(tokens, out_shardings=training.batch_sharding)()
+    def arguments() -> tuple[Any, ...]:
+        return training.init(jax.random.key(0)), jax.jit(tokens, out_shardings=training.batch_sharding)()
+
     return _lower(given, training, batch), arguments
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,49 +98,53 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
 
     from dhelix.passes.hlo import HloModule
     from dhelix.runtime.profiling import measure
-    from dhelix.runtime.profiling.observe import NO_GRAPHS, observe
+    from dhelix.runtime.profiling.observe import NO_GRAPHS, compiled_step, observe
     from dhelix.runtime.profiling.session import Session, Step
 
     gpus = len(jax.devices())
-    implementation = SETTINGS[request.setting].implementation
-    graphs = SETTINGS[request.setting].graphs
+    setting = SETTINGS[request.setting]
+    lowered, make_arguments = None, None
     if request.module:
         step = Step(HloModule.from_file(request.module))
     else:
         from dhelix.launch.profile_step import build
 
         assert request.preset is not None
-        _tell(done=0, total=0, what="compiles and traces the step")
-        lowered, arguments = build(request.preset)
-        step = observe(lowered, arguments, gpus, implementation)
-        del lowered, arguments
+        _tell(done=0, total=0, what="compiles the step")
+        lowered, make_arguments = build(request.preset)
+        step = compiled_step(lowered)
     if request.keep:
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
-    if request.bases:
-        step = Step(step.module, _bases(request.bases), step.traced, step.gap_seconds)
+    step = replace(step, further=_bases(request.bases))
+    marks = setting.graphs or setting.implementation != "nccl"
+    measurer = measure.GpuMeasurer(options={} if setting.graphs else NO_GRAPHS, marks=marks)
     session = Session(
-        profile,
-        request.setting,
-        measure.GpuMeasurer(options={} if graphs else NO_GRAPHS, marks=graphs or implementation != "nccl"),
-        hardware,
-        gpus_per_node=gpus,
-        pairs=request.pairs,
-        again=request.again,
+        profile, setting.name, measurer, hardware, gpus_per_node=gpus, pairs=request.pairs, again=request.again
     )
+    if lowered is not None and make_arguments is not None and (request.again or not session.complete(step)):
+        _tell(done=0, total=0, what="traces the step")
+        step = observe(step, lowered, make_arguments(), gpus, setting.implementation)
     return session.run(step, lambda done, total, what: _tell(done=done, total=total, what=what), _saver(request))
 
 
 def _bases(names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Compiled modules of the paper's operator bases."""
+    if not names:
+        return ()
     import jax
     import numpy as np
     from jax.sharding import Mesh
 
     from dhelix.runtime.profiling import operator_bases
 
-    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    devices = np.array(jax.devices())
     bases = [base for name in names for base in operator_bases.bases(operator_bases.SIZES[name])]
-    compiled = operator_bases.compile_bases(bases, mesh, local_axis="tp")
-    return tuple(compiled.modules.values())
+    modules = [*operator_bases.compile_bases(bases, Mesh(devices, ("tp",)), local_axis="tp").modules.values()]
+    if len(devices) >= 4 and len(devices) % 2 == 0:
+        mesh = Mesh(devices.reshape(-1, 2), ("ep", "tp"))  # figure 4 pairs collectives of two axes
+        figure4 = operator_bases.figure4_bases().values()
+        modules += operator_bases.compile_bases(figure4, mesh, local_axis="tp", cross_axis="ep").modules.values()
+    return tuple(modules)
 
 
 def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> None:

@@ -28,6 +28,8 @@ from dhelix.profiles.profile_json import dumps, loads
 __all__ = ["ProfileFileError", "differences", "dumps", "file_name", "find", "load", "loads", "save", "shipped"]
 
 SEARCH_PATH = "DHELIX_PROFILES"
+USERS_FOLDER = Path("~/.cache/dhelix/profiles")
+"""Where `dhelix profile` writes, and profiles are looked for, unless the environment names other folders."""
 """Environment variable: folders with more profiles, separated like those of PATH; later ones count more."""
 
 _SHIPPED = Path(__file__).parent / "data"
@@ -70,6 +72,8 @@ def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None
 
 def _search_path() -> list[Path]:
     folders = [Path(part) for part in os.environ.get(SEARCH_PATH, "").split(os.pathsep) if part]
+    if not folders:
+        return [USERS_FOLDER.expanduser()]
     for folder in folders:
         if not folder.is_dir():
             raise DhelixError(f"{SEARCH_PATH} names {folder}, which is no folder: correct or unset it")

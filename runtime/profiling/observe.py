@@ -1,20 +1,23 @@
 """Runs a train step under the profiler, to see what its operators cost where they belong.
 
-    step = observe(lowered, (state, batch), gpus_per_node=4)      # a session.Step: compiled module, times alone
+    step = compiled_step(lowered)                                      # a session.Step: what there is to measure
+    step = observe(step, lowered, (state, batch), gpus_per_node=4)     # and times alone
 
-The step is compiled twice: as it will run, which says what there is to measure, and without XLA's latency-hiding
-scheduler, which is traced. Arguments are not used up: what the step donates is copied first.
+The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler, which is traced. Arguments
+are not used up: what the step donates is copied first.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 
+from dhelix.errors import DhelixError
 from dhelix.passes.manager import say_once
 from dhelix.passes.operator_keys import key_of
 from dhelix.runtime import trace
@@ -27,37 +30,43 @@ NO_GRAPHS: Mapping[str, str] = {"xla_gpu_enable_command_buffer": ""}
 _TRACED_STEPS = 2
 
 
+def compiled_step(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> Step:
+    """The step as it will run, compiled with XLA's `options`."""
+    return Step(compiled_module(lowered.compile(dict(options or {}))))
+
+
 def observe(
+    step: Step,
     lowered: jax.stages.Lowered,
     arguments: tuple[Any, ...],
     gpus_per_node: int = 8,
     implementation: str = "nccl",
     options: Mapping[str, Any] | None = None,
 ) -> Step:
-    """The step as `session.Session` wants it.
+    """`step` with times alone out of a trace of it; as it is, with a line in the log, if it cannot be run.
 
     Args:
-      lowered: the train step, lowered for `arguments`.
+      lowered: what `step` was compiled from.
+      arguments: to run it with.
       gpus_per_node, implementation: see `operator_keys.key_of`.
       options: XLA options of the step itself.
     """
-    module = compiled_module(lowered.compile(dict(options or {})))
     try:
         serial = lowered.compile({**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED})
-        serial_module = compiled_module(serial)
+        module = compiled_module(serial)
         _run(serial, arguments)
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder, profiler_options=measure.quiet()):
                 for _ in range(_TRACED_STEPS):
                     _run(serial, arguments)
-            found = executions.of_trace(trace.load(folder), serial_module.name)
-    except jax.errors.JaxRuntimeError as error:
+            found = executions.of_trace(trace.load(folder), module.name)
+    except (DhelixError, jax.errors.JaxRuntimeError) as error:
         why = measure.reason(error)
         say_once(f"the step itself was not traced ({why}); its operators are run alone", ("observe", why))
-        return Step(module)
+        return step
     of_key = partial(key_of, gpus_per_node=gpus_per_node, implementation=implementation)
-    traced, gap = step_trace.timings(list(found.values()), serial_module, of_key)
-    return Step(module, traced=traced, gap_seconds=gap)
+    traced, gap = step_trace.timings(list(found.values()), module, of_key)
+    return replace(step, traced=traced, gap_seconds=gap)
 
 
 def _run(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> None:

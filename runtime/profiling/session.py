@@ -7,8 +7,8 @@
 Measured in batches, and `save` is called after each: what was measured is never lost, and a second run goes on
 where the first stopped. Operators alone come first, because their times decide which pairs are worth measuring:
 both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2 measures all
-pairs of its table 2), the longest operator of each kind with those of the other kinds, and two of the longest
-collectives at once.
+pairs of its table 2), the longest operator of each kind with those of the other kinds, and some collectives at
+once, those over different axes of the mesh first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dhelix.errors import DhelixError
+from dhelix.passes.collectives import Groups, find_collective
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.operator_keys import key_of
 from dhelix.passes.replay import Item
@@ -33,6 +34,7 @@ MIN_SECONDS = 20e-6
 """Operators and collectives that take less are not worth a pair: launching them takes about as long."""
 ALONE_REPEATS, PAIR_REPEATS = 10, 7
 _BATCH = 120  # items
+_COLLECTIVE_PAIRS = 12
 
 Progress = Callable[[int, int, str], None]
 """Called with how many items are done, how many there are, and what comes next."""
@@ -114,6 +116,10 @@ class Session:
         pairs = tuple(p for p in self._wanted_pairs(operators) if self._lacks(pair_key(p), known))
         return Wanted(alone, pairs, refused)
 
+    def complete(self, step: Step) -> bool:
+        """Whether the profile has all that `run` would measure."""
+        return not len(self.missing(step))
+
     def run(self, step: Step, progress: Progress, save: Callable[[Profile], None]) -> Profile:
         """Measures what is missing and returns the profile with it.
 
@@ -124,7 +130,9 @@ class Session:
         measurer = self._measurer
         if measurer is None:
             raise DhelixError("this session has nothing to measure with; give it a measurer")
-        self._add(_split(step.traced, self.setting, step.gap_seconds), save)
+        known = Section(self.setting) if self._again else self.section
+        traced = {key: timing for key, timing in step.traced.items() if known.solo(key) is None}
+        self._add(_split(traced, self.setting, step.gap_seconds), save)
         wanted = self.missing(step)
         failures = {name: reason for name, reason in wanted.refused if name not in self.section.failures}
         self._add(Section(self.setting, failures=failures), save)
@@ -176,7 +184,8 @@ class Session:
         for a, b in itertools.permutations(longest.values(), 2):
             if _can_start_first(a):
                 pairs.append(Item(a, b))
-        pairs += [Item(a, b) for a, b in itertools.islice(itertools.permutations(collectives, 2), 6)]
+        together = sorted(itertools.permutations(collectives, 2), key=lambda ab: _groups(ab[0]) == _groups(ab[1]))
+        pairs += [Item(a, b) for a, b in together[:_COLLECTIVE_PAIRS]]
         return pairs
 
     def _lacks(self, key: Key | PairKey, known: Section) -> bool:
@@ -232,6 +241,12 @@ def _split(timings: Mapping[Key, Timing], setting: str, gap_seconds: float | Non
 def _can_start_first(operator: Operator) -> bool:
     """Whether XLA lets it run on a stream beside the main one."""
     return operator.is_collective or operator.core.opcode in ("fusion", "custom-call")
+
+
+def _groups(operator: Operator) -> Groups:
+    """Which GPUs a collective joins; two over the same ones serialise, over different mesh axes they may not."""
+    found = find_collective(operator.instruction)
+    return found.groups if found else ()
 
 
 def _kind(operator: Operator) -> str:

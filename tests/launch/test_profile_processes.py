@@ -67,7 +67,12 @@ def test_progress_and_settings_reach_each_other(out: Path, monkeypatch: pytest.M
     assert os.environ == before
     environment = seen(out)["environment"]
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert environment["XLA_FLAGS"] == "--xla_mine=1 --xla_gpu_enable_command_buffer="
+    choices = out.with_suffix(".autotune.pbtxt")
+    flags = ["--xla_mine=1", "--xla_gpu_enable_command_buffer=", f"--xla_gpu_dump_autotune_results_to={choices}"]
+    assert environment["XLA_FLAGS"].split() == flags
+    choices.write_text("version: 3")
+    measure(out)
+    assert f"--xla_gpu_load_autotune_results_from={choices}" in seen(out)["environment"]["XLA_FLAGS"].split()
     assert "NCCL_P2P_DISABLE" not in environment and "CUDA_VISIBLE_DEVICES" not in environment
     assert seen(out)["request"]["module"] == "step.txt"
 
