@@ -15,10 +15,21 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from dhelix.errors import DhelixError
+from dhelix.launch.profile_step import build, gpus_of
+from dhelix.passes.hlo import HloModule
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
+from dhelix.runtime.profiling import collective_tables, measure, measure_tables
+from dhelix.runtime.profiling import operator_bases as of_paper
+from dhelix.runtime.profiling.observe import NO_GRAPHS, compiled_step, observe
+from dhelix.runtime.profiling.provenance import provenance
+from dhelix.runtime.profiling.session import Session, Step
 
 
 @dataclass(frozen=True)
@@ -70,14 +81,11 @@ def main(path: str) -> None:
 
 def run(request: Request) -> None:
     """Measures and writes as it goes. Raises DhelixError."""
-    import jax
-
     if request.node:
         node = request.node
         jax.distributed.initialize(
             node["coordinator"], node["processes"], node["process"], local_device_ids=node["local_device_ids"]
         )
-    from dhelix.runtime.profiling.provenance import provenance
 
     if jax.devices()[0].platform != "gpu":
         raise DhelixError("measuring needs GPUs, and JAX finds none; see `nvidia-smi` and pip install 'dhelix[gpu]'")
@@ -94,28 +102,19 @@ def run(request: Request) -> None:
 
 
 def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Profile:
-    import jax
-
-    from dhelix.passes.hlo import HloModule
-    from dhelix.runtime.profiling import measure
-    from dhelix.runtime.profiling.observe import NO_GRAPHS, compiled_step, observe
-    from dhelix.runtime.profiling.session import Session, Step
-
-    gpus = len(jax.devices())
     setting = SETTINGS[request.setting]
     lowered, make_arguments = None, None
     if request.module:
         step = Step(HloModule.from_file(request.module))
     else:
-        from dhelix.launch.profile_step import build
-
         assert request.preset is not None
         _tell(done=0, total=0, what="compiles the step")
         lowered, make_arguments = build(request.preset)
         step = compiled_step(lowered)
     if request.keep:
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
-    step = replace(step, further=_bases(request.bases))
+    step = _with_bases(step, request.bases)
+    gpus = max(len(jax.devices()), gpus_of(step.module))  # of a dump's module there may be fewer here
     marks = setting.graphs or setting.implementation != "nccl"
     measurer = measure.GpuMeasurer(options={} if setting.graphs else NO_GRAPHS, marks=marks)
     session = Session(
@@ -127,31 +126,23 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     return session.run(step, lambda done, total, what: _tell(done=done, total=total, what=what), _saver(request))
 
 
-def _bases(names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Compiled modules of the paper's operator bases."""
+def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
+    """With the paper's operator bases of these sizes beside the step's operators."""
     if not names:
-        return ()
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh
-
-    from dhelix.runtime.profiling import operator_bases
-
+        return step
     devices = np.array(jax.devices())
-    bases = [base for name in names for base in operator_bases.bases(operator_bases.SIZES[name])]
-    modules = [*operator_bases.compile_bases(bases, Mesh(devices, ("tp",)), local_axis="tp").modules.values()]
+    chosen = [base for name in names for base in of_paper.bases(of_paper.SIZES[name])]
+    modules = dict(of_paper.compile_bases(chosen, Mesh(devices, ("tp",)), local_axis="tp").modules)
+    bases = [of_paper.main_operator(base, modules[str(base)]) for base in chosen if str(base) in modules]
+    further = [*modules.values()]
     if len(devices) >= 4 and len(devices) % 2 == 0:
         mesh = Mesh(devices.reshape(-1, 2), ("ep", "tp"))  # figure 4 pairs collectives of two axes
-        figure4 = operator_bases.figure4_bases().values()
-        modules += operator_bases.compile_bases(figure4, mesh, local_axis="tp", cross_axis="ep").modules.values()
-    return tuple(modules)
+        figure4 = of_paper.figure4_bases().values()
+        further += of_paper.compile_bases(figure4, mesh, local_axis="tp", cross_axis="ep").modules.values()
+    return replace(step, further=tuple(further), bases=tuple(bases))
 
 
 def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> None:
-    import jax
-
-    from dhelix.runtime.profiling import collective_tables, measure_tables
-
     implementation = SETTINGS[request.setting].implementation
     keys = collective_tables.tables(jax.devices(), implementation=implementation)
     known = profile.section(request.setting).collectives
@@ -171,7 +162,6 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
 
 def _saver(request: Request) -> Any:
     """Writes the file; of several processes the first does."""
-    import jax
 
     return (lambda profile: storage.save(profile, request.out)) if jax.process_index() == 0 else lambda profile: None
 

@@ -7,8 +7,8 @@
 Measured in batches, and `save` is called after each: what was measured is never lost, and a second run goes on
 where the first stopped. Operators alone come first, because their times decide which pairs are worth measuring:
 both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2 measures all
-pairs of its table 2), the longest operator of each kind with those of the other kinds, and some collectives at
-once, those over different axes of the mesh first.
+pairs of its table 2), the longest operator of each kind and the paper's bases with each other, and some collectives
+at once, over the same GPUs and over different axes of the mesh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 
 from dhelix.errors import DhelixError
 from dhelix.passes.collectives import Groups, find_collective
-from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.operator_keys import key_of
 from dhelix.passes.replay import Item
 from dhelix.passes.replay_operators import Operator, find_operators
@@ -46,13 +46,15 @@ class Step:
 
     Attributes:
       module: the compiled, scheduled module.
-      further: more compiled modules whose operators are measured too, such as `operator_bases`.
+      further: more compiled modules whose operators are measured too, such as those of `operator_bases`.
+      bases: instructions of any of the modules; those that compute are measured beside each other, too.
       traced: times alone that a trace of the step gave.
       gap_seconds: see `Section`.
     """
 
     module: HloModule
     further: tuple[HloModule, ...] = ()
+    bases: tuple[Instruction, ...] = ()
     traced: Mapping[Key, Timing] = field(default_factory=dict)
     gap_seconds: float | None = None
 
@@ -113,7 +115,7 @@ class Session:
         operators, refused = self._operators(step)
         known = Section(self.setting) if self._again else self.section
         alone = tuple(Item(o) for o in operators if o.key not in step.traced and self._lacks(o.key, known))
-        pairs = tuple(p for p in self._wanted_pairs(operators) if self._lacks(pair_key(p), known))
+        pairs = tuple(p for p in self._wanted_pairs(operators, step) if self._lacks(pair_key(p), known))
         return Wanted(alone, pairs, refused)
 
     def complete(self, step: Step) -> bool:
@@ -168,7 +170,7 @@ class Session:
             refused += not_these
         return list(found.values()), tuple(refused)
 
-    def _wanted_pairs(self, operators: Sequence[Operator]) -> list[Item]:
+    def _wanted_pairs(self, operators: Sequence[Operator], step: Step) -> list[Item]:
         if not self._pairs:
             return []
         estimator = Estimator(self.profile, self._hardware, self.setting)
@@ -177,15 +179,17 @@ class Session:
         compute = [o for o in long if not o.is_collective]
         collectives = [o for o in long if o.is_collective]
         pairs = [Item(collective, o) for collective in collectives for o in compute]
-        pairs += [Item(o, collective) for collective in collectives for o in compute if _can_start_first(o)]
+        pairs += [Item(o, collective) for collective in collectives for o in compute]
+        bases = {self._key_of(instruction) for instruction in step.bases}
         longest: dict[str, Operator] = {}
         for o in sorted(compute, key=lambda o: -estimator.solo(o.key).seconds):
             longest.setdefault(_kind(o), o)
-        for a, b in itertools.permutations(longest.values(), 2):
-            if _can_start_first(a):
-                pairs.append(Item(a, b))
-        together = sorted(itertools.permutations(collectives, 2), key=lambda ab: _groups(ab[0]) == _groups(ab[1]))
-        pairs += [Item(a, b) for a, b in together[:_COLLECTIVE_PAIRS]]
+        beside = [o for o in compute if o.key in bases or o in longest.values()]
+        pairs += [Item(a, b) for a, b in itertools.product(beside, repeat=2)]
+        together = list(itertools.product(collectives, repeat=2))
+        for same in (False, True):
+            alike = [Item(a, b) for a, b in together if (_groups(a) == _groups(b)) is same]
+            pairs += alike[:_COLLECTIVE_PAIRS]
         return pairs
 
     def _lacks(self, key: Key | PairKey, known: Section) -> bool:
@@ -236,11 +240,6 @@ def _split(timings: Mapping[Key, Timing], setting: str, gap_seconds: float | Non
     operators = {k: t for k, t in timings.items() if isinstance(k, OperatorKey)}
     collectives = {k: t for k, t in timings.items() if isinstance(k, CollectiveKey)}
     return Section(setting, operators, collectives, {}, gap_seconds)
-
-
-def _can_start_first(operator: Operator) -> bool:
-    """Whether XLA lets it run on a stream beside the main one."""
-    return operator.is_collective or operator.core.opcode in ("fusion", "custom-call")
 
 
 def _groups(operator: Operator) -> Groups:
