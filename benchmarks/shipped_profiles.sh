@@ -15,7 +15,7 @@ step8="--preset llama-8b --layers 4 --mesh dp=1,tp=4 --microbatches 4"
 step25="--preset llama-25b --layers 4 --mesh dp=1,tp=4 --microbatches 4"
 
 if [ "${2:-}" = alone ]; then
-    dhelix profile "$out/step" --nopairs --out "$out/$gpu-alone.json"
+    dhelix profile "$out/step/default/step.hlo.pb" --nopairs --out "$out/$gpu-nvlink.json"
     exit
 fi
 nvlink="--out $out/$gpu-nvlink.json"
