@@ -22,7 +22,7 @@ nvlink="--out $out/$gpu-nvlink.json"
 dhelix profile $step8 $nvlink --settings default,connections1 --bases llama-8b,phi-moe --keep "$out/step"
 dhelix profile $step25 $nvlink --settings default,connections1 --bases llama-25b
 dhelix profile $step8 $nvlink --settings connections1 --interleave
-dhelix profile $step8 $nvlink --settings command-buffers,copy-engine,user-buffers
+dhelix profile $step8 $nvlink --settings command-buffers,copy-engine,copy-engine1,user-buffers
 dhelix profile --collectives $nvlink --settings default,copy-engine,user-buffers
 p2p="--link no-p2p --out $out/$gpu-no-p2p.json"
 dhelix profile $step8 $p2p --settings default,connections1

@@ -111,6 +111,9 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
         LaunchSetting("copy-engine", {"NCCL_CTA_POLICY": "2"},
                       (_NO_GRAPHS, "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
                       "collectives on symmetric memory, by copy engines where NCCL can", "symmetric"),
+        LaunchSetting("copy-engine1", {"NCCL_CTA_POLICY": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+                      (_NO_GRAPHS, "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true"),
+                      "the same over one connection", "symmetric"),
         LaunchSetting("user-buffers", {}, (_NO_GRAPHS, "--xla_gpu_enable_nccl_user_buffers=true"),
                       "NCCL reads and writes the program's buffers", "user-buffers"),
     )
