@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, heat_map, profile_processes, profile_step, profile_tables, trainer
+from dhelix.launch import dumps, profile_output, profile_processes, profile_step, trainer
 from dhelix.launch.profile_job import Job, file_of
 from dhelix.launch.profile_recorded import Recorded, without_missing
 from dhelix.launch.profile_step import CompiledStep
@@ -41,10 +40,10 @@ from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime import deviceless
 from dhelix.runtime.profiling import collective_tables, operator_bases
-from dhelix.runtime.profiling.session import Step, Wanted, pair_key
+from dhelix.runtime.profiling.session import Step, Wanted
 
 USAGE = """\
-usage: dhelix profile --preset NAME | DUMP | --collectives [flags]
+usage: dhelix profile --preset NAME | DUMP | --collectives | --compare FILE [flags]
 
 Measures what the operators and collectives of one train step cost on this machine's GPUs, alone and two at once, and
 keeps it in a file. Only what the file lacks is measured; interrupt it whenever you like, the same command goes on.
@@ -53,11 +52,11 @@ Without GPUs it says what it would measure, and what is known already.
   dhelix profile --preset llama-8b --layers 4 --mesh dp=1,tp=4 --microbatches 4     # a step of `dhelix train`
   dhelix profile DUMP --settings default,connections1 --heat_map pairs.png          # any step
   dhelix profile --collectives --link no-p2p                                        # tables of collectives
+  dhelix profile --compare A.json --out B.json                                      # do two machines agree?
 
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder: then the largest
 such module."""
 
-_HEAT_MAP_ROWS = 40  # operators with the most time of the step
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
 _DEFAULT_GPU, _DEFAULT_GPUS = "H200", 4  # where there are none and nothing says which
 _GPUS = sorted(name for name in hardware.ALL if not name.endswith(tuple(f"-{link}" for link in hardware.LINKS)))
@@ -94,12 +93,14 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("explain", False, "measure nothing, say what would be; what happens without GPUs")
     text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
     choice("hardware", None, _GPUS, f"without GPUs: which ones (default: those of the dump, else {_DEFAULT_GPU})")
+    text("compare", None, "say how far the file agrees with this profile; without a step, that alone")
     switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
-    number("top", 12, "how many rows a table shows")
+    number("top", 8, "how many rows a table shows")
     text(
         "heat_map",
         None,
-        f"draw how well the {_HEAT_MAP_ROWS} longest operators overlap with collectives; a PNG for each setting",
+        f"draw how well the {profile_output.HEAT_MAP_ROWS} longest operators overlap with collectives, a PNG for"
+        " each setting",
     )
     text("pgle", None, "write the step's times under the first setting as XLA's PGLE cost text (.pbtxt)")
     text("perf_table", None, "write the first setting's collectives as XLA's collective performance table")
@@ -112,6 +113,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes that measure
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["compare"] and not _has_step(chosen, arguments) and not chosen["collectives"]:
+        path = _path(chosen, chosen["hardware"] or _DEFAULT_GPU)
+        profile_output.compare_files(path, chosen["compare"], console, chosen["json"])
+        return 0
     if chosen["recorded"]:
         job, measure = _from_record(chosen, arguments, console)
     elif chosen["explain"] or not profile_processes.gpus_here()[1]:
@@ -123,7 +128,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         say(console, f"Interrupted; {_GO_ON.format(path=job.path)}")
         return INTERRUPTED
-    _show(job, chosen, console)
+    here = job.here or Provenance("", 0, jax=jax.__version__)
+    profile_output.show(job, chosen, here, console)
     if job.errors:
         raise job.errors[0]
     return 0
@@ -189,7 +195,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
             f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or another dump"
         )
     job = _job(chosen, gpu, needed, None)
-    _warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
+    profile_output.warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
     name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
     deadline = time.monotonic() + (chosen["budget_s"] or float("inf"))
 
@@ -266,10 +272,10 @@ class _Bar:
 
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     """Flags that need or exclude one another."""
-    has_step = bool(arguments or chosen["preset"])
+    has_step = _has_step(chosen, arguments)
     if len(arguments) > 1 or (arguments and chosen["preset"]):
         raise DhelixError("give one step: a dump, or --preset")
-    if not has_step and not chosen["collectives"]:
+    if not has_step and not chosen["collectives"] and not chosen["compare"]:
         raise DhelixError("give a step: --preset NAME, or a dump; or --collectives for the tables of these")
     unknown = [setting for setting in chosen["settings"] if setting not in SETTINGS]
     if unknown or not chosen["settings"]:
@@ -287,8 +293,16 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
             raise DhelixError(f"--{name} is for a step: give --preset NAME, or a dump")
 
 
+def _has_step(chosen: dict[str, Any], arguments: list[str]) -> bool:
+    return bool(arguments or chosen["preset"])
+
+
+def _path(chosen: dict[str, Any], gpu: str) -> Path:
+    return Path(chosen["out"]) if chosen["out"] else file_of(gpu, chosen["link"])
+
+
 def _job(chosen: dict[str, Any], gpu: str, gpus: int, step: CompiledStep | None) -> Job:
-    path = Path(chosen["out"]) if chosen["out"] else file_of(gpu, chosen["link"])
+    path = _path(chosen, gpu)
     settings = tuple(dict.fromkeys(chosen["settings"]))
     steps = dict.fromkeys(settings, step) if step else {}
     return Job(gpu, chosen["link"], gpus, settings, path, chosen["pairs"], chosen["force"], steps)
@@ -323,73 +337,9 @@ def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
     return [key for key in keys if key not in known]
 
 
-# ---- what is shown
-
-
 def _words(wanted: Wanted) -> str:
     collectives = sum(item.first.is_collective for item in wanted.alone)
     words = (
         f"{len(wanted.alone) - collectives} operators and {collectives} collectives alone, {len(wanted.pairs)} pairs"
     )
     return f"{words}; {len(wanted.refused)} cannot run alone" if wanted.refused else words
-
-
-def _warn(lines: tuple[str, ...], console: Console) -> None:
-    for line in lines:
-        console.print(f"warning: {line}", style="yellow", soft_wrap=True, markup=False)
-
-
-def _show(job: Job, chosen: dict[str, Any], console: Console) -> None:
-    """Tables or JSON, and the files that are asked for."""
-    warnings = storage.differences(job.known(), job.here or Provenance("", 0, jax=jax.__version__))
-    _warn(warnings, console)
-    views = {setting: job.view(setting, dict(job.missing(setting).refused)) for setting in job.steps}
-    if chosen["json"]:
-        print(json.dumps(_to_json(job, views, warnings), indent=1))
-    else:
-        for setting, step in job.steps.items():
-            say(console, f"\n{step.name}; {profile_tables.setup(job.gpu, job.link, job.gpus)}; profile {job.path}")
-            profile_tables.print_view(views[setting], console, chosen["top"])
-        if chosen["collectives"]:
-            for setting in job.settings:
-                profile_tables.print_collectives(job.known().section(setting), console)
-    _write(job, chosen, views)
-
-
-def _to_json(job: Job, views: dict[str, profile_tables.StepView], warnings: tuple[str, ...]) -> dict[str, Any]:
-    profile = job.known()
-    settings: dict[str, Any] = {}
-    for setting in job.settings:
-        section = profile.section(setting)
-        tables = {"collective_table": {str(k): t.seconds for k, t in sorted(section.collectives.items())}}
-        if setting in views:
-            wanted = job.missing(setting)
-            alone, pairs = [str(item.first.key) for item in wanted.alone], [str(pair_key(p)) for p in wanted.pairs]
-            tables = {"missing": {"alone": alone, "pairs": pairs}, **views[setting].to_json(), **tables}
-        settings[setting] = tables
-    measured_on = [dataclasses.asdict(p) for p in profile.measured_on]
-    top = {"file": str(job.path), "hardware": job.gpu, "link": job.link, "gpus": job.gpus, "measured_on": measured_on}
-    step = next((step.name for step in job.steps.values()), None)
-    return {**top, "step": step, "warnings": list(warnings), "settings": settings}
-
-
-def _write(job: Job, chosen: dict[str, Any], views: dict[str, profile_tables.StepView]) -> None:
-    """The picture and XLA's files."""
-    first = job.settings[0]
-    if chosen["heat_map"]:
-        for setting, view in views.items():
-            path = Path(chosen["heat_map"])
-            path = path.with_stem(f"{path.stem}-{setting}") if len(job.settings) > 1 else path
-            keys = {row.key for row in (*view.operators[:_HEAT_MAP_ROWS], *view.collectives)}
-            heat_map.save_png(heat_map.heat_map(job.known(), setting, keys.__contains__), path)
-    if chosen["pgle"] and first in job.steps:
-        _write_text(chosen["pgle"], job.cost_text(first))
-    if chosen["perf_table"]:
-        _write_text(chosen["perf_table"], job.performance_table(first))
-
-
-def _write_text(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except OSError as error:
-        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None

@@ -262,10 +262,14 @@ def coverage_text(view: StepView) -> str:
 # ---- tables
 
 
-def print_view(view: StepView, console: Console, top: int) -> None:
-    """Coverage, then a table for each kind of row that there is; at most `top` rows of each."""
+def print_view(view: StepView, console: Console, top: int, operators: bool = True) -> None:
+    """Coverage, then a table for each kind of row that there is; at most `top` rows of each.
+
+    Args:
+      operators: whether to list the operators, too.
+    """
     _say(console, coverage_text(view), style="bold")
-    for name, rows in (("Operators", view.operators), ("Collectives", view.collectives)):
+    for name, rows in (("Operators", view.operators if operators else ()), ("Collectives", view.collectives)):
         if rows:
             console.print(_solo_table(name, rows, top))
     if view.pairs:

@@ -1,8 +1,10 @@
 """`dhelix profile` on a small step, with measurements out of a record, and without any."""
 
+import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +129,8 @@ def test_a_record_takes_the_place_of_gpus(dump: Path, record: Path, tmp_path: Pa
 def test_pairs_say_what_launch_order_does(dump: Path, record: Path, tmp_path: Path, measured: Callable) -> None:
     result = measured(dump, "--recorded", record, "--out", tmp_path / "out.json")
     pairs = result["settings"]["default"]["pairs"]
-    mixed = [pair for pair in pairs if pair["other"].startswith("all-gather")]
+    gather = [pair for pair in pairs if pair["other"].startswith("all-gather")]
+    mixed = [pair for pair in gather if pair["one"] != pair["other"]]
     assert len(mixed) == 2  # the product and the fusion
     for pair in mixed:
         assert pair["one_first"]["oef"] == pytest.approx(0.8, abs=1e-3)
@@ -215,7 +218,7 @@ def test_without_gpus_it_says_what_it_would_measure(dump: Path, capsys: pytest.C
     assert dhelix_profile(dump, "--settings=default,connections1", "--hardware=H100") == 0
     text = capsys.readouterr().out
     assert "no GPU here, so nothing is measured. On 4 x H100 this command would measure:" in text
-    line = "2 operators and 1 collectives alone, 6 pairs; 1 cannot run alone"
+    line = "2 operators and 1 collectives alone, 9 pairs; 1 cannot run alone"
     assert f"under default: {line}" in text and f"under connections1: {line}" in text
     assert "0.0% measured, 0.0% interpolated, 100.0% guessed" in text
 
@@ -251,6 +254,58 @@ def test_another_jax_is_warned_of(dump: Path, tmp_path: Path, capsys: pytest.Cap
     assert "warning: profile H200 nvlink was measured with jax 0.3.1" in capsys.readouterr().out
 
 
+def test_two_files_are_compared_without_a_step(
+    record: Path, tmp_path: Path, measured: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    storage.save(slower(storage.load(record), 1.04), other)
+    result = measured("--compare", record, "--out", other)
+    assert result["file"] == str(other) and result["compared_with"] == str(record)
+    found = {(a["setting"], a["what"]): a for a in result["agreement"]}
+    assert set(found) == set(itertools.product(("default", "connections1"), ("operators", "collectives", "pairs")))
+    for agreement in found.values():
+        assert agreement["compared"] > 0
+        assert agreement["median"] == pytest.approx(0.04, rel=1e-2) == agreement["p90"]
+    assert dhelix_profile("--compare", record, "--out", other) == 0
+    text = capsys.readouterr().out
+    for words in (f"Agreement of {other} with {record}", "Largest differences", "4.0%", "+4.0%"):
+        assert words in text, words
+
+
+def test_a_step_is_compared_after_it_is_measured(
+    dump: Path, record: Path, tmp_path: Path, measured: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [dump, "--recorded", record, "--out", tmp_path / "out.json", "--compare", record]
+    result = measured(*arguments)
+    assert {a["setting"] for a in result["agreement"]} == {"default"}
+    assert all(a["median"] == pytest.approx(0.0, abs=1e-9) for a in result["agreement"])
+    assert dhelix_profile(*arguments) == 0
+    assert "Operators of the step" in (text := capsys.readouterr().out) and "Agreement of" in text
+
+
+def test_profiles_of_different_hardware_are_compared_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, gpu in (("one.json", "H200"), ("two.json", "H100")):
+        storage.save(Profile(gpu, "nvlink"), tmp_path / name)
+    assert dhelix_profile("--compare", tmp_path / "one.json", "--out", tmp_path / "two.json") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "warning: the profiles compared are of different hardware: H100 with link nvlink, and H200" in text
+    assert "no entry in common" in text
+
+
+def slower(profile: Profile, factor: float) -> Profile:
+    def section(of: Section) -> Section:
+        alone = [
+            {k: replace(t, seconds=t.seconds * factor) for k, t in part.items()}
+            for part in (of.operators, of.collectives)
+        ]
+        pairs = {k: replace(t, seconds=t.seconds * factor) for k, t in of.pairs.items()}
+        return replace(of, operators=alone[0], collectives=alone[1], pairs=pairs)
+
+    return replace(profile, sections={name: section(of) for name, of in profile.sections.items()})
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -282,6 +337,8 @@ def test_a_file_that_is_no_profile_of_this_is_left_as_it_is(
         (["DUMP", "--recorded=r.json", "--out=o.json", "--collectives"], "leave --collectives away"),
         (["--collectives", "--heat_map=p.png"], "--heat_map is for a step"),
         (["DUMP", "--recorded=missing.json", "--out=o.json"], "missing.json"),
+        (["--compare=missing.json", "--out=o.json"], "o.json: cannot be read"),
+        (["DUMP", "--compare=missing.json"], "missing.json: cannot be read"),
         (["missing.txt"], "no such file or folder"),
         (["DUMP", "--heat_map=p.png"], "there is nothing to draw"),
         (["DUMP", "--perf_table=c.pbtxt"], "measure with --collectives"),

@@ -1,0 +1,88 @@
+"""How far two profiles agree, such as those of two machines of one kind.
+
+    for agreement in compare(profile, other):
+        print(agreement.setting, agreement.what, agreement.median, agreement.p90)
+
+Compared is what both have measured under one launch setting, entry by entry: |time / other time - 1|, of pairs the
+time of the whole pair. What takes less than MIN_SECONDS in either is left out: it decides little in a step and
+scatters more.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dhelix.profiles.profile import PairTiming, Profile, Timing
+
+MIN_SECONDS = 20e-6
+WORST = 5
+_PARTS = ("operators", "collectives", "pairs")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One entry: its key as text, seconds in both profiles."""
+
+    key: str
+    seconds: float
+    other: float
+
+    @property
+    def relative(self) -> float:
+        """Above 0 where the other one is faster."""
+        return self.seconds / self.other - 1
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of one kind of entry under one launch setting.
+
+    Attributes:
+      what: `operators`, `collectives` or `pairs`.
+      common: entries that both profiles have.
+      compared: those of them that take MIN_SECONDS or more in both.
+      median, p90: of the differences, without sign; None if nothing is compared.
+      bias: the median with sign, above 0 where the other profile is faster.
+      worst: the largest differences, at most WORST.
+    """
+
+    setting: str
+    what: str
+    common: int
+    compared: int
+    median: float | None = None
+    p90: float | None = None
+    bias: float | None = None
+    worst: tuple[Difference, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        worst = [{**asdict(d), "relative": d.relative} for d in self.worst]
+        return {name: value for name, value in asdict(self).items() if name != "worst"} | {"worst": worst}
+
+
+def compare(profile: Profile, other: Profile) -> tuple[Agreement, ...]:
+    """Three for each launch setting that both have, by name of the setting: operators, collectives, pairs."""
+    settings = sorted(set(profile.sections) & set(other.sections))
+    return tuple(
+        _agreement(setting, part, getattr(profile.section(setting), part), getattr(other.section(setting), part))
+        for setting in settings
+        for part in _PARTS
+    )
+
+
+def _agreement(
+    setting: str, what: str, ours: Mapping[Any, Timing | PairTiming], theirs: Mapping[Any, Timing | PairTiming]
+) -> Agreement:
+    common = [Difference(str(key), ours[key].seconds, theirs[key].seconds) for key in ours if key in theirs]
+    compared = [d for d in common if min(d.seconds, d.other) >= MIN_SECONDS]
+    if not compared:
+        return Agreement(setting, what, len(common), 0)
+    compared.sort(key=lambda d: (-abs(d.relative), d.key))
+    sizes = [abs(d.relative) for d in compared]
+    p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
+    bias = statistics.median(d.relative for d in compared)
+    median = statistics.median(sizes)
+    return Agreement(setting, what, len(common), len(compared), median, p90, bias, tuple(compared[:WORST]))
