@@ -25,7 +25,18 @@ from dhelix.profiles.checked_json import ProfileFileError
 from dhelix.profiles.profile import Profile, Provenance
 from dhelix.profiles.profile_json import dumps, loads
 
-__all__ = ["ProfileFileError", "differences", "dumps", "file_name", "find", "load", "loads", "save", "shipped"]
+__all__ = [
+    "ProfileFileError",
+    "differences",
+    "dumps",
+    "file_name",
+    "find",
+    "load",
+    "loads",
+    "save",
+    "shipped",
+    "users_file",
+]
 
 SEARCH_PATH = "DHELIX_PROFILES"
 USERS_FOLDER = Path("~/.cache/dhelix/profiles")
@@ -78,6 +89,11 @@ def _search_path() -> list[Path]:
         if not folder.is_dir():
             raise DhelixError(f"{SEARCH_PATH} names {folder}, which is no folder: correct or unset it")
     return folders
+
+
+def users_file(hardware: str, link: str) -> Path:
+    """Where a user's own measurements stand: in the last folder of DHELIX_PROFILES, or in USERS_FOLDER."""
+    return _search_path()[-1] / file_name(hardware, link)
 
 
 def load(path: Path | str) -> Profile:

@@ -34,7 +34,10 @@ from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.report import Report
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
+from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
+from dhelix.runtime.profiling import in_process
+from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.specialization import Specialization
 from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
 
@@ -155,6 +158,52 @@ class InterleavedStep:
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
         return self._specialize(args, kwargs).report() if _on() else self._report_off()
+
+    def profile(
+        self,
+        *args: Any,
+        out: str | Path | None = None,
+        link: str | None = None,
+        pairs: bool = True,
+        again: bool = False,
+        progress: Progress | bool = True,
+        **kwargs: Any,
+    ) -> Profile:
+        """Measures what the step costs on this process's GPUs, as far as the profile's file does not say.
+
+        The operators of the step as it runs here, after its passes, are measured alone and, where it matters, two at
+        once, under the launch setting that this process was started with. Every batch of results goes into the file;
+        interrupted, the next call goes on. The arguments are not used up.
+
+        Args:
+          args, kwargs: those of the step; `jax.ShapeDtypeStruct`s do, and take no memory. With arrays the step is
+            traced, too, whose times count more than those of operators run alone.
+          out: the profile's file; by default the one that `dhelix profile` writes.
+          link: "nvlink" or "no-p2p"; by default what NCCL_P2P_DISABLE says.
+          pairs: False measures operators alone.
+          again: measures what is known, too.
+          progress: called with how many are done, of how many, and what comes next; True: lines in the log.
+
+        Returns:
+          What the file holds.
+
+        Raises:
+          DhelixError: no GPU, a job of several processes, a process whose launch setting no profile describes, or a
+            file of other hardware.
+        """
+        process = in_process.this_process(link, self._jit_options.get("compiler_options"))
+        lowered, compiled = self._compiled(args, kwargs)
+        _, arguments = self._separate(args, kwargs)
+        return in_process.profile(process, lowered, compiled, arguments, out, pairs, again, progress)
+
+    def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
+        """The program that a call with these arguments runs, before and after XLA."""
+        if not _on():
+            lowered = self._plain.lower(*args, **kwargs)
+            return lowered, lowered.compile()
+        chosen = self._specialize(args, kwargs)
+        compiled = chosen.compile() or chosen.original.compile()
+        return chosen.lowered, compiled  # in this order: what does not compile is left alone
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """As a method of a class, like a function."""

@@ -18,6 +18,7 @@ from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes import manager
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
+from dhelix.runtime.profiling import in_process
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
 from dhelix.runtime.value_and_grad import value_and_grad
 from dhelix.tests.runtime.steps import batch, squared_error, weights
@@ -199,6 +200,35 @@ def test_switched_off(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not step.report(x).changed and not step.plan(x).changed
     if how == "DHELIX":
         assert "sine" in step.lower(x).as_text()
+    assert not Replace.runs
+
+
+def test_profile_is_of_the_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[tuple[str, Any]] = []
+
+    def profile(process: None, lowered: jax.stages.Lowered, compiled: Any, arguments: Any, *options: Any) -> Any:
+        programs.append((lowered.as_text(), compiled(*arguments[0], **arguments[1])))
+        return options
+
+    monkeypatch.setattr(in_process, "this_process", lambda *_: None)
+    monkeypatch.setattr(in_process, "profile", profile)
+    x = _array(4)
+    step = strand_interleave(lambda x, power: jnp.sin(x) ** power, passes=[Replace()], static_argnames="power")
+    options = {"out": "h200.json", "pairs": False, "again": True, "progress": False}
+    assert step.profile(x, power=2, **options) == ("h200.json", False, True, False)
+    step = strand_interleave(lambda x, power: jnp.sin(x) ** power, passes=[Refuse()], static_argnums=1)
+    step.profile(x, 2)
+    monkeypatch.setenv("DHELIX", "off")
+    _sine(static_argnums=()).profile(x)
+    (ours, cosines), (alone, sines), (off, _) = programs
+    assert "cosine" in ours and "sine" in alone and "sine" in off and not any("__dhelix" in t for t in (alone, off))
+    np.testing.assert_allclose(cosines, jnp.cos(x) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(sines, jnp.sin(x) ** 2, rtol=1e-5)
+
+
+def test_profile_without_gpu() -> None:
+    with pytest.raises(DhelixError, match="profiling needs GPUs"):
+        _sine().profile(_array(4))
     assert not Replace.runs
 
 
