@@ -1,7 +1,8 @@
 """What a profiler trace says of single instructions: every execution, and whether anything disturbed it.
 
 XLA writes into each kernel's event the HLO instruction it was launched for (`hlo_op`); an execution is the
-stretch of a stream whose kernels carry one name. Nothing here looks at the names of kernels.
+stretch of a stream whose kernels carry one name and follow each other closely. Nothing here looks at the names of
+kernels.
 
     for gpu, found in executions.of_trace(trace.load(folder), "jit_train_step").items():
         for execution in found: execution.name, execution.seconds, execution.undisturbed
@@ -26,6 +27,7 @@ _ANONYMOUS = re.compile("command_buffer|$")
 _NANO = 1e-9
 _DISTURBED = 0.05
 _PAUSE = 100e-6
+_BETWEEN_KERNELS = 20e-6  # of one instruction; up to 11 us were seen, and a loop's next iteration comes later
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class _Event:
     end: float
     stream: str
     name: str
+    of_module: bool  # False: the trace does not say
 
 
 def of_trace(
@@ -78,7 +81,7 @@ def of_trace(
     for device in trace.devices(profile):
         plane = next(p for p in profile.planes if p.name == device)
         events = sorted(_events(plane, module_name, rename), key=lambda e: (e.start, e.end))
-        if events:
+        if any(event.of_module for event in events):
             gpus[int(device.rpartition(":")[2])] = _executions(events)
     if not gpus:
         raise DhelixError(f"the trace has no kernels of {module_name} on a GPU; was it recorded while the module ran?")
@@ -120,12 +123,13 @@ def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | 
             continue
         for event in line.events:
             stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
-            if stats.get("hlo_module", module_name) != module_name:
+            module = stats.get("hlo_module", "")
+            if module not in ("", module_name):
                 continue
             name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]
             name = (rename(name) or name) if rename else name
             start = event.start_ns * _NANO
-            yield _Event(start, start + event.duration_ns * _NANO, line.name, name)
+            yield _Event(start, start + event.duration_ns * _NANO, line.name, name, bool(module))
 
 
 def _executions(events: list[_Event]) -> list[Execution]:
@@ -133,8 +137,8 @@ def _executions(events: list[_Event]) -> list[Execution]:
     by_stream: dict[str, list[_Event]] = defaultdict(list)
     for event in events:
         before = by_stream[event.stream]
-        if before and before[-1].name == event.name and not _ANONYMOUS.match(event.name):
-            before[-1] = replace(before[-1], end=event.end)
+        if before and _continues(event, before[-1]):
+            before[-1] = replace(before[-1], end=max(before[-1].end, event.end))
         else:
             before.append(event)
     joined = sorted((e for stream in by_stream.values() for e in stream), key=lambda e: (e.start, e.end))
@@ -148,3 +152,10 @@ def _executions(events: list[_Event]) -> list[Execution]:
                 result[n] = replace(result[n], shared=result[n].shared + both)
         active.append(number)
     return result
+
+
+def _continues(event: _Event, before: _Event) -> bool:
+    """Whether an event is a further kernel of the instruction that its stream ran before it."""
+    if event.name != before.name or _ANONYMOUS.match(event.name):
+        return False
+    return event.start - before.end <= _BETWEEN_KERNELS
