@@ -38,6 +38,7 @@ from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution
 
 _AXIS = "gpus"
+_SIDES = ("first", "second")
 _MEMORY_SHARE = 0.5  # of what JAX may allocate, for arguments; results and cuDNN's workspaces need the rest
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 
@@ -88,7 +89,7 @@ class GpuMeasurer:
             raise DhelixError("measuring needs GPUs; jax.devices() has none (is JAX's CUDA plugin installed?)")
         self.mesh = Mesh(np.array(self.devices), (_AXIS,))
         self.options = dict(options or {})
-        self.memory_bytes = memory_bytes or _allocatable(self.devices[0])
+        self.memory_bytes = memory_bytes or _allocatable(self.devices)
         self.marks = marks
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
@@ -104,11 +105,13 @@ class GpuMeasurer:
         try:
             return list(self._run(Program(items, repeats, self.marks)))
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
-            if len(items) == 1:
-                return [reason(error)]
-            self._arrays.clear()
-            half = len(items) // 2
-            return self._measure(items[:half], repeats) + self._measure(items[half:], repeats)
+            why = reason(error)
+        # Out here, because the error's traceback held on to the failed program and its arguments.
+        self._arrays.clear()
+        if len(items) == 1:
+            return [why]
+        half = len(items) // 2
+        return self._measure(items[:half], repeats) + self._measure(items[half:], repeats)
 
     def _run(self, program: Program) -> Iterator[Outcome]:
         compiled = compile_program(program, self.mesh, self.options)
@@ -128,9 +131,10 @@ class GpuMeasurer:
         wanted: dict[Buffer, int] = defaultdict(int)
         for buffer in program.buffers:
             wanted[buffer] += 1
-        kept = sum(b.bytes * len(a) for b, a in self._arrays.items() if b in wanted)
-        if kept + program.argument_bytes > 1.5 * self.memory_bytes or len(self._arrays) > 4 * len(wanted):
-            self._arrays = {b: a for b, a in self._arrays.items() if b in wanted}
+        then = {buffer: len(arrays) for buffer, arrays in self._arrays.items()}
+        then |= {buffer: max(count, then.get(buffer, 0)) for buffer, count in wanted.items()}
+        if sum(buffer.bytes * count for buffer, count in then.items()) > 1.5 * self.memory_bytes:
+            self._arrays = {b: a[: wanted[b]] for b, a in self._arrays.items() if b in wanted}
         for buffer, count in wanted.items():
             have = self._arrays.setdefault(buffer, [])
             have.extend(filled(buffer, len(have) + n, self.mesh) for n in range(count - len(have)))
@@ -209,9 +213,11 @@ def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> di
             start, end = spans[number, repeat].get(side, (execution.start, execution.end))
             spans[number, repeat][side] = (min(start, execution.start), max(end, execution.end))
         for instance, sides in spans.items():
-            if "mark" in sides:  # what a CUDA graph ran: the side that did not say its name
-                sides.setdefault("second" if "first" in sides else "first", sides.pop("mark"))
-            if len(sides) == len(items[instance[0]].operators):
+            nameless = sides.pop("mark", None)  # what a CUDA graph or a copy engine ran: the side that has no name
+            missing = [side for side in _SIDES[: len(items[instance[0]].operators)] if side not in sides]
+            if nameless and missing:
+                sides[missing.pop(0)] = nameless
+            if not missing:
                 seen[instance].append(_sample(sides))
     samples: dict[int, list[Sample]] = defaultdict(list)
     for (number, _), of_gpus in sorted(seen.items()):
@@ -257,13 +263,14 @@ def _dtype(buffer: Buffer) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Why something did not run, in a line."""
-    text = " ".join(str(error).split())
+    """Why something did not run, in a line; not empty."""
+    text = " ".join(str(error).split()) or type(error).__name__
     return "out of memory" if any(words in text for words in _OUT_OF_MEMORY) else text[:300]
 
 
-def _allocatable(device: Any) -> int:
-    limit = (device.memory_stats() or {}).get("bytes_limit", 8 << 30)
+def _allocatable(devices: Sequence[Any]) -> int:
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    limit = (own.memory_stats() or {}).get("bytes_limit", 8 << 30)
     return int(_MEMORY_SHARE * limit)
 
 
