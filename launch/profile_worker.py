@@ -25,9 +25,10 @@ from dhelix.passes.hlo import HloModule
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
-from dhelix.runtime.profiling import collective_tables, measure, measure_tables
+from dhelix.runtime.profiling import collective_tables, measure_tables
 from dhelix.runtime.profiling import operator_bases as of_paper
-from dhelix.runtime.profiling.observe import NO_GRAPHS, compiled_step, observe
+from dhelix.runtime.profiling.in_process import gpu_measurer, measure_missing
+from dhelix.runtime.profiling.observe import compiled_step, observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Session, Step
 
@@ -115,15 +116,17 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
     step = _with_bases(step, request.bases)
     gpus = max(len(jax.devices()), gpus_of(step.module))  # of a dump's module there may be fewer here
-    marks = setting.graphs or setting.implementation != "nccl"
-    measurer = measure.GpuMeasurer(options={} if setting.graphs else NO_GRAPHS, marks=marks)
-    session = Session(
-        profile, setting.name, measurer, hardware, gpus_per_node=gpus, pairs=request.pairs, again=request.again
-    )
-    if lowered is not None and make_arguments is not None and (request.again or not session.complete(step)):
-        _tell(done=0, total=0, what="traces the step")
-        step = observe(step, lowered, make_arguments(), gpus, setting.implementation)
-    return session.run(step, lambda done, total, what: _tell(done=done, total=total, what=what), _saver(request))
+    measurer = gpu_measurer(setting)
+    session = Session(profile, setting.name, measurer, hardware, gpus, pairs=request.pairs, again=request.again)
+
+    def trace(step: Step) -> Step:
+        assert lowered is not None and make_arguments is not None
+        return observe(step, lowered, make_arguments(), gpus, setting.implementation)
+
+    def progress(done: int, total: int, what: str) -> None:
+        _tell(done=done, total=total, what=what)
+
+    return measure_missing(session, step, trace if lowered else None, progress, _saver(request))
 
 
 def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
