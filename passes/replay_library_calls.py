@@ -22,7 +22,7 @@ from typing import Any
 from dhelix.passes.hlo import Builder, HloModule, Instruction, Shape, shapes
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.replay import Program
-from dhelix.passes.replay_operators import Buffer, Operator, is_index
+from dhelix.passes.replay_operators import Buffer, Operator, is_constant, is_index
 
 _GRAPH_CALL = "__cudnn$fmha"
 
@@ -59,20 +59,23 @@ def graph_calls(program: Program) -> list[Operator]:
 
 
 def _call(builder: Builder, operator: Operator, free: dict[Buffer, Iterator[Instruction]]) -> Instruction:
-    core = operator.core
-    values = {}
-    for core_input, given in zip(core.operands, operator.operands, strict=True):
-        if core_input in values:
-            continue
-        shape = core_input.shape
-        if is_index(shape) or given.opcode == "constant":
-            values[core_input] = builder.scalar(0, shape.element_type)
-        else:
-            values[core_input] = builder.make("reshape", shape, [next(free[Buffer.of(shape)])])
-    call = builder.copy(core, [values[o] for o in core.operands], [])
+    values = {given: _value(builder, given, free) for given in operator.inputs}
+    call = builder.copy(operator.core, [values[o] for o in operator.operands], [])
+    call.proto.ClearField("metadata")  # it names stack frames of the step
     workspace = call.shape.tuple_shapes[len(call.shape.tuple_shapes) - 1]
     workspace.dimensions[0] = 0
     return call
+
+
+def _value(builder: Builder, given: Instruction, free: dict[Buffer, Iterator[Instruction]]) -> Instruction:
+    """Something to read in place of what the step gave."""
+    if is_constant(given):
+        value = builder.copy(given, [], [])
+        value.proto.ClearField("metadata")
+        return value
+    if is_index(given.shape):
+        return builder.scalar(0, given.shape.element_type)
+    return builder.make("reshape", given.shape, [next(free[Buffer.of(given.shape)])])
 
 
 def _element(builder: Builder, call: Instruction, like: Instruction) -> Instruction:
