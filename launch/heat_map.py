@@ -3,7 +3,8 @@
 One panel per launch order, operators as rows, collectives as columns, the overlap effectiveness in each cell
 (OEF, DHelix section 3.2): 1 where the shorter of the two is hidden whole, 0 where nothing is gained, below 0
 where both together take longer than one after the other. A frame marks a cell whose launch order is the better one by
-0.1 or more. Where a pair has no time, the cell says why: `failed` if it was tried, empty if it was not.
+0.1 or more. `?` marks a number whose repeats scatter (`PairTiming.steady`). Where a pair has no time, the cell says
+why: `failed` if it was tried, empty if it was not.
 
     heat_map.save_png(heat_map.heat_map(profile, "default"), "pairs.png")
 """
@@ -39,6 +40,7 @@ class HeatMap:
     Attributes:
       panels: one per launch order of ORDERS; cells by row, then column: an OEF, or None without one.
       failed: (panel, row, column) of pairs that were tried and have no time.
+      unsteady: (panel, row, column) of pairs whose repeats scatter.
     """
 
     title: str
@@ -46,6 +48,7 @@ class HeatMap:
     columns: tuple[str, ...]
     panels: tuple[tuple[tuple[float | None, ...], ...], ...]
     failed: frozenset[tuple[int, int, int]] = frozenset()
+    unsteady: frozenset[tuple[int, int, int]] = frozenset()
 
 
 def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lambda key: True) -> HeatMap:
@@ -64,13 +67,15 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
             f"no pair of an operator and a collective is measured under {setting!r}: there is nothing to draw;"
             " measure with --pairs, or name another of --settings"
         )
-    panels, failed = [], set()
+    panels, failed, unsteady = [], set(), set()
     for panel in range(len(ORDERS)):
         cells = []
         for row, compute in enumerate(computes):
             keys = [PairKey(compute, c) if panel == 0 else PairKey(c, compute) for c in collectives]
-            cells.append(tuple(timing.oef if (timing := section.pairs.get(key)) else None for key in keys))
+            timings = [section.pairs.get(key) for key in keys]
+            cells.append(tuple(timing.oef if timing else None for timing in timings))
             failed |= {(panel, row, n) for n, key in enumerate(keys) if str(key) in section.failures}
+            unsteady |= {(panel, row, n) for n, timing in enumerate(timings) if timing and not timing.steady}
         panels.append(tuple(cells))
     gpus = max((p.gpus for p in profile.measured_on), default=0)
     where = setup(profile.hardware, profile.link, gpus)
@@ -80,6 +85,7 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
         tuple("\n".join(_label(key, section, collectives)) for key in collectives),
         tuple(panels),
         frozenset(failed),
+        frozenset(unsteady),
     )
 
 
@@ -124,7 +130,7 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
 
 _FOOTNOTE = (
     "OEF = (T compute + T collective − P) / the smaller T; T alone, P both together, measured."
-    " Framed: the better launch order, by 0.1 or more."
+    " Framed: the better launch order, by 0.1 or more. ?: repeats scatter."
 )
 
 
@@ -173,8 +179,10 @@ def _draw(axis: Any, drawn: HeatMap, panel: int, norm: Any) -> Any:
         for column, value in enumerate(values):
             text = _FAILED if (panel, row, column) in drawn.failed else ""
             text = text if value is None else f"{value:.2f}".replace("-0.00", "0.00").replace("-", "−")
+            steady = drawn.unsteady.isdisjoint(((panel, row, column), (1 - panel, row, column)))
+            text = f"{text} ?" if (panel, row, column) in drawn.unsteady else text
             other = drawn.panels[1 - panel][row][column]
-            better = value is not None and other is not None and value - other >= _ORDER_MATTERS
+            better = steady and value is not None and other is not None and value - other >= _ORDER_MATTERS
             dark = value is not None and abs(float(norm(value)) - 0.5) > 0.32
             style = {"color": "white" if dark else _INK, "weight": "bold" if better else "normal"}
             axis.text(column, row, text, ha="center", va="center", fontsize=8, **style)

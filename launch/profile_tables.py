@@ -67,11 +67,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Together:
-    """A pair in one launch order: OEF, and how many times longer than alone each side takes."""
+    """A pair in one launch order: OEF, how many times longer than alone each side takes, and whether repeats agree."""
 
     oef: float
     one: float
     other: float
+    steady: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,19 @@ class PairRow:
 
     @property
     def order_effect(self) -> float | None:
-        """OEF of `one` launched first less that of `other` first; None unless both are measured."""
+        """OEF of `one` launched first less that of `other` first; None unless both are measured and steady."""
         if self.one_first is None or self.other_first is None:
+            return None
+        if not (self.one_first.steady and self.other_first.steady):
             return None
         return self.one_first.oef - self.other_first.oef
 
     def to_json(self) -> dict[str, Any]:
-        def order(order: Together | None) -> dict[str, float] | None:
-            return order and {"oef": order.oef, "slow_down_one": order.one, "slow_down_other": order.other}
+        def order(order: Together | None) -> dict[str, float | bool] | None:
+            if order is None:
+                return None
+            slow_downs = {"slow_down_one": order.one, "slow_down_other": order.other}
+            return {"oef": order.oef, **slow_downs, "steady": order.steady}
 
         orders = {"one_first": order(self.one_first), "other_first": order(self.other_first)}
         return {"one": str(self.one), "other": str(self.other), **orders}
@@ -180,7 +186,8 @@ def together(section: Section, first: Key, second: Key, swapped: bool = False) -
     if timing is None:
         return None
     slow_downs = timing.first / timing.first_alone, timing.second / timing.second_alone
-    return Together(timing.oef, *(reversed(slow_downs) if swapped else slow_downs))
+    one, other = reversed(slow_downs) if swapped else slow_downs
+    return Together(timing.oef, one, other, timing.steady)
 
 
 def bus_bandwidth(key: CollectiveKey, seconds: float) -> float:
@@ -214,7 +221,8 @@ def _short(key: Key) -> str:
     sizes = "x".join(map(str, key.sizes))
     parts = key.family.split(":")
     if key.kind == "gemm":  # types:layout:library:epilogue
-        return " ".join(["GEMM", *parts[1:2], sizes, *parts[3:]])
+        library = [part for part in parts[2:3] if part != "cublaslt"]
+        return " ".join(["GEMM", *parts[1:2], sizes, *library, *parts[3:]])
     named = parts[0] if key.kind in _NAMED else ""
     return " ".join(filter(None, (_KINDS.get(key.kind, key.kind), named, sizes)))
 
@@ -243,7 +251,7 @@ def launch_order_text(pairs: Sequence[PairRow]) -> str:
     mixed = [p for p in pairs if isinstance(p.one, OperatorKey) and isinstance(p.other, CollectiveKey)]
     effects = [p.order_effect for p in mixed if p.order_effect is not None]
     if not effects:
-        return "Launch order: no pair of compute and communication is measured in both orders."
+        return "Launch order: no pair of compute and communication is measured well in both orders."
     compute = sum(effect >= ORDER_MATTERS for effect in effects)
     collective = sum(effect <= -ORDER_MATTERS for effect in effects)
     return (
@@ -335,16 +343,20 @@ def _solo_table(name: str, rows: Sequence[Row], top: int) -> Table:
 
 
 def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
-    """OEF for each launch order, and how much longer than alone the first and the second column take."""
+    """OEF for each launch order (`?`: repeats scatter), and how much longer than alone either column takes."""
     numbers = ["OEF, 1 first", "slow-down 1 / 2", "OEF, 2 first", "slow-down 1 / 2"]
     table = _table(title, ["1", "2"], numbers)
     keys = [key for row in rows for key in (row.one, row.other)]
     for row in rows:
         cells = []
         for order in (row.one_first, row.other_first):
-            cells += [f"{order.oef:.2f}", f"{order.one:.2f} / {order.other:.2f}"] if order else ["-", "-"]
+            cells += [_oef_text(order), f"{order.one:.2f} / {order.other:.2f}"] if order else ["-", "-"]
         table.add_row(Text(readable(row.one, keys)), Text(readable(row.other, keys)), *cells)
     return table
+
+
+def _oef_text(order: Together) -> str:
+    return f"{order.oef:.2f}{'' if order.steady else ' ?'}"
 
 
 def _failures_table(failures: Mapping[str, str], top: int) -> Table:

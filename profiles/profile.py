@@ -15,6 +15,9 @@ from typing import Any
 
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 
+STEADY = 0.25
+"""Of the shorter side: how far the quartiles of a pair's repeats may lie apart, see `PairTiming.steady`."""
+
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -71,6 +74,11 @@ class PairTiming:
         """Overlap effectiveness (DHelix 3.2): 1 hides the shorter side altogether, 0 gains nothing."""
         shorter = min(self.first_alone, self.second_alone)
         return (self.first_alone + self.second_alone - self.seconds) / shorter if shorter else 0.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether the repeats agree well enough for an OEF, which divides by the shorter side: within STEADY of it."""
+        return self.spread <= STEADY * min(self.first_alone, self.second_alone)
 
 
 def quartile_distance(ordered: list[float]) -> float:

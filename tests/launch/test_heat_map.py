@@ -1,6 +1,7 @@
 """Heat maps of pairs made by hand."""
 
 import builtins
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_the_title_says_hardware_link_and_setting() -> None:
 def test_only_what_is_wanted() -> None:
     drawn = heat_map.heat_map(PROFILE, "connections1", {LONG, GATHER}.__contains__)
     assert len(drawn.rows) == len(drawn.columns) == 1
+
+
+def test_cells_whose_repeats_scatter_are_marked() -> None:
+    scattered = PairTiming(4e-4, 4e-4, 3e-4, 4e-4, 2e-4, spread=0.06e-3)
+    assert not scattered.steady and replace(scattered, spread=0.05e-3).steady
+    section = replace(SECTION, pairs={**SECTION.pairs, PairKey(LONG, GATHER): scattered})
+    drawn = heat_map.heat_map(replace(PROFILE, sections={"connections1": section}), "connections1")
+    assert drawn.unsteady == {(0, 0, 0)}
+    assert drawn.panels[0][0][0] == pytest.approx(1.0)
 
 
 def test_operators_that_read_alike_are_told_apart() -> None:

@@ -135,6 +135,7 @@ def test_pairs_say_what_launch_order_does(dump: Path, record: Path, tmp_path: Pa
     for pair in mixed:
         assert pair["one_first"]["oef"] == pytest.approx(0.8, abs=1e-3)
         assert pair["other_first"]["oef"] == pytest.approx(0.9, abs=1e-3)
+        assert pair["one_first"]["steady"] and pair["other_first"]["steady"]
     product = next(pair for pair in mixed if pair["one"].startswith("gemm"))
     assert product["one_first"]["slow_down_one"] < product["one_first"]["slow_down_other"]
 
