@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax import lax
+from jax.extend import xla
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from dhelix.errors import DhelixError
-from dhelix.passes.replay import Item, Program, instance_name, placeholder_name
-from dhelix.passes.replay_operators import Buffer
-from dhelix.runtime import trace
+from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.manager import PassContext
+from dhelix.passes.operator_keys import key_of
+from dhelix.passes.replay import Item, Program, instance_name, parse_name, placeholder_name
+from dhelix.passes.replay_library_calls import LibraryCalls
+from dhelix.passes.replay_operators import Buffer, Operator, find_operators
+from dhelix.runtime import deviceless, lowering, trace
 from dhelix.runtime.profiling import measure
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measure import GpuMeasurer, Outcome, Sample, samples_of
@@ -332,3 +340,110 @@ def test_arguments_of_other_programs_give_way_when_memory_is_short(machine: Mach
     of_gpus.measure([Item(small_step.operators(rows=36, width=96)["moved"])], 1)
     gc.collect()
     assert not any(ref() is not None for ref in kept)
+
+
+# Compiling
+
+
+@pytest.fixture(scope="module")
+def paper_mesh() -> Mesh:
+    """GPUs that exist on paper."""
+    return deviceless.mesh({"gpus": 4})
+
+
+@pytest.fixture(scope="module")
+def attention(paper_mesh: Mesh) -> tuple[Operator, ...]:
+    """Operators of a step with padded attention, forward and backward, and a collective."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        lengths = jnp.full((1,), 100, jnp.int32)
+        options = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "implementation": "cudnn"}
+        return jnp.sum(jax.nn.dot_product_attention(x, x, x, **options).astype(jnp.float32))
+
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(loss)(x), lax.all_gather(x, "gpus", tiled=True)
+
+    mapped = jax.shard_map(step, mesh=paper_mesh, in_specs=P("gpus"), out_specs=P("gpus"), check_vma=False)
+    x = jax.ShapeDtypeStruct((4, 256, 8, 64), jnp.bfloat16, sharding=NamedSharding(paper_mesh, P("gpus")))
+    module = lowering.compiled_module(deviceless.compile(jax.jit(mapped).lower(x)))
+    found, _ = find_operators(module, key_of)
+    return found
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """The hooks that are registered with XLA and not taken back."""
+    there: list[tuple[object, ...]] = []
+    register, clear = xla.register_hlo_module_transformation, xla.clear_hlo_module_transformation
+
+    def registering(callback: Any, *, name: str, stage: Any, platforms: Any) -> None:
+        register(callback, name=name, stage=stage, platforms=platforms)
+        there.append((name, stage, platforms))
+
+    def clearing(name: str, *, stage: Any, platforms: Any) -> None:
+        clear(name, stage=stage, platforms=platforms)
+        there.remove((name, stage, platforms))
+
+    monkeypatch.setattr(xla, "register_hlo_module_transformation", registering)
+    monkeypatch.setattr(xla, "clear_hlo_module_transformation", clearing)
+    return there
+
+
+def instances(compiled: jax.stages.Compiled) -> set[tuple[int, str]]:
+    """Items and sides of what runs."""
+    module = lowering.compiled_module(compiled)
+    found = (parse_name(i.name) for i in module.schedule[module.entry])
+    return {parsed[:2] for parsed in found if parsed is not None}
+
+
+@pytest.mark.deviceless
+def test_attention_and_collectives_compile_alone_and_in_pairs(
+    attention: tuple[Operator, ...], paper_mesh: Mesh, hooks: list[tuple[object, ...]]
+) -> None:
+    kinds = [o.key.kind for o in attention]
+    assert {"attention", "attention-backward", "all-gather"} <= set(kinds)
+    items = [Item(o) for o in attention]
+    items += [Item(a, b) for a in attention for b in attention if a.is_collective or b.is_collective]
+    before = dict(os.environ)
+    compiled = measure.compile_program(Program(tuple(items), 2, marks=True), paper_mesh, deviceless.COMPILER_OPTIONS)
+    sides = {(n, side) for n, item in enumerate(items) for side in ("first", "second")[: len(item.operators)]}
+    assert {(n, side) for n, side in instances(compiled) if side in ("first", "second")} == sides
+    assert hooks == [] and dict(os.environ) == before
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("error", [PassRefusal("I would rather not"), DhelixError("no way"), ValueError("no value")])
+def test_nothing_stays_behind_after_an_error(
+    attention: tuple[Operator, ...],
+    paper_mesh: Mesh,
+    hooks: list[tuple[object, ...]],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+
+    def run(self: LibraryCalls, module: HloModule, context: PassContext) -> bool:
+        seen.append(len(hooks))
+        raise error
+
+    program = Program((Item(attention[0]),), 1)
+    before = dict(os.environ)
+    with monkeypatch.context() as patch:
+        patch.setattr(LibraryCalls, "run", run)
+        with pytest.raises(DhelixError, match=str(error)):
+            measure.compile_program(program, paper_mesh, deviceless.COMPILER_OPTIONS)
+    assert seen == [2] and hooks == [] and dict(os.environ) == before
+    assert instances(measure.compile_program(program, paper_mesh, deviceless.COMPILER_OPTIONS)) >= {(0, "first")}
+
+
+@pytest.mark.deviceless
+def test_programs_of_the_same_name_are_left_alone_afterwards(attention: tuple[Operator, ...], paper_mesh: Mesh) -> None:
+    program = Program((Item(attention[0]),), 1)
+    measure.compile_program(program, paper_mesh, deviceless.COMPILER_OPTIONS)
+
+    def innocent(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    innocent.__name__ = placeholder_name(program)
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(paper_mesh, P("gpus")))
+    assert instances(deviceless.compile(jax.jit(innocent).lower(x))) == set()
