@@ -143,7 +143,7 @@ class Session:
             progress(done, len(wanted), "operators alone")
             self._add(section_of(self.setting, batch, measurer.measure(batch, ALONE_REPEATS)), save)
             done += len(batch)
-        pairs = self.missing(step).pairs if not self._again else wanted.pairs  # now by measured times
+        pairs = self.missing(step).pairs  # now by measured times
         total = done + len(pairs)
         for batch in itertools.batched(pairs, _BATCH):
             progress(done, total, "pairs")
