@@ -1,0 +1,74 @@
+"""`dhelix profile` from a compiled step to tables, pictures and XLA's files, on the measurements that dhelix ships.
+
+The step is one micro-batch of a Llama of 4 layers of 8B shapes (tensor-parallel over 4, sequence 8192), forward and
+backward, as XLA compiled it on H200s, kernels autotuned: the body of the train step's loop over micro-batches, without
+metadata (`tests/testdata/profile`). A step compiled without GPUs would have kernels that nobody measured.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.launch import cli, profile_processes
+from dhelix.profiles import storage, xla_tables
+from dhelix.profiles.keys import CollectiveKey
+
+STEP = Path(__file__).parents[1] / "testdata" / "profile" / "llama_8b_microbatch.txt"
+SHIPPED = Path(storage.__file__).parent / "data" / "h200-nvlink.json"
+SETTINGS = ("default", "connections1")
+ENOUGH = 0.95
+"""Of the step's time is measured; all of it where the shipped profile was made of the very same kernels."""
+
+
+@pytest.fixture(autouse=True)
+def no_gpus_and_no_profiles_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "profiles").mkdir()
+    monkeypatch.setenv(storage.SEARCH_PATH, str(tmp_path / "profiles"))
+    monkeypatch.setattr(profile_processes, "gpus_here", lambda: ("", 0))
+
+
+def dhelix_profile(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["profile", *map(str, arguments)])
+    return stopped.value.code or 0  # type: ignore[return-value]
+
+
+def test_from_the_step_to_every_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(storage, "_SHIPPED", tmp_path / "none")  # what is known is in the file that the command writes
+    out, heat_map = tmp_path / "out.json", tmp_path / "pairs.png"
+    costs, table = tmp_path / "costs.pbtxt", tmp_path / "table.pbtxt"
+    files = ["--heat_map", heat_map, "--pgle", costs, "--perf_table", table, "--compare", SHIPPED]
+    recorded = ["--recorded", SHIPPED, "--out", out, f"--settings={','.join(SETTINGS)}"]
+    assert dhelix_profile(STEP, *recorded, *files, "--json") == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (result["hardware"], result["link"], result["gpus"]) == ("H200", "nvlink", 4)
+    assert set(result["settings"]) == set(SETTINGS)
+    for setting in SETTINGS:
+        of_setting = result["settings"][setting]
+        assert of_setting["coverage"]["measured"] > ENOUGH and not of_setting["unknown_loops"]
+        calls = {row["key"]: row["calls"] for row in of_setting["operators"] + of_setting["collectives"]}
+        assert calls["all-gather 67108864B 4x1 groups=1 nccl"] == 18  # two a layer each way, two of the head
+        assert sum(key.startswith("attention") for key in calls) == 2
+        assert len(of_setting["pairs"]) > 50
+        picture = heat_map.with_stem(f"pairs-{setting}")
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    shipped, written = storage.load(SHIPPED), storage.load(out)
+    assert written.measured_on == shipped.measured_on
+    for agreement in result["agreement"]:
+        assert agreement["compared"] > 0 and agreement["p90"] < 1e-3, "what was recorded is not what is written"
+    seconds = xla_tables.parse_cost_text(costs.read_text(), "costs")
+    assert sum(seconds.values()) > 1e-3 and min(seconds.values()) > 0
+    section = shipped.section("default")
+    of_table = xla_tables.parse_collective_table(table.read_text(), "table")
+    gather = CollectiveKey("all-gather", 64 * 2**20, 4)
+    assert of_table[gather] == pytest.approx(section.collectives[gather].seconds, rel=1e-3)
+
+
+def test_what_is_shipped_is_known_without_measuring(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_profile(STEP, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["settings"]["default"]["coverage"]["measured"] > ENOUGH
