@@ -16,8 +16,8 @@ Legal, because data flow, control dependencies, the order of side effects and th
 meet in a shared buffer (`passes/buffers.py`) are kept. Memory is a hard limit: an order that needs more, by
 the estimate of `passes/buffers.py`, is never taken. Where no order plays better than XLA's, XLA's stays.
 
-Costs are the roofline's, overlap slows both sides down at the hardware's rates (`passes/timeline.py`). The
-pass takes n log n time in the instructions.
+Costs are those of a profile where one is given, else the roofline's; so is what collectives and compute do to
+each other (`passes/timeline.py`). The pass takes n log n time in the instructions.
 
 This is the baseline beside the dynamic programming of DHelix section 4.2. A scheduler is a function
 `order(computation, sequence, costs, limits) -> sequence`; `apply_order` does the rest for any of them.
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from dhelix.passes.buffers import LiveSet, Memory
 from dhelix.passes.collectives import is_done, is_start, start_of
-from dhelix.passes.costs import Cost, Costs, Lane
+from dhelix.passes.costs import Cost, CostModel, Costs, Lane
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
@@ -57,9 +57,7 @@ class Limits:
     bodies: dict[Computation, Timeline] = field(default_factory=dict)
 
 
-Scheduler = Callable[
-    [Computation, Sequence[Instruction], Mapping[Instruction, Cost], Limits], list[Instruction]
-]
+Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, Cost], Limits], list[Instruction]]
 
 
 @dataclass(frozen=True)
@@ -67,33 +65,34 @@ class CollectiveSchedule:
     """List scheduling of async collectives.
 
     Attributes:
-      hardware: whose costs and rates count.
+      hardware: whose costs and rates count where there is no `model`.
       memory_limit: bytes of temporaries and results that the module may need by the pass's own estimate; by
         default what the order it got needs and `memory_slack` of that.
       memory_slack: 3 %, which is what all passes together may cost (DHelix section 6).
       min_gain: share of a computation's time that a new order must be predicted to save. Less is within the
         roofline's error: two strands took 1041 ms under a list schedule where XLA's order took 1025.
+      model: measured costs and rates.
     """
 
     hardware: Hardware = H200
     memory_limit: int | None = None
     memory_slack: float = 0.03
     min_gain: float = 0.01
+    model: CostModel | None = None
 
     name = "collective-schedule"
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        return apply_order(
-            module, context, list_order, self.hardware, self.memory_limit, self.memory_slack, self.min_gain
-        )
+        costs = Costs(self.hardware) if self.model is None else self.model.costs()
+        return apply_order(module, context, list_order, costs, self.memory_limit, self.memory_slack, self.min_gain)
 
 
 def apply_order(
     module: HloModule,
     context: PassContext,
     order: Scheduler,
-    hardware: Hardware,
+    costs: Costs,
     memory_limit: int | None = None,
     memory_slack: float = 0.0,
     min_gain: float = 0.0,
@@ -103,22 +102,21 @@ def apply_order(
     Callees come before their callers, so that a loop's body is settled when the loop is placed.
     Returns whether the schedule changed; what was done is in the context's notes.
     """
-    costs = Costs(hardware)
     chosen = [c for c in module.computations if c in module.schedule and _has_collectives(c, costs)]
     if not chosen:
         return False
     memory, bodies = Memory(module), {}
     original = dict(module.schedule)
-    before = simulate_module(module, hardware, costs).seconds
+    before = simulate_module(module, costs.hardware, costs).seconds
     if memory_limit is None:
         memory_limit = int(memory.peak(module.entry, module.schedule[module.entry]) * (1.0 + memory_slack))
     for computation in chosen:
         allowed = _allowance(module, memory, computation, memory_limit)
-        limits = Limits(hardware, allowed, memory, bodies)
+        limits = Limits(costs.hardware, allowed, memory, bodies)
         _improve(computation, order, costs, limits, min_gain, context)
     if all(module.schedule[c] == original[c] for c in chosen):
         return False
-    after = simulate_module(module, hardware, costs).seconds
+    after = simulate_module(module, costs.hardware, costs).seconds
     facts = {"seconds_before": before, "seconds_after": after}
     if after >= before:
         module.schedule.update(original)
@@ -306,9 +304,7 @@ class _Layer:
         if found is not None:
             return found
         if self.dones:
-            left = {
-                flight.instruction: n for lane in self.player.lanes.values() for n, flight in enumerate(lane)
-            }
+            left = {flight.instruction: n for lane in self.player.lanes.values() for n, flight in enumerate(lane)}
             return self._take_done(min(self.dones, key=lambda d: (left[start_of(d)], self.graph.position[d])))
         return self._oldest()
 

@@ -6,21 +6,29 @@ get costs too, coarser ones: what XLA will fuse counts by what it writes, or not
 
 Without a profile every cost is the roofline's (`dhelix.profiles.roofline`), so a guess. With one,
 `Costs(hardware, Estimator(profile, hardware, setting))`, times of scheduled programs are what was measured or
-what follows from it, and `Cost.source` says which.
+what follows from it, and `Cost.source` says which; `Costs.rates` is what two instructions do to each other.
+`CostModel` says all that as an option of a pass:
+
+    CollectiveSchedule(model=CostModel.find("H200", "nvlink", "connections1"))
 """
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
 
+from dhelix.errors import DhelixError
 from dhelix.passes.collectives import find_collective, is_done
 from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.operator_keys import CONTROL_FLOW, FREE_OPCODES, OperatorKeys
 from dhelix.passes.operator_work import Work, backend_config, work_of
-from dhelix.profiles import roofline
+from dhelix.profiles import roofline, storage
+from dhelix.profiles.contention import MIN_RATE
 from dhelix.profiles.estimates import Estimator, Source
-from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.hardware import Hardware, describe
+from dhelix.profiles.profile import SETTINGS, Profile
 
 
 class Lane(enum.Enum):
@@ -66,6 +74,7 @@ class Costs(dict[Instruction, Cost]):
         super().__init__()
         self.hardware, self.estimator = hardware, estimator
         self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
+        self._rates: dict[tuple[Instruction, Instruction, bool], tuple[float, float]] = {}
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = instruction_cost(instruction, self.hardware, self.__getitem__)
@@ -76,6 +85,84 @@ class Costs(dict[Instruction, Cost]):
                 cost = replace(cost, seconds=estimate.seconds, source=estimate.source)
         self[instruction] = cost
         return cost
+
+    def rates(self, compute: Instruction, collective: Instruction, collective_first: bool) -> tuple[float, float]:
+        """How fast `compute` and `collective` proceed while both run, 1 being undisturbed; never 0.
+
+        Measured, or from measured pairs like this one; the hardware's constants where that would be a guess.
+
+        Args:
+          collective_first: which of the two was launched first.
+        """
+        asked = compute, collective, collective_first
+        known = self._rates.get(asked)
+        if known is None:
+            known = self._rates[asked] = self._find_rates(*asked)
+        return known
+
+    def _find_rates(self, compute: Instruction, collective: Instruction, collective_first: bool) -> tuple[float, float]:
+        constants = self.hardware.compute_rate, self.hardware.communication_rate
+        if self.estimator is None or not compute.computation.module.is_scheduled:
+            return constants
+        own, its = self.operator_keys[compute], self.operator_keys[collective]
+        if own is None or its is None:
+            return constants
+        pair = (its, own) if collective_first else (own, its)
+        if self.estimator.pair(*pair).source is Source.GUESS:
+            return constants
+        first, second = (max(rate, MIN_RATE) for rate in self.estimator.rates(*pair))
+        return (second, first) if collective_first else (first, second)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Where costs come from, as data: a profile, as it was measured under one launch setting.
+
+    An option of passes. All of the profile counts for the fingerprint of their inputs, so hosts whose files differ
+    notice it before the first step.
+    """
+
+    profile: Profile = field(repr=False)
+    setting: str = "default"
+
+    @classmethod
+    def find(cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default") -> Self:
+        """From the shipped profile and the user's own (`storage.find`).
+
+        Raises DhelixError if there is no such profile, or nothing in it was measured under this setting.
+        """
+        profile = storage.find(hardware, link)
+        if profile is None:
+            raise DhelixError(
+                f"no profile of {hardware} with link {link}: run `dhelix profile`, or use one of "
+                + ", ".join(storage.shipped())
+            )
+        return cls(profile, setting)
+
+    def __post_init__(self) -> None:
+        if self.setting not in self.profile.sections:
+            raise DhelixError(
+                f"the profile of {self.profile.hardware} with link {self.profile.link} has nothing under the launch "
+                f"setting {self.setting!r}: run `dhelix profile` under it, or use one of "
+                + ", ".join(sorted(self.profile.sections))
+            )
+
+    def costs(self) -> Costs:
+        """New costs, which keep what they are asked for; of one program or several."""
+        return Costs(self.hardware, self.estimator, self.implementation)
+
+    @property
+    def hardware(self) -> Hardware:
+        return describe(self.profile.hardware, self.profile.link)
+
+    @property
+    def implementation(self) -> str:
+        """Of collectives under this setting, one of `keys.IMPLEMENTATIONS`."""
+        return SETTINGS[self.setting].implementation if self.setting in SETTINGS else "nccl"
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        return Estimator(self.profile, self.hardware, self.setting)
 
 
 def instruction_cost(

@@ -2,16 +2,28 @@
 
 Compute runs in the order of the sequence, one instruction at a time. A collective may begin when the compute
 before its start is done and its lane is free; a lane runs one collective at a time, in the order of their
-starts. A done makes compute wait. While a collective and compute run at the same time each proceeds at a rate
-of its own (`Hardware.compute_rate`, `communication_rate`), so lengths depend on what lies beside what. A
-loop is entered: its body is played from idle lanes once and repeated, or played as it stands while a
-collective that began outside is still under way. Nothing here decides anything: costs and an order in, times
-out.
+starts. A done makes compute wait. A loop is entered: its body is played from idle lanes once and repeated, or
+played as it stands while a collective that began outside is still under way. Nothing here decides anything:
+costs and an order in, times out.
+
+While a collective and compute run at the same time each proceeds at a rate of its own, so lengths depend on
+what lies beside what. With costs from a profile (`Costs.rates`) these are the rates of that pair in its launch
+order: a collective that begins before or with an instruction was launched first, one whose lane becomes free
+while the instruction runs comes second. Without one they are the hardware's (`Hardware.compute_rate`,
+`communication_rate`). A gather of 300 us (rate 0.75) with two instructions of 200 us each under it:
+
+    gather   ################################         400 us
+    x        ####################                     250 us: all of it at rate 0.8
+    y                            #################    215 us: 150 us at rate 0.9, the other 65 us alone
+
+Collectives on both lanes do not slow each other, as their links differ; compute beside both proceeds at the
+lower of its two rates.
 
 Async compute (fusions on further streams) shares the SMs with the rest, and so counts as compute at its
 start. A collective that is no pair, or that XLA will make synchronous, is a start and a done at one place.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +103,9 @@ def simulate(
     """Plays `order`, a sequence of `computation`, from idle lanes to the end of its last instruction.
 
     Args:
-      costs: of every instruction, in called computations too; `Costs(hardware)` computes them as needed.
+      costs: of every instruction, in called computations too; `Costs(hardware)` computes them as needed, and
+        with a profile knows the rates of pairs too.
+      hardware: whose rates hold where `costs` knows none.
       bodies: timelines of called computations, kept from call to call; they must have been played alike.
     """
     player = Player(costs, hardware, {} if bodies is None else bodies)
@@ -101,9 +115,7 @@ def simulate(
     return player.timeline()
 
 
-def simulate_module(
-    module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None
-) -> Timeline:
+def simulate_module(module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None) -> Timeline:
     """The entry computation of a module, in the order of its schedule."""
     costs = Costs(hardware) if costs is None else costs
     return simulate(module.entry, sequence_of(module.entry), costs, hardware)
@@ -111,12 +123,19 @@ def simulate_module(
 
 @dataclass
 class Flight:
-    """A collective that has been started."""
+    """A collective that has been started.
+
+    Attributes:
+      left: seconds it would still take alone.
+      begin: when its lane became free for it.
+      rate: at which it proceeds.
+    """
 
     instruction: Instruction
     lane: Lane
     left: float
-    begin: float | None = None
+    begin: float = math.inf
+    rate: float = 1.0
 
 
 @dataclass
@@ -130,7 +149,7 @@ class _Tally:
 
 
 class Player:
-    """The lanes while a sequence is played, instruction by instruction.
+    """The lanes while a sequence is played, instruction by instruction; arguments as of `simulate`.
 
     A scheduler may look at `now` (seconds), at `under_way` (collectives begun and not done, by their start)
     and at what `lanes` hold, the running one first.
@@ -140,6 +159,9 @@ class Player:
         self, costs: Mapping[Instruction, Cost], hardware: Hardware, bodies: dict[Computation, Timeline]
     ) -> None:
         self.costs, self.hardware, self.bodies = costs, hardware, bodies
+        self.rates = self._constant_rates
+        if isinstance(costs, Costs) and costs.estimator is not None:
+            self.rates = costs.rates
         self.now = self.compute = self.compute_alone = self.hidden = self.exposed = 0.0
         self.lanes: dict[Lane, deque[Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
         self.under_way: dict[Instruction, Flight] = {}
@@ -161,7 +183,7 @@ class Player:
     def drain(self) -> None:
         """Lets every collective come to its end."""
         while self.under_way:
-            self._pass(None, "")
+            self._stand()
 
     def _play_all(self, computation: Computation) -> None:
         for instruction in sequence_of(computation):
@@ -172,7 +194,7 @@ class Player:
             return
         if cost.lane is Lane.COMPUTE:
             start = self.now
-            self._advance(cost.seconds, instruction.name)
+            self._compute(instruction, cost.seconds)
             self.compute_alone += cost.seconds
             self.compute += self.now - start
             self.intervals.append(Interval(instruction.name, cost.lane, start, self.now))
@@ -189,7 +211,7 @@ class Player:
     def _wait(self, start: Instruction) -> None:
         """Compute stands still until the collective begun at `start` is done."""
         while start in self.under_way:
-            self._pass(None, "")
+            self._stand()
 
     def _loop(self, loop: Instruction) -> None:
         count = trip_count(loop)
@@ -219,55 +241,71 @@ class Player:
             )
         return self.bodies[computation]
 
-    def _advance(self, work: float, name: str) -> None:
+    def _compute(self, instruction: Instruction, work: float) -> None:
+        """Lets time pass until `work` seconds of `instruction` are done."""
+        start = self.now
         while work > 0.0:
-            work = self._pass(work, name)
+            heads = self._heads()
+            if not heads:
+                self.now += work
+                return
+            rate = 1.0
+            for head in heads:  # one that began no later was launched first
+                own, head.rate = self.rates(instruction, head.instruction, head.begin <= start)
+                rate = min(rate, own)
+            needed = work / rate
+            passed = self._pass(heads, needed, instruction.name)
+            work = work - passed * rate if passed < needed else 0.0
 
-    def _pass(self, work: float | None, name: str) -> float:
-        """Lets time pass to the next end: of a collective, or of `work` seconds of compute. Returns what is
-        left."""
-        heads = [lane[0] for lane in self.lanes.values() if lane]
-        if not heads:
-            self.now += work or 0.0
-            return 0.0
-        beside = work is not None
-        compute_rate = self.hardware.compute_rate if beside else 1.0
-        rate = self.hardware.communication_rate if beside else 1.0
-        first = min(head.left for head in heads)
-        ends = first / rate
-        last = False
-        if work is not None and work / compute_rate <= ends:
-            ends, last = work / compute_rate, work / compute_rate < ends
-        start, self.now = self.now, self.now + ends
-        if beside:
-            self.hidden += ends
-        else:
-            self.exposed += ends
+    def _stand(self) -> None:
+        """Lets time pass without compute until the next collective is done."""
+        heads = self._heads()
         for head in heads:
-            self._progress(head, start, ends, beside, name)
-            if not last and head.left == first:
+            head.rate = 1.0
+        self._pass(heads, math.inf, None)
+
+    def _heads(self) -> list[Flight]:
+        """What runs on the lanes."""
+        heads = [lane[0] for lane in self.lanes.values() if lane]
+        for head in heads:
+            head.begin = min(head.begin, self.now)
+        return heads
+
+    def _pass(self, heads: list[Flight], seconds: float, beside: str | None) -> float:
+        """Lets `seconds` pass, or less where one of `heads` ends before. Returns how much has passed.
+
+        `beside`: the compute instruction that runs meanwhile, if any does.
+        """
+        ends = [head.left / head.rate for head in heads]
+        passed = min(seconds, *ends)
+        self.now += passed
+        if beside is None:
+            self.exposed += passed
+        else:
+            self.hidden += passed
+        for head, end in zip(heads, ends, strict=True):
+            self._progress(head, passed, beside)
+            if end == passed:
                 self._finish(head)
             else:
-                head.left = max(head.left - ends * rate, 0.0)
-        if work is None or ends == work / compute_rate:
-            return 0.0
-        return work - ends * compute_rate
+                head.left = max(head.left - passed * head.rate, 0.0)
+        return passed
 
-    def _progress(self, head: Flight, start: float, seconds: float, beside: bool, name: str) -> None:
-        if head.begin is None:
-            head.begin = start
+    def _progress(self, head: Flight, seconds: float, beside: str | None) -> None:
         tally = self.tallies[head.instruction.name]
-        if beside:
-            tally.hidden += seconds
-            tally.under[name] = tally.under.get(name, 0.0) + seconds
-        else:
+        if beside is None:
             tally.exposed += seconds
+        else:
+            tally.hidden += seconds
+            tally.under[beside] = tally.under.get(beside, 0.0) + seconds
 
     def _finish(self, flight: Flight) -> None:
         self.lanes[flight.lane].popleft()
         del self.under_way[flight.instruction]
-        begin = self.now if flight.begin is None else flight.begin
-        self.intervals.append(Interval(flight.instruction.name, flight.lane, begin, self.now))
+        self.intervals.append(Interval(flight.instruction.name, flight.lane, flight.begin, self.now))
+
+    def _constant_rates(self, compute: Instruction, collective: Instruction, first: bool) -> tuple[float, float]:
+        return self.hardware.compute_rate, self.hardware.communication_rate
 
     def timeline(self) -> Timeline:
         collectives = tuple(

@@ -8,12 +8,16 @@ from hypothesis import assume, given
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collective_schedule import CollectiveSchedule, Limits, list_order
 from dhelix.passes.collectives import is_done, start_of
+from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.operator_keys import key_of
 from dhelix.passes.report import CHANGED, UNCHANGED, PassReport
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, H200_NO_P2P
+from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
+from dhelix.profiles.profile import PairTiming, Profile, Section, Timing
 from dhelix.tests.passes import golden
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs, runs_rightly
 
@@ -56,6 +60,23 @@ def test_a_gain_below_the_threshold_is_not_taken() -> None:
     before = HloModule.from_text(golden.read(name)).to_bytes()
     assert run(before, CollectiveSchedule(min_gain=0.5))[0] is None
     assert run(before, CollectiveSchedule(H200_NO_P2P))[0] is not None
+
+
+def test_measured_pairs_decide() -> None:
+    """A gather that runs well under the product goes there; one that stops it stays where it was."""
+    before = HloModule.from_text(golden.read("collective_schedule/gather_under_product.hlo"))
+    by_name = {i.name: i for i in before.entry.instructions}
+    gather, product = key_of(by_name["start"]), key_of(by_name["x"])
+    assert isinstance(gather, CollectiveKey) and isinstance(product, OperatorKey)
+
+    def changes(pair: PairTiming) -> bool:
+        pairs = {PairKey(gather, product): pair}
+        section = Section("default", {product: Timing(1e-3)}, {gather: Timing(1e-3)}, pairs)
+        model = CostModel(Profile("H200", "nvlink").with_section(section))
+        return run(before.to_bytes(), CollectiveSchedule(model=model))[0] is not None
+
+    assert changes(PairTiming(1.2e-3, 1.2e-3, 1.2e-3, 1e-3, 1e-3))
+    assert not changes(PairTiming(2e-3, 1e-3, 2e-3, 1e-3, 1e-3))
 
 
 def test_an_unscheduled_module_is_left_alone() -> None:

@@ -4,15 +4,20 @@ import dataclasses
 
 import pytest
 
+from dhelix.errors import DhelixError
+from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.collectives import device_groups, find_collective
-from dhelix.passes.costs import Costs, Lane, instruction_cost, trip_count
+from dhelix.passes.costs import CostModel, Costs, Lane, instruction_cost, trip_count
+from dhelix.passes.fingerprint import input_fingerprint
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.operator_keys import key_of
 from dhelix.profiles import roofline
+from dhelix.profiles.contention import MIN_RATE
 from dhelix.profiles.estimates import Estimator, Source
-from dhelix.profiles.hardware import H200
-from dhelix.profiles.keys import CollectiveKey, OperatorKey
-from dhelix.profiles.profile import Profile, Section, Timing
+from dhelix.profiles.hardware import H200, H200_NO_P2P
+from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
+from dhelix.profiles.profile import PairTiming, Profile, Section, Timing
+from dhelix.profiles.storage import dumps, loads
 from dhelix.tests.passes import golden
 
 MODULE = HloModule.from_text(golden.read("costs/operators.hlo"))
@@ -125,6 +130,74 @@ def test_a_loop_is_as_certain_as_its_least_certain_part() -> None:
     loop = Costs(H200, Estimator(profile, H200))[named("loop")]
     assert (loop.seconds, loop.source) == (15.0, Source.MEASURED)
     assert with_profile(gemm=1.0)[named("loop")].source is Source.GUESS
+
+
+def measured_pair(first: str, second: str, timing: PairTiming, setting: str = "default") -> Profile:
+    """A profile that knows this pair and nothing else."""
+    one, two = key_of(named(first)), key_of(named(second))
+    assert one is not None and two is not None
+    return Profile("H200", "nvlink").with_section(Section(setting, pairs={PairKey(one, two): timing}))
+
+
+# Both take 3 s alone; the one launched first proceeds undisturbed, the other at a third.
+PAIR = PairTiming(5.0, 3.0, 5.0, 3.0, 3.0)
+
+
+def test_rates_are_those_of_the_pair_in_its_order() -> None:
+    times = with_profile(gemm=3.0, gather=3.0).estimator
+    assert times is not None
+    for pair, collective_first in (("gather", "gemm"), True), (("gemm", "gather"), False):
+        profile = measured_pair(*pair, PAIR).with_section(times.section)
+        costs = Costs(H200, Estimator(profile, H200))
+        rates = costs.rates(named("gemm"), named("gather"), collective_first)
+        assert rates == pytest.approx((1 / 3, 1.0) if collective_first else (1.0, 1 / 3))
+        other = costs.rates(named("gemm"), named("gather"), not collective_first)
+        assert other == (H200.compute_rate, H200.communication_rate), "the other order is a guess"
+
+
+def test_rates_without_a_measured_pair_are_the_constants_of_the_hardware() -> None:
+    constants = H200.compute_rate, H200.communication_rate
+    known = Costs(H200, Estimator(measured_pair("gather", "gemm", PAIR), H200))
+    assert COSTS.rates(named("gemm"), named("gather"), True) == constants
+    assert with_profile(gemm=1.0, gather=2.0).rates(named("gemm"), named("gather"), True) == constants
+    assert known.rates(named("loop"), named("gather"), True) == constants, "control flow has no key"
+
+
+def test_a_starved_side_still_proceeds() -> None:
+    starved = PairTiming(9.0, 9.0, 3.0, 3.0, 3.0)
+    costs = CostModel(measured_pair("gather", "gemm", starved)).costs()
+    assert costs.rates(named("gemm"), named("gather"), True) == (1.0, MIN_RATE)
+
+
+def test_a_cost_model_is_a_profile_under_one_setting() -> None:
+    gathers = {CollectiveKey("all-gather", 65536, 4, groups=2, implementation="symmetric"): Timing(7.0)}
+    profile = Profile("H200", "no-p2p").with_section(Section("copy-engine", collectives=gathers))
+    model = CostModel(profile, "copy-engine")
+    costs = model.costs()
+    assert (model.hardware, costs.hardware) == (H200_NO_P2P, H200_NO_P2P)
+    assert costs[named("gather")].seconds == 7.0, "collectives run as the setting says"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("H200", "nothing"), "no profile of H200 with link nothing: run `dhelix profile`"),
+        (("H200", "nvlink", "nothing"), "nothing under the launch setting 'nothing': run `dhelix profile` under it"),
+    ],
+)
+def test_a_cost_model_that_nobody_measured(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DhelixError, match=message):
+        CostModel.find(*arguments)
+
+
+def test_a_cost_model_counts_for_the_fingerprint() -> None:
+    def fingerprint(*models: CostModel) -> set[str]:
+        return {input_fingerprint([CollectiveSchedule(model=model)]) for model in models}
+
+    profile = measured_pair("gather", "gemm", PAIR).with_section(Section("connections1"))
+    later = measured_pair("gather", "gemm", dataclasses.replace(PAIR, second=5.5)).with_section(Section("connections1"))
+    assert len(fingerprint(CostModel(profile), CostModel(loads(dumps(profile), "again")))) == 1
+    assert len(fingerprint(CostModel(profile), CostModel(later), CostModel(profile, "connections1"))) == 3
 
 
 LOWERED = """HloModule m
