@@ -48,5 +48,6 @@ def _nvidia_smi() -> tuple[str, str]:
         return "", ""
     command = [program, "--query-gpu=uuid,driver_version", "--format=csv,noheader"]
     found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    rows = [row.split(", ") for row in found.stdout.splitlines() if row.count(", ") == 1]
+    lines = [] if found.returncode else found.stdout.splitlines()  # it prints errors there, too
+    rows = [line.split(", ") for line in lines if line.count(", ") == 1]
     return " ".join(sorted(row[0] for row in rows)), rows[0][1] if rows else ""
