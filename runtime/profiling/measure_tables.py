@@ -60,24 +60,32 @@ def times(
     numbers = {device.local_hardware_id: device.id for device in jax.local_devices()}
     devices = [device for group in program.groups for device in group]
     seconds = np.zeros((len(instances), len(devices)))
-    rows = {instance: row for row, instance in enumerate(instances)}
     for gpu, found in gpus.items():
-        column = devices.index(numbers[gpu])
-        nameless: dict[tuple[CollectiveKey, int], float] = defaultdict(float)
-        for execution in executions.between_marks(found, marks.__contains__):
-            if execution.name in where:
-                seconds[rows[where[execution.name]], column] += execution.seconds
-            elif execution.name in marks:
-                nameless[marks[execution.name]] += execution.seconds
-        for instance, duration in nameless.items():
-            if not seconds[rows[instance], column]:
-                seconds[rows[instance], column] = duration
+        if numbers[gpu] in devices:
+            durations = _durations(found, where, marks)
+            seconds[:, devices.index(numbers[gpu])] = [durations.get(instance, 0.0) for instance in instances]
     samples: dict[CollectiveKey, list[float]] = defaultdict(list)
     for (key, _), row in zip(instances, _of_all_processes(program, seconds), strict=True):
         known = {device: value for device, value in zip(devices, row, strict=True) if value > 0}
         if known:
             samples[key].append(program.seconds(key, known))
     return {key: Timing.of(of_key) for key, of_key in samples.items()}
+
+
+def _durations(
+    found: Sequence[Execution],
+    where: Mapping[str, tuple[CollectiveKey, int]],
+    marks: Mapping[str, tuple[CollectiveKey, int]],
+) -> dict[tuple[CollectiveKey, int], float]:
+    """Seconds of each run on one GPU, from its first kernel's start to its last one's end."""
+    named: dict[tuple[CollectiveKey, int], tuple[float, float]] = {}
+    nameless: dict[tuple[CollectiveKey, int], tuple[float, float]] = {}
+    for execution in executions.between_marks(found, marks.__contains__):
+        for spans, instance in ((named, where.get(execution.name)), (nameless, marks.get(execution.name))):
+            if instance is not None:
+                start, end = spans.get(instance, (execution.start, execution.end))
+                spans[instance] = (min(start, execution.start), max(end, execution.end))
+    return {instance: end - start for instance, (start, end) in {**nameless, **named}.items()}
 
 
 def _of_all_processes(program: TableProgram, seconds: np.ndarray) -> np.ndarray:
