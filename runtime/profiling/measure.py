@@ -40,6 +40,13 @@ from dhelix.runtime.profiling.executions import Execution
 _AXIS = "gpus"
 _SIDES = ("first", "second")
 _MEMORY_SHARE = 0.5  # of what JAX may allocate, for arguments; results and cuDNN's workspaces need the rest
+_BROKEN = (
+    "ILLEGAL_ADDRESS",
+    "illegal memory access",
+    "LAUNCH_FAILED",
+    "unspecified launch failure",
+    "MISALIGNED_ADDRESS",
+)
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 
 
@@ -94,7 +101,11 @@ class GpuMeasurer:
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
-        """See `Measurer`. What does not run alone is found by halving, and the rest goes on."""
+        """See `Measurer`. What does not run alone is found by halving, and the rest goes on.
+
+        Raises:
+          DhelixError: a GPU broke down. Nothing runs in this process then, so nothing more is known of any item.
+        """
         fitting = [item for item in items if _gpus_needed(item) <= len(self.devices)]
         outcomes: dict[Item, Outcome] = {}
         for group in split(fitting, self.memory_bytes):
@@ -106,6 +117,8 @@ class GpuMeasurer:
             return list(self._run(Program(items, repeats, self.marks)))
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
             why = reason(error)
+        if any(words in why for words in _BROKEN):
+            raise DhelixError(f"a GPU broke down while {len(items)} operators and pairs ran; run it again ({why})")
         # Out here, because the error's traceback held on to the failed program and its arguments.
         self._arrays.clear()
         if len(items) == 1:

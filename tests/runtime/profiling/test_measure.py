@@ -305,6 +305,12 @@ def test_what_failed_keeps_no_memory_while_its_halves_run(machine: Machine) -> N
     assert len(alive) == 7 and set(alive) == {0}
 
 
+def test_a_gpu_that_breaks_down_is_no_failure_of_the_items(machine: Machine) -> None:
+    machine.refuses = lambda program: jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal")
+    with pytest.raises(DhelixError, match="a GPU broke down while 2 operators and pairs ran; run it again .*ILLEGAL"):
+        measurer().measure([Item(GEMM), Item(MOVED)], 1)
+
+
 def test_an_error_that_says_nothing_has_a_reason_all_the_same() -> None:
     assert measure.reason(DhelixError("")) == "DhelixError"
     assert len(measure.reason(DhelixError("long " * 1000))) <= 300
