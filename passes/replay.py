@@ -58,7 +58,7 @@ from dhelix.passes.replay_operators import (
 
 _NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy|mark)_(\d+)")
 _STARTED = ("fusion", "custom-call")  # what XLA takes in an async start, beside collectives and calls
-_REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))
+_REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))  # others mean their groups otherwise
 _STREAM = "_xla_stream_annotation"  # a number here takes the place of XLA's round-robin over streams
 
 
@@ -83,7 +83,8 @@ class Item:
 class Program:
     """Items, and how often each of them runs in one execution.
 
-    `marks`: a tiny all-reduce stands before each instance and before its copies, if the program has collectives.
+    `marks`: a tiny all-reduce stands before each instance and before its copies, if the program has an all-gather,
+    an all-reduce or a reduce-scatter, over whose groups it goes.
     What a CUDA graph launches, or NCCL gives to copy engines, carries no instruction's name in a trace; by the mark
     before it, it is known whose it is.
 
@@ -139,7 +140,7 @@ def placeholder_name(program: Program) -> str:
             for part in content(operator.instruction):
                 digest.update(part)
         digest.update(b"|")
-    digest.update(str(program.repeats).encode())
+    digest.update(f"{program.repeats}{' with marks' * program.marks}".encode())
     return f"replay_{digest.hexdigest()[:DIGITS]}"
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.collectives import device_groups
 from dhelix.passes.hlo import HloModule, Instruction, shapes
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.replay import Item, OperatorReplay, Program, parse_name, placeholder_name, split
@@ -99,6 +102,7 @@ ENTRY main {
   row = f32[1,16] constant({{1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}})
   updated = f32[4,16] fusion(reduced, row, layer), kind=kLoop, calls=updated
   moved = bf16[16,16] copy(w)
+  exchanged = bf16[16,16] all-to-all(w), channel_id=4, replica_groups=[1,4]<=[4], dimensions={0}
   first = s32[] constant(0)
   state = (s32[], f32[8,16]) tuple(first, stack.1)
   loop = (s32[], f32[8,16]) while(state), condition=condition, body=body
@@ -136,9 +140,9 @@ def placeholder(program: Program) -> bytes:
     return HloModule.from_text(text).to_bytes()
 
 
-def replay(*items: Item, repeats: int = 1) -> HloModule:
+def replay(*items: Item, repeats: int = 1, marks: bool = False) -> HloModule:
     """The measuring program of the items; the pass manager has verified it."""
-    program = Program(items, repeats)
+    program = Program(items, repeats, marks)
     manager = PassManager([OperatorReplay(program)], strict=True)
     result, _ = manager.run(Stage.POST_SCHEDULER, placeholder(program))
     assert result is not None
@@ -158,7 +162,7 @@ def named(module: HloModule, name: str) -> Instruction:
 
 
 def test_each_key_has_one_operator_in_the_order_in_which_they_run(operators: dict[str, Operator]) -> None:
-    expected = "scaled gather gemm grown reduced twice updated moved update result"
+    expected = "scaled gather gemm grown reduced twice updated moved exchanged update result"
     assert list(operators) == expected.split()
     assert operators["gemm"].instruction.name == "gemm"
 
@@ -337,6 +341,41 @@ def test_copies_for_both_sides_come_before_either_starts(operators: dict[str, Op
     assert launched(module) == [*copies, "replay_0_first_0-start", "replay_0_second_0", "replay_0_first_0-done"]
 
 
+# Marks
+
+
+def test_marks_stand_before_an_items_copies_and_before_its_sides(operators: dict[str, Operator]) -> None:
+    module = replay(Item(operators["updated"]), Item(operators["gather"], operators["gemm"]), repeats=2, marks=True)
+    for repeat in (0, 1):
+        first = [f"replay_0_copy_{repeat}.mark", f"replay_0_copy_{repeat}", f"replay_0_mark_{repeat}"]
+        second = [f"replay_1_copy_{repeat}.mark", f"replay_1_mark_{repeat}", f"replay_1_first_{repeat}-start"]
+        expected = [*first, f"replay_0_first_{repeat}", *second, f"replay_1_second_{repeat}"]
+        start = 9 * repeat
+        assert launched(module)[start : start + 8] == expected
+    assert {parse_name(n) for n in launched(module) if "mark" in n} == {
+        (item, side, repeat) for item in (0, 1) for side in ("copy", "mark") for repeat in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("name", ["gather", "reduced"])
+def test_a_mark_is_a_tiny_all_reduce_over_the_groups_of_a_collective(name: str, operators: dict[str, Operator]) -> None:
+    module = replay(Item(operators["gemm"]), Item(operators[name]), marks=True)
+    mark = named(module, "replay_0_mark_0")
+    assert (mark.opcode, shapes.text(mark.shape), len(mark.called)) == ("all-reduce", "f32[1]", 1)
+    assert device_groups(mark) == ((0, 1, 2, 3),)
+    assert mark.control_predecessors == [named(module, "replay_0_copy_0.mark")]
+    assert not mark.proto.backend_config and not mark.proto.dimensions
+
+
+def test_without_collectives_that_reduce_or_gather_there_is_nothing_to_mark_with(
+    operators: dict[str, Operator],
+) -> None:
+    items = Item(operators["gemm"]), Item(operators["moved"], operators["scaled"]), Item(operators["exchanged"])
+    assert launched(replay(*items, marks=True)) == launched(replay(*items))
+    unmarked = replay(*items, Item(operators["gather"]))
+    assert not any("mark" in name for name in launched(unmarked))
+
+
 # The whole
 
 
@@ -376,6 +415,7 @@ def test_the_same_program_gives_the_same_bytes_and_another_one_another_name() ->
     assert results[0] == results[1]
     assert placeholder_name(one) == placeholder_name(same)
     assert placeholder_name(one) != placeholder_name(program(STEP, repeats=3))
+    assert placeholder_name(one) != placeholder_name(replace(one, marks=True))
     assert placeholder_name(one) != placeholder_name(program(STEP.replace("multiply(x, all)", "add(x, all)")))
 
 

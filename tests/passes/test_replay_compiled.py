@@ -153,6 +153,22 @@ def test_pairs_of_all_kinds_keep_order_and_streams(operators: tuple[Operator, ..
     assert order == []
 
 
+def test_marks_are_launched_before_what_they_mark(operators: tuple[Operator, ...], mesh: Mesh, tmp_path: Path) -> None:
+    """On the main stream, as kernels of their own; nothing else changes."""
+    compute, collectives = some(operators)
+    items = tuple(Item(*pair) for a in compute[:3] for b in collectives for pair in ((a, b), (b, a)))
+    marked, plain = (replay(Program(items, 2, marks), mesh, tmp_path / str(marks)) for marks in (True, False))
+    marks = [name for name in marked.order if "mark" in name]
+    assert [name for name in marked.order if name not in marks] == plain.order
+    for name in marks:
+        assert "AllReduce" in marked.thunks[name] and marked.stream(name) == "main"
+    sides = [parsed for name in marked.order if (parsed := parse_name(name)) and parsed[1] != "copy"]
+    found = [(item, repeat) for item, side, repeat in sides if side == "mark"]
+    assert found == [(item, repeat) for repeat in (0, 1) for item in range(len(items))]
+    for mark, launched in zip(sides[:-1], sides[1:], strict=True):
+        assert mark[1] != "mark" or launched == (mark[0], "first", mark[2])
+
+
 def test_memory_does_not_grow_with_repeats(operators: tuple[Operator, ...], mesh: Mesh, tmp_path: Path) -> None:
     compute, collectives = some(operators)
     items = tuple(Item(a, b) for a in compute for b in collectives)
