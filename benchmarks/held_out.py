@@ -2,10 +2,10 @@
 
     python benchmarks/held_out.py profiles/data/h200-nvlink.json --out held_out.json
 
-Each operator shape is left out in turn with all its pairs, then each collective size; a model fitted on the rest
-predicts the excess P - max(T_i, T_j) of what was left out (dhelix.profiles.held_out). Per launch setting: mean
-absolute errors, in us and as a share of max(T_i, T_j), of the model, of the best constant slow-down, of perfect
-overlap (`max`) and of none (`sum`).
+Each operator shape is left out in turn with all its pairs, then each collective size, then everything of one model's
+train step; a model fitted on the rest predicts the excess P - max(T_i, T_j) of what was left out
+(dhelix.profiles.held_out). Per launch setting: mean absolute errors, in us and as a share of max(T_i, T_j), of the
+model, of the best constant slow-down, of perfect overlap (`max`) and of none (`sum`).
 """
 
 import argparse
@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.profiles import storage
-from dhelix.profiles.estimates import Estimator, Source, hardware_of
+from dhelix.profiles.estimates import hardware_of
 from dhelix.profiles.held_out import METHODS, HeldOut, evaluate
-from dhelix.profiles.keys import Key
 from dhelix.profiles.profile import Profile
+
+_STYLES = {"best": "", "even": "yellow", "worse": "red"}
 
 
 def main() -> None:
@@ -28,13 +29,17 @@ def main() -> None:
     parser.add_argument("profiles", nargs="+", type=Path, help="profile files")
     parser.add_argument("--settings", default="", help="launch settings, separated by commas; all if not given")
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
+    parser.add_argument("--markdown", action="store_true", help="print tables as Markdown")
     arguments = parser.parse_args()
     chosen = set(filter(None, arguments.settings.split(",")))
     console, written = Console(width=None if sys.stdout.isatty() else 150), {}
     for path in arguments.profiles:
         results = evaluate_profile(storage.load(path), chosen)
         written[path.stem] = [result.to_json() for result in results]
-        console.print(table(path.stem, results))
+        if arguments.markdown:
+            print(markdown(results))
+        else:
+            console.print(table(path.stem, results))
     if arguments.out:
         arguments.out.write_text(json.dumps(written, indent=1) + "\n")
 
@@ -44,24 +49,29 @@ def evaluate_profile(profile: Profile, settings: set[str]) -> list[HeldOut]:
     results = []
     for name, section in sorted(profile.sections.items()):
         if section.pairs and (not settings or name in settings):
-            estimator = Estimator(profile, hardware_of(profile), name)
-            results += evaluate(section, hardware_of(profile), lambda key, e=estimator: known_seconds(e, key))
+            results += evaluate(section, hardware_of(profile))
     return results
 
 
-def known_seconds(estimator: Estimator, key: Key) -> float | None:
-    estimate = estimator.solo(key)
-    return None if estimate.source is Source.GUESS else estimate.seconds
+COLUMNS = ("setting", "left out", "pair", "shapes", "pairs", "excess us", *METHODS, "the model is")
+
+
+def cells(result: HeldOut) -> list[str]:
+    errors = [f"{result.seconds[m] * 1e6:.1f} ({result.relative[m]:.1%})" for m in METHODS]
+    counts = f"{result.shapes}", f"{result.pairs}", f"{result.excess * 1e6:.1f}"
+    return [result.setting, result.left_out, result.roles, *counts, *errors, result.verdict]
 
 
 def table(title: str, results: list[HeldOut]) -> Table:
-    made = Table("setting", "left out", "pair", "shapes", "pairs", "excess us", *METHODS, title=title)
+    made = Table(*COLUMNS, title=title)
     for result in results:
-        errors = [f"{result.seconds[m] * 1e6:.1f} ({result.relative[m]:.1%})" for m in METHODS]
-        counts = f"{result.shapes}", f"{result.pairs}", f"{result.excess * 1e6:.1f}"
-        style = "" if result.model_is_best else "yellow"
-        made.add_row(result.setting, result.left_out, result.roles, *counts, *errors, style=style)
+        made.add_row(*cells(result), style=_STYLES[result.verdict])
     return made
+
+
+def markdown(results: list[HeldOut]) -> str:
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, results)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":

@@ -14,47 +14,71 @@ combination of rates on a grid, how wrong its two ends would have come out; a qu
 least error over the measured pairs, weighted by likeness. This is a local fit of the two-phase timeline above, and
 three things follow. A pair that says little about a rate (because the other side was over soon) has little
 influence on it. The errors are absolute, so outliers have little influence too. And with equal weights for all it
-is the best constant slow-down.
+would be the best constant slow-down.
 
-Likeness is a distance over features that are known for unmeasured shapes (`_features`); pairs of other kinds are
-like the query at a price. Only pairs with the same roles count: which side is a collective, and which came first.
+Likeness is a distance over what decides who gets the SMs and the memory (`_kind`, `_features`) and is known for
+unmeasured shapes too: the kind and the library, for cuBLAS's GEMMs starve a collective where Triton's of the same
+shape share; length, use of memory, waves of tiles. Only pairs with the same roles count: which side is a collective,
+and which came first. What shapes that were left out say of all this: `held_out`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from dhelix.profiles import roofline
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import PairTiming, Section
 
 # A rate of 0 would stop a side for ever beside one that never ends, so nothing is slower.
 MIN_RATE = 0.01
-_STEPS = (MIN_RATE, 0.04, 0.08, 0.12, 0.18, 0.25, 0.32, 0.4, 0.48, 0.56, 0.64, 0.72, 0.8, 0.86, 0.92, 0.96, 1.0)
+_STEPS = (
+    MIN_RATE,
+    0.03,
+    0.06,
+    0.1,
+    0.15,
+    0.2,
+    0.25,
+    0.3,
+    0.36,
+    0.42,
+    0.48,
+    0.54,
+    0.6,
+    0.66,
+    0.72,
+    0.78,
+    0.84,
+    0.9,
+    0.95,
+    1.0,
+)
 # Every combination of a rate of the first and a rate of the second side. [2, rates]
 RATES = np.stack(np.meshgrid(_STEPS, _STEPS, indexing="ij")).reshape(2, -1)
 
-# Rates are no guess if a pair of the same kinds was measured at this distance or closer.
-NEAR = 2.0
-# Combinations of rates are averaged where their error, relative to the longer side, is within about this of the least.
+# Rates are no guess if a pair of the same kinds was measured at this distance or closer, a factor of 4 in length. On
+# four H200s pairs that were left out came out 5 % wrong up to here, 10 % and more beyond, and where kinds were unknown.
+NEAR = 1.0
+# Combinations of rates are averaged where their error is within about this of the least.
 _TOLERANCE = 0.01
-_WIDTHS = (0.5, 1.0, 2.0, 4.0, math.inf)
+# What an error of the end that comes first weighs. The end of the pair counts more: who is done first may flip from
+# one repetition to the next.
+_FIRST_END = 0.5
+# Pairs closer than this to a query count about alike. Predictions of pairs left out on four H200s hardly change from
+# half to one and a half of it. Two computations fill the GPU and run in turn, so of these more can be averaged.
+_WIDTH = 0.7
+_WIDTH_OF_COMPUTATIONS = 2.0
+# Pairs that are farther than so many others count for nothing, and cost nothing.
+_NEIGHBOURS = 32
 
 type Ends = tuple[float, float, float]
-
-
-def overlap_effectiveness(first: float, second: float, pair: float) -> float:
-    """DHelix section 3.2: OEF = (T_i + T_j - P_ij) / min(T_i, T_j).
-
-    The share of the shorter operator that the longer one hides: 1 all of it, 0 none, below 0 worse than in turn.
-    """
-    return (first + second - pair) / min(first, second)
 
 
 def ends(
@@ -101,24 +125,15 @@ def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, f
 
 @dataclass(frozen=True, eq=False)
 class _Query:
-    """What decides the rates of a pair: kinds of both sides, features of both and how long one is next to the other."""
+    """What decides the rates of a pair: kinds and features of both sides."""
 
     kinds: tuple[str, str]
     features: np.ndarray
 
     @classmethod
     def of(cls, first: Key, first_seconds: float, second: Key, second_seconds: float, hardware: Hardware) -> _Query:
-        sides = *_features(first, first_seconds, hardware), *_features(second, second_seconds, hardware)
-        ratio = math.log2(first_seconds / second_seconds)
-        return cls((_kind(first), _kind(second)), np.array([*sides, ratio]))
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair(_Query):
-    """A measured pair: what stands on its sides, and a row of `_Class.losses`."""
-
-    sides: tuple[str, str]
-    losses: np.ndarray
+        features = *_features(first, first_seconds, hardware), *_features(second, second_seconds, hardware)
+        return cls((_kind(first), _kind(second)), np.array(features))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +143,8 @@ class _Class:
     Attributes:
       kinds: what stands on each side. [pairs, 2]
       features: in units of likeness. [pairs, features]
-      losses: error of every combination of rates in `RATES`, relative to the longer solo time. [pairs, rates]
-      width: pairs closer than this to a query count about alike.
+      losses: error of every combination of rates in `RATES`, relative to the solo times. [pairs, rates]
+      width: distance at which pairs begin to count less.
     """
 
     kinds: np.ndarray
@@ -137,17 +152,9 @@ class _Class:
     losses: np.ndarray
     width: float
 
-    @classmethod
-    def of(cls, pairs: Sequence[_Pair]) -> _Class:
-        kinds = np.array([pair.kinds for pair in pairs])
-        features = np.array([pair.features for pair in pairs])
-        losses = np.array([pair.losses for pair in pairs])
-        sides = np.unique([pair.sides for pair in pairs], return_inverse=True)[1].reshape(-1, 2)
-        distances = np.array([_distances(kinds, features, k, f) for k, f in zip(kinds, features, strict=True)])
-        return cls(kinds, features, losses, _best_width(distances, losses, sides))
-
     def distances(self, pair: _Query) -> np.ndarray:
-        return _distances(self.kinds, self.features, np.array(pair.kinds), pair.features)
+        unlike = (self.kinds != np.array(pair.kinds)).sum(axis=1) * _OTHER_KIND**2
+        return np.sqrt(((self.features - pair.features) ** 2).sum(axis=1) + unlike)
 
     def near(self, pair: _Query) -> bool:
         same_kinds = (self.kinds == np.array(pair.kinds)).all(axis=1)
@@ -155,41 +162,13 @@ class _Class:
 
     def rates(self, pair: _Query) -> tuple[float, float]:
         """The mean of the combinations with hardly more than the least error; the same digits on every host."""
-        error = _weights(self.distances(pair), self.width) @ self.losses
+        distances = self.distances(pair)
+        nearest = np.argsort(distances, kind="stable")[:_NEIGHBOURS]
+        weights = (1.0 + (distances[nearest] / self.width) ** 2) ** -3
+        error = weights @ self.losses[nearest] / weights.sum()
         share = np.exp((error.min() - error) / _TOLERANCE)
         first, second = RATES @ share / share.sum()
         return round(float(first), 6), round(float(second), 6)
-
-
-def _best_width(distances: np.ndarray, losses: np.ndarray, sides: np.ndarray) -> float:
-    """The width that predicts best when all pairs with the same first, or the same second side are left out.
-
-    Args:
-      distances: [pairs, pairs]
-      losses: [pairs, rates]
-      sides: a number per key. [pairs, 2]
-    """
-    others = [side[:, None] != side[None, :] for side in sides.T]
-
-    def error(width: float) -> float:
-        total = 0.0
-        for other in others:
-            best = np.argmin(np.round(_weights(distances, width, other) @ losses, 9), axis=1)
-            total += float(np.take_along_axis(losses, best[:, None], axis=1).sum())
-        return round(total, 9)
-
-    return min(_WIDTHS, key=error)
-
-
-def _weights(distances: np.ndarray, width: float, counted: np.ndarray | float = 1.0) -> np.ndarray:
-    """How much each measured pair counts, 1 in total over the last axis; 0 in `counted` leaves one out."""
-    weights = counted * (1.0 + (distances / width) ** 2) ** -2
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
-
-
-def _distances(kinds: np.ndarray, features: np.ndarray, kinds_there: np.ndarray, there: np.ndarray) -> np.ndarray:
-    unlike = (kinds != kinds_there).sum(axis=1) * _OTHER_KIND**2
-    return np.sqrt(((features - there) ** 2).sum(axis=1) + unlike)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,23 +179,20 @@ class ContentionModel:
     classes: Mapping[tuple[bool, bool], _Class]
 
     @classmethod
-    def fit(
-        cls, section: Section, hardware: Hardware, solo: Callable[[Key], float | None] | None = None
-    ) -> ContentionModel:
-        """From all pairs of `section` whose sides have a solo time.
-
-        `solo` gives seconds of a key alone, or None if unknown: those of `section` if not given.
-        """
-        solo = solo or _solo_of(section)
-        classes: dict[tuple[bool, bool], list[_Pair]] = defaultdict(list)
+    def fit(cls, section: Section, hardware: Hardware) -> ContentionModel:
+        """From all pairs of `section`, each by what its sides took alone beside it."""
+        pairs: dict[tuple[bool, bool], list[tuple[_Query, np.ndarray]]] = defaultdict(list)
         for key, timing in sorted(section.pairs.items(), key=lambda item: str(item[0])):
-            first, second = solo(key.first), solo(key.second)
-            if first and second:
-                query = _Query.of(key.first, first, key.second, second, hardware)
-                sides = str(key.first), str(key.second)
-                pair = _Pair(query.kinds, query.features, sides, _losses(first, second, timing))
-                classes[_roles(key.first, key.second)].append(pair)
-        return cls(hardware, {roles: _Class.of(pairs) for roles, pairs in classes.items()})
+            if min(timing.first_alone, timing.second_alone) > 0.0:
+                query = _Query.of(key.first, timing.first_alone, key.second, timing.second_alone, hardware)
+                pairs[_roles(key.first, key.second)].append((query, _losses(timing)))
+        classes = {}
+        for roles, measured in pairs.items():
+            queries, losses = zip(*measured, strict=True)
+            kinds, features = (np.array([getattr(q, name) for q in queries]) for name in ("kinds", "features"))
+            width = _WIDTH if any(roles) else _WIDTH_OF_COMPUTATIONS
+            classes[roles] = _Class(kinds, features, np.array(losses), width)
+        return cls(hardware, classes)
 
     def rates(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> tuple[float, float]:
         """How fast each side proceeds while both run; `first` is launched first, seconds are those alone."""
@@ -254,20 +230,16 @@ def _cut(rate: float) -> float:
     return min(max(rate, MIN_RATE), 1.0)
 
 
-def _solo_of(section: Section) -> Callable[[Key], float | None]:
-    def seconds(key: Key) -> float | None:
-        timing = section.solo(key)
-        return timing.seconds if timing else None
+def _losses(timing: PairTiming) -> np.ndarray:
+    """How wrong each combination of rates has the end of the pair and of the side done first. [rates]
 
-    return seconds
-
-
-def _losses(first: float, second: float, timing: PairTiming) -> np.ndarray:
-    """How wrong each combination of rates has the end of the pair and of the side done first. [rates]"""
-    first_end, second_end = ends(first, second, *RATES)
+    Relative to the geometric mean of the times alone: 10 us matter more beside two short operators, and neither side
+    alone sets the measure.
+    """
+    first_end, second_end = ends(timing.first_alone, timing.second_alone, *RATES)
     last = np.abs(np.maximum(first_end, second_end) - timing.seconds)
     early = first_end - timing.first if timing.first <= timing.second else second_end - timing.second
-    return (last + np.abs(early)) / max(first, second)
+    return (last + _FIRST_END * np.abs(early)) / math.sqrt(timing.first_alone * timing.second_alone)
 
 
 def _roles(first: Key, second: Key) -> tuple[bool, bool]:
@@ -277,28 +249,29 @@ def _roles(first: Key, second: Key) -> tuple[bool, bool]:
 # What a pair of another kind, say an all-gather for a reduce-scatter, differs by; in the units of `_features`.
 _OTHER_KIND = 1.5
 _MEMORY_BOUND = ("fusion", "copy", "other")
+_LIBRARY = re.compile(":(cublas|cudnn|triton)")
 
 
 def _kind(key: Key) -> str:
+    """Operators that hold SMs alike: products and attention by library, all that stream memory as one."""
     if isinstance(key, CollectiveKey):
         return f"{key.kind} {key.implementation}"
-    return "memory-bound" if key.kind in _MEMORY_BOUND else key.kind
+    if key.kind in _MEMORY_BOUND:
+        return "memory-bound"
+    library = _LIBRARY.search(key.family)
+    return f"{key.kind} {library[1]}" if library else key.kind
 
 
 def _features(key: Key, seconds: float, hardware: Hardware) -> tuple[float, ...]:
     """What decides how one side disturbs and is disturbed, scaled so that 1 is a notable difference.
 
-    Length; the share of the GPU's arithmetic, memory or link speed that it takes; how many tiles a product has, that
-    is how many waves of blocks hold the SMs; for a collective its mesh.
+    Length; of an operator the share of memory bandwidth that it takes, and its tiles, that is how many waves of blocks
+    hold the SMs; of a collective its mesh.
     """
     length = math.log2(seconds) / 2
     if isinstance(key, CollectiveKey):
-        bandwidth = hardware.inter_bandwidth if key.nodes > 1 else hardware.intra_bandwidth
-        link = roofline.wire_bytes(key.kind, key.bytes, key.group_size) / seconds / bandwidth
-        return length, 2 * link, 0.0, math.log2(key.gpus_per_node), 2 * math.log2(key.nodes)
-    arithmetic = key.flops / seconds / hardware.peak_flops
-    memory = key.bytes / seconds / hardware.memory_bandwidth
-    return length, 4 * arithmetic, 4 * memory, math.log2(_tiles(key)) / 2, 0.0
+        return length, math.log2(key.gpus_per_node), 2 * math.log2(key.nodes)
+    return length, 4 * key.bytes / seconds / hardware.memory_bandwidth, math.log2(_tiles(key)) / 2
 
 
 def _tiles(key: OperatorKey) -> int:

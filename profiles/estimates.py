@@ -14,6 +14,8 @@ A time alone is taken from the first of these that has one:
 
 A pair is measured in the section, or follows from times alone and from rates of like pairs (`contention`): of the
 section if it has like ones; pairs of other settings are only good for a guess, for settings change who starts first.
+Rates of a measured pair come from what its sides took alone beside it, which may differ from `solo`: there the same
+operator meets the data and clocks of a whole step.
 Without a profile everything is a guess. All times are seconds; answers are kept, so asking again costs nothing.
 """
 
@@ -141,21 +143,17 @@ class Estimator:
         return known
 
     def _find_pair(self, first: Key, second: Key) -> tuple[PairEstimate, tuple[float, float]]:
-        one, two = self.solo(first), self.solo(second)
         timing = self.section.pairs.get(PairKey(first, second))
         if timing is not None:
             rates = measured_rates(timing)
             return PairEstimate(timing.seconds, timing.first, timing.second, Source.MEASURED), rates
+        one, two = self.solo(first), self.solo(second)
         query = first, one.seconds, second, two.seconds
         source = Source.INTERPOLATED if self._contention.near(*query) else Source.GUESS
         model = self._contention if self._contention.knows(first, second) else self._contention_everywhere
         rates = model.rates(*query)
         source = max(source, one.source, two.source, key=lambda s: s.rank)
         return PairEstimate(*pair_seconds(one.seconds, two.seconds, rates), source), rates
-
-    def _known_solo(self, key: Key) -> float | None:
-        estimate = self.solo(key)
-        return None if estimate.source is Source.GUESS else estimate.seconds
 
     @cached_property
     def _relatives(self) -> _Relatives:
@@ -167,11 +165,11 @@ class Estimator:
 
     @cached_property
     def _contention(self) -> ContentionModel:
-        return ContentionModel.fit(self.section, self.hardware, self._known_solo)
+        return ContentionModel.fit(self.section, self.hardware)
 
     @cached_property
     def _contention_everywhere(self) -> ContentionModel:
-        return ContentionModel.fit(self._everywhere, self.hardware, self._known_solo)
+        return ContentionModel.fit(self._everywhere, self.hardware)
 
 
 class _Relatives:

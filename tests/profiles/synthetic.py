@@ -18,9 +18,9 @@ SMS = 132
 BLOCKED = 0.9  # of a product's time: how long another one cannot start beside it
 
 
-def gemm(m: int, n: int, k: int, layout: str = "nt") -> OperatorKey:
+def gemm(m: int, n: int, k: int, layout: str = "nt", library: str = "cublaslt") -> OperatorKey:
     moved = 2 * (m * k + n * k + m * n)
-    return OperatorKey("gemm", f"bf16,bf16->bf16:{layout}:cublaslt", (m, n, k), 2.0 * m * n * k, moved)
+    return OperatorKey("gemm", f"bf16,bf16->bf16:{layout}:{library}", (m, n, k), 2.0 * m * n * k, moved)
 
 
 def attention(heads: int, backward: bool = False) -> OperatorKey:
@@ -80,15 +80,15 @@ def section(
     def observed(seconds: float) -> float:
         return seconds * math.exp(rng.gauss(0.0, noise))
 
-    def timing(first: float, second: float) -> PairTiming:
+    def timing(key: PairKey, first: float, second: float) -> PairTiming:
         first, second = observed(first), observed(second)
-        return PairTiming(max(first, second), first, second)
+        return PairTiming(max(first, second), first, second, observed(alone[key.first]), observed(alone[key.second]))
 
     return Section(
         "default",
         {key: Timing(observed(alone[key]), samples=20) for key in operators},
         {key: Timing(observed(alone[key]), samples=20) for key in collectives},
-        {key: timing(*ends) for key, ends in true.items()},
+        {key: timing(key, *ends) for key, ends in true.items()},
     )
 
 

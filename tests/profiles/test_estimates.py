@@ -15,7 +15,7 @@ from dhelix.tests.profiles import synthetic
 from dhelix.tests.profiles.synthetic import collective, fusion, gemm
 
 GEMM, GATHER = gemm(8192, 7168, 4096), collective("all-gather", 64)
-PAIR = PairTiming(*pair_seconds(4e-4, 3e-4, (0.7, 0.4)))
+PAIR = PairTiming(*pair_seconds(4e-4, 3e-4, (0.7, 0.4)), first_alone=4e-4, second_alone=3e-4)
 DEFAULT = Section("default", {GEMM: Timing(4e-4, 1e-5)}, {GATHER: Timing(3e-4)}, {PairKey(GEMM, GATHER): PAIR})
 
 
@@ -85,12 +85,24 @@ def test_pairs_of_another_setting_are_a_guess() -> None:
     assert found.rates(GEMM, GATHER) == pytest.approx((0.7, 0.4), abs=0.05)
 
 
-def test_pairs_beside_a_guessed_time_teach_nothing() -> None:
-    unknown = fusion(1 << 24)
-    pairs = {PairKey(unknown, GATHER): PairTiming(5e-4, 5e-4, 5e-4)}
-    found = estimator(replace(DEFAULT, pairs=pairs))
-    assert found.rates(GEMM, GATHER) == (H200.compute_rate, H200.communication_rate)
-    assert found.pair(unknown, GATHER).source is Source.MEASURED
+def test_a_measured_pair_needs_no_times_alone_elsewhere() -> None:
+    """It brings its own: those of the section may be missing, or differ as a step's trace does."""
+    only_pairs = Section("default", pairs=DEFAULT.pairs)
+    slower = replace(DEFAULT, operators={GEMM: Timing(5e-4)})
+    for section in (only_pairs, slower):
+        found = estimator(section)
+        assert found.pair(GEMM, GATHER) == PairEstimate(PAIR.seconds, PAIR.first, PAIR.second, Source.MEASURED)
+        assert found.rates(GEMM, GATHER) == pytest.approx((0.7, 0.4))
+
+
+def test_measured_rates_meet_the_times_alone_of_the_query() -> None:
+    slower = replace(DEFAULT, collectives={GATHER: Timing(3.6e-4)})
+    other = gemm(8192, 6144, 4096)
+    found = estimator(slower)
+    seconds = found.solo(other).seconds
+    assert found.rates(other, GATHER) == pytest.approx((0.7, 0.4), abs=0.05)
+    expected = pair_seconds(seconds, 3.6e-4, found.rates(other, GATHER))
+    assert found.pair(other, GATHER) == PairEstimate(*expected, Source.INTERPOLATED)
 
 
 def test_coverage_is_a_share_of_time() -> None:
@@ -108,7 +120,7 @@ def test_coverage_of_nothing() -> None:
 
 
 def test_rates_are_never_zero() -> None:
-    starved = replace(DEFAULT, pairs={PairKey(GEMM, GATHER): PairTiming(8e-4, 4e-4, 8e-4)})
+    starved = replace(DEFAULT, pairs={PairKey(GEMM, GATHER): PairTiming(8e-4, 4e-4, 8e-4, 4e-4, 3e-4)})
     assert estimator(starved).rates(GEMM, GATHER) == (1.0, MIN_RATE)
 
 

@@ -20,19 +20,31 @@ def test_outliers_do_not_move_a_timing() -> None:
 
 
 def test_a_pair_has_medians_of_the_whole_and_of_each_side() -> None:
-    timing = PairTiming.of([(3.0, 1.0, 3.0), (5.0, 5.0, 2.0), (4.0, 2.0, 4.0)])
-    assert timing == PairTiming(4.0, first=2.0, second=3.0, spread=1.0, samples=3)
+    timing = PairTiming.of([(3.0, 1.0, 3.0), (5.0, 5.0, 2.0), (4.0, 2.0, 4.0)], 1.5, 2.5)
+    assert timing == PairTiming(4.0, first=2.0, second=3.0, first_alone=1.5, second_alone=2.5, spread=1.0, samples=3)
 
 
-@pytest.mark.parametrize("timing", [Timing, PairTiming])
-def test_no_sample_is_no_timing(timing: type[Timing] | type[PairTiming]) -> None:
+def test_no_sample_is_no_timing() -> None:
     with pytest.raises(ValueError):
-        timing.of([])
+        Timing.of([])
+    with pytest.raises(ValueError):
+        PairTiming.of([], 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("seconds", "oef"), [(4.0, 1.0), (7.0, 0.0), (5.5, 0.5), (8.0, -1 / 3), (3.7, 1.1)])
+def test_overlap_effectiveness_is_the_papers(seconds: float, oef: float) -> None:
+    """OEF = (T_i + T_j - P) / min(T_i, T_j), with 4 and 3 alone; above 1 if the longer side is faster than alone."""
+    assert PairTiming(seconds, seconds, 3.0, 4.0, 3.0).oef == pytest.approx(oef)
+    assert PairTiming(seconds, 3.0, seconds, 3.0, 4.0).oef == pytest.approx(oef)
+
+
+def test_beside_nothing_there_is_nothing_to_hide() -> None:
+    assert PairTiming(5.0, 0.0, 5.0, 0.0, 5.0).oef == 0.0
 
 
 def test_later_times_count_and_nothing_else_is_lost() -> None:
     earlier = Section("default", {GEMM: Timing(1.0), OTHER: Timing(2.0)}, gap_seconds=1e-6)
-    later = Section("default", {GEMM: Timing(3.0)}, {GATHER: Timing(4.0)}, {PAIR: PairTiming(5.0, 3.0, 5.0)})
+    later = Section("default", {GEMM: Timing(3.0)}, {GATHER: Timing(4.0)}, {PAIR: PairTiming(5.0, 3.0, 5.0, 3.0, 4.0)})
     merged = earlier.merged(later)
     assert merged.operators == {GEMM: Timing(3.0), OTHER: Timing(2.0)}
     assert merged.collectives == later.collectives and merged.pairs == later.pairs
