@@ -28,7 +28,7 @@ _LOWEST, _HIGHEST = -0.5, 1.0  # ends of the colour scale; numbers in cells are 
 _ORDER_MATTERS = 0.1
 _INK, _FAINT = "#24292f", "#eef0f2"
 _CELL_WIDTH, _CELL_HEIGHT, _CHARACTER = 0.6, 0.27, 0.066  # inches
-_DPI = 160
+_DPI = 120
 _UPRIGHT_COLUMNS = 5  # with more, their names are turned to take less width
 _FAILED = "failed"
 
