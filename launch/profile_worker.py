@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from dhelix.profiles.profile import SETTINGS, Profile, Section
 from dhelix.runtime.profiling import collective_tables, measure_tables
 from dhelix.runtime.profiling import operator_bases as of_paper
 from dhelix.runtime.profiling.in_process import gpu_measurer, measure_missing
+from dhelix.runtime.profiling.measure import reason
 from dhelix.runtime.profiling.observe import compiled_step, observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Session, Step
@@ -64,24 +65,34 @@ class Request:
     collective_seconds: float = 60.0
     keep: str | None = None
     node: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "bases": tuple(fields["bases"])})
+
 
 def main(path: str) -> None:
-    request = Request(**json.loads(Path(path).read_text()))
+    request = Request.from_json(Path(path).read_text())
     try:
         run(request)
         _tell(finished=True)
     except DhelixError as error:
         _tell(error=" ".join(str(error).split()))
         sys.exit(1)
+    except jax.errors.JaxRuntimeError as error:
+        _tell(error=reason(error))
+        sys.exit(1)
 
 
 def run(request: Request) -> None:
     """Measures and writes as it goes. Raises DhelixError."""
+    # Read before the nodes meet: all must find the same in it, and the first to measure writes it.
+    known = storage.load(request.out) if Path(request.out).is_file() else None
     if request.node:
         node = request.node
         jax.distributed.initialize(
@@ -94,8 +105,8 @@ def run(request: Request) -> None:
     name = gpu_name(here.gpu)
     hardware = describe(name, request.link)
     profile = Profile(name, request.link, (here,))
-    if Path(request.out).is_file():
-        profile = storage.load(request.out).merged(profile)
+    if known is not None:
+        profile = known.merged(profile)
     if request.preset or request.module:
         profile = _measure_step(request, profile, hardware)
     if request.collectives:
@@ -121,7 +132,12 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
 
     def trace(step: Step) -> Step:
         assert lowered is not None and make_arguments is not None
-        return observe(step, lowered, make_arguments(), gpus, setting.implementation)
+        try:
+            arguments = make_arguments()
+        except jax.errors.JaxRuntimeError as error:
+            progress(0, 0, f"runs all operators alone, since the step itself does not run ({reason(error)})")
+            return step
+        return observe(step, lowered, arguments, gpus, setting.implementation)
 
     def progress(done: int, total: int, what: str) -> None:
         _tell(done=done, total=total, what=what)
@@ -148,8 +164,8 @@ def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
 def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> None:
     implementation = SETTINGS[request.setting].implementation
     keys = collective_tables.tables(jax.devices(), implementation=implementation)
-    known = profile.section(request.setting).collectives
-    missing = [key for key in keys if request.again or key not in known]
+    known = profile.section(request.setting)
+    missing = [k for k in keys if request.again or not (k in known.collectives or str(k) in known.failures)]
     save = _saver(request)
     done = 0
     budget = request.collective_seconds
@@ -165,7 +181,6 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
 
 def _saver(request: Request) -> Any:
     """Writes the file; of several processes the first does."""
-
     return (lambda profile: storage.save(profile, request.out)) if jax.process_index() == 0 else lambda profile: None
 
 
