@@ -28,7 +28,7 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import dumps, profile_output, profile_processes, profile_step, trainer
 from dhelix.launch.profile_job import Job, file_of
-from dhelix.launch.profile_recorded import Recorded, without_missing
+from dhelix.launch.profile_recorded import Recorded, as_recorded
 from dhelix.launch.profile_step import CompiledStep
 from dhelix.launch.profile_worker import Request
 from dhelix.launch.progress import Progress
@@ -177,7 +177,7 @@ def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console)
                 profile = session.run(Step(step.module), bar.show, save)
 
     def save(grown: Profile) -> None:
-        storage.save(without_missing(grown), job.path)
+        storage.save(as_recorded(grown, record), job.path)
 
     return job, measure
 

@@ -43,10 +43,13 @@ class Recorded:
         return (Sample(pair.seconds, pair.first, pair.second),)
 
 
-def without_missing(profile: Profile) -> Profile:
-    """Without failures whose only reason is that the record lacks them: GPUs may well measure them."""
-    sections = {
-        name: replace(section, failures={k: why for k, why in section.failures.items() if why != _MISSING})
-        for name, section in profile.sections.items()
-    }
+def as_recorded(profile: Profile, record: Profile) -> Profile:
+    """What the record says, no more: pairs whole, with their own times alone and their spread, and no failures whose
+    only reason is that the record lacks them, since GPUs may well measure those."""
+    sections = {}
+    for name, section in profile.sections.items():
+        recorded = record.section(name).pairs
+        pairs = {key: recorded.get(key, timing) for key, timing in section.pairs.items()}
+        failures = {key: why for key, why in section.failures.items() if why != _MISSING}
+        sections[name] = replace(section, pairs=pairs, failures=failures)
     return replace(profile, sections=sections)
