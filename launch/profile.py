@@ -190,10 +190,12 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
         raise DhelixError("nvidia-smi does not say which GPUs these are; name them by --hardware")
     step = profile_step.of_dump(arguments[0]) if arguments else None
     needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) or count
+    if needed > count and step is None:
+        raise DhelixError(f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or a dump")
     if needed > count:
-        raise DhelixError(
-            f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or another dump"
-        )
+        say(console, f"The step is of {needed} GPUs, and there are {count}: its operators are measured, and of its "
+            f"collectives those that {count} can run.")  # fmt: skip
+        needed = count
     job = _job(chosen, gpu, needed, None)
     profile_output.warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
     name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"

@@ -128,7 +128,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     step = _with_bases(step, request.bases)
     gpus = max(len(jax.devices()), gpus_of(step.module))  # of a dump's module there may be fewer here
     measurer = gpu_measurer(setting)
-    session = Session(profile, setting.name, measurer, hardware, gpus, pairs=request.pairs, again=request.again)
+    session = Session(profile, setting.name, measurer, hardware, gpus, request.pairs, request.again, len(jax.devices()))
 
     def trace(step: Step) -> Step:
         assert lowered is not None and make_arguments is not None

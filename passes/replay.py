@@ -40,7 +40,7 @@ from functools import cached_property
 from typing import Any
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.collectives import KINDS, is_start
+from dhelix.passes.collectives import KINDS, find_collective, is_start
 from dhelix.passes.fingerprint import DIGITS
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, shapes
 from dhelix.passes.hlo.edit import copy_called, copy_computation
@@ -72,6 +72,13 @@ class Item:
     @property
     def operators(self) -> tuple[Operator, ...]:
         return (self.first,) if self.second is None else (self.first, self.second)
+
+    @property
+    def gpus(self) -> int:
+        """So many that all devices of its collectives' groups are there."""
+        found = (find_collective(operator.instruction) for operator in self.operators)
+        groups = (group for collective in found if collective for group in collective.groups)
+        return 1 + max((device for group in groups for device in group), default=0)
 
     @cached_property
     def buffers(self) -> Counter[Buffer]:

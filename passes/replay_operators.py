@@ -44,6 +44,8 @@ _CONTROL_FLOW = frozenset("while call conditional".split())
 _INTEGERS = (shapes.PRED, shapes.S32, shapes.S64, shapes.U32, shapes.U64)
 # Libraries and kernels that keep no state between calls. Others may, and nothing in HLO would say so.
 _STATELESS = re.compile(r"__cu(blas|dnn|b)\$|__gpu\$|__triton|triton_kernel_call|mosaic_gpu|te_|cu_threefry")
+# Of these, arrays of integers are lengths: of sequences, of a grouped product's groups.
+_MEASURED_BY_NUMBERS = re.compile(r"__cudnn\$|__cublas\$lt\$grouped")
 _MEMORY_SPACE = 8  # field of LayoutProto
 _HOST_MEMORY = 5
 
@@ -91,10 +93,7 @@ class Operator:
     @cached_property
     def operands(self) -> tuple[Instruction, ...]:
         """What the step gives to each operand of `core`."""
-        if self.core is self.instruction:
-            return tuple(self.core.operands)
-        given = self.instruction.operands
-        return tuple(given[parameter.proto.parameter_number] for parameter in self.core.operands)
+        return _given(self.instruction)
 
     @cached_property
     def inputs(self) -> tuple[Instruction, ...]:
@@ -201,6 +200,10 @@ def is_index(array: Any) -> bool:
     return not array.dimensions and array.element_type in _INTEGERS
 
 
+def _is_integers(array: Any) -> bool:
+    return bool(array.dimensions) and array.element_type in _INTEGERS
+
+
 def memory_space(array: Any) -> int:
     """0: device memory; others have a meaning of their own, such as memory that is registered with NCCL."""
     fields = UnknownFieldSet(array.layout)
@@ -229,6 +232,14 @@ def _inside(instruction: Instruction) -> Instruction:
     return instruction.called[0].root if instruction.opcode == "async-start" else instruction
 
 
+def _given(instruction: Instruction) -> tuple[Instruction, ...]:
+    """What is given to each operand of what runs."""
+    core = _inside(instruction)
+    if core is instruction:
+        return tuple(core.operands)
+    return tuple(instruction.operands[parameter.proto.parameter_number] for parameter in core.operands)
+
+
 def _why_not(instruction: Instruction) -> str | None:
     """Why `instruction` cannot run alone, or None."""
     core = _inside(instruction)
@@ -247,6 +258,9 @@ def _why_not(instruction: Instruction) -> str | None:
     for target in (i.proto.custom_call_target for i in _with_called(core)):
         if target and not _STATELESS.match(target):
             return f"custom call {target} may keep state of its own"
+    if core.opcode == "custom-call" and _MEASURED_BY_NUMBERS.match(core.proto.custom_call_target):
+        if any(v.opcode != "constant" and _is_integers(leaf) for v in _given(instruction) for leaf in leaves(v.shape)):
+            return "the lengths that it reads decide what memory it touches"
     arrays = [leaf for value in (core, *core.operands) for leaf in leaves(value.shape)]
     if any(array.element_type == shapes.TOKEN for array in arrays):
         return "it needs a token"

@@ -28,7 +28,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.replay import Item, OperatorReplay, Program, instance_name, parse_name, placeholder_name, split
 from dhelix.passes.replay_library_calls import LibraryCalls
@@ -106,11 +105,11 @@ class GpuMeasurer:
         Raises:
           DhelixError: a GPU broke down. Nothing runs in this process then, so nothing more is known of any item.
         """
-        fitting = [item for item in items if _gpus_needed(item) <= len(self.devices)]
+        fitting = [item for item in items if item.gpus <= len(self.devices)]
         outcomes: dict[Item, Outcome] = {}
         for group in split(fitting, self.memory_bytes):
             outcomes.update(zip(group, self._measure(group, repeats), strict=True))
-        return [outcomes.get(i) or f"needs {_gpus_needed(i)} GPUs; there are {len(self.devices)}" for i in items]
+        return [outcomes.get(i) or f"needs {i.gpus} GPUs; there are {len(self.devices)}" for i in items]
 
     def _measure(self, items: tuple[Item, ...], repeats: int) -> list[Outcome]:
         try:
@@ -137,7 +136,7 @@ class GpuMeasurer:
         named = [list(executions.between_marks(of_gpu, _is_mark)) for of_gpu in found.values()]
         samples = samples_of(named, program.items)
         for number in range(len(program.items)):
-            yield samples.get(number) or "the profiler saw no kernel of it"
+            yield samples.get(number) or _unseen(program.items[number], program.marks)
 
     def _arguments(self, program: Program) -> list[jax.Array]:
         """The program's buffers, filled with numbers; those of earlier programs are used again if they fit."""
@@ -249,11 +248,10 @@ def _median(samples: Sequence[Sample]) -> Sample:
     return sorted(samples, key=lambda s: s.seconds)[(len(samples) - 1) // 2]
 
 
-def _gpus_needed(item: Item) -> int:
-    """So many that all devices of its collectives' groups are there."""
-    found = (find_collective(operator.instruction) for operator in item.operators)
-    groups = (group for collective in found if collective for group in collective.groups)
-    return 1 + max((device for group in groups for device in group), default=0)
+def _unseen(item: Item, marks: bool) -> str:
+    if marks and item.second is not None and not any(o.is_collective for o in item.operators):
+        return "kernels of one CUDA graph cannot be told apart"
+    return "the profiler saw no kernel of it"
 
 
 def _is_mark(name: str) -> bool:

@@ -83,6 +83,7 @@ class Session:
         gpus_per_node: int = 8,
         pairs: bool = True,
         again: bool = False,
+        gpus: int | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +93,7 @@ class Session:
           gpus_per_node: devices 0 .. n-1 of the step are node 0, and so on.
           pairs: False measures operators alone only.
           again: measures what is known too, once.
+          gpus: how many there are to measure on; collectives that need more are left out. None: enough.
 
         Raises:
           DhelixError: there is no such setting.
@@ -104,6 +106,7 @@ class Session:
         self._hardware = hardware
         self._pairs = pairs
         self._again = again
+        self._gpus = gpus
         self._key_of = partial(key_of, gpus_per_node=gpus_per_node, implementation=SETTINGS[setting].implementation)
 
     @property
@@ -166,7 +169,8 @@ class Session:
         for module in (step.module, *step.further):
             operators, not_these = find_operators(module, self._key_of)
             for operator in operators:
-                found.setdefault(operator.key, operator)
+                if self._gpus is None or Item(operator).gpus <= self._gpus:
+                    found.setdefault(operator.key, operator)
             refused += not_these
         return list(found.values()), tuple(refused)
 

@@ -196,9 +196,10 @@ def test_more_gpus_than_there_are(out: Path, tmp_path: Path, capsys: pytest.Capt
     assert "the step needs 8 GPUs, and there are 4" in capsys.readouterr().err
     step = tmp_path / "step.txt"
     step.write_text(STEP.replace("[8192,8192]{1,0} all", "[65536,8192]{1,0} all"))
-    assert dhelix_profile(step, "--out", out) == 1
-    assert "the step needs 8 GPUs, and there are 4" in capsys.readouterr().err
     assert not Path(f"{out}.0").exists()
+    dhelix_profile(step, "--out", out)
+    assert "The step is of 8 GPUs, and there are 4: its operators are measured" in capsys.readouterr().out
+    assert seen(out)["request"]["module"] == str(step)
 
 
 def test_a_file_of_other_hardware_stays_as_it_is(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

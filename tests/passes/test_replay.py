@@ -200,6 +200,19 @@ def test_asynchronous_computations_that_are_more_than_one_kernel_are_refused(ins
     assert find_operators(HloModule.from_text(text), key_of) == ((), (("start", reason),))
 
 
+@pytest.mark.parametrize(("lengths", "count"), [("parameter(1)", 0), ("constant({8,8})", 1)])
+def test_lengths_that_a_step_computes_are_no_random_numbers(lengths: str, count: int) -> None:
+    text = f"""HloModule step, is_scheduled=true
+    ENTRY main {{
+      x = bf16[2,8] parameter(0)
+      lengths = s32[2] {lengths}
+      ROOT out = bf16[2,8] custom-call(x, lengths), custom_call_target="__cudnn$fmhaSoftmax"
+    }}"""
+    operators, refused = find_operators(HloModule.from_text(text), key_of)
+    assert len(operators) == count
+    assert refused == (() if count else (("out", "the lengths that it reads decide what memory it touches"),))
+
+
 def test_a_key_that_is_refused_once_may_have_an_operator_elsewhere() -> None:
     text = """HloModule step, is_scheduled=true
     ENTRY main {

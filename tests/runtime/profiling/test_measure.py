@@ -227,8 +227,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def measurer(gpus: int = 4, memory_bytes: int | None = None) -> GpuMeasurer:
-    measurer = GpuMeasurer([Gpu(n) for n in range(gpus)], memory_bytes=memory_bytes)
+def measurer(gpus: int = 4, memory_bytes: int | None = None, marks: bool = False) -> GpuMeasurer:
+    measurer = GpuMeasurer([Gpu(n) for n in range(gpus)], memory_bytes=memory_bytes, marks=marks)
     measurer.mesh = Mesh(np.array(jax.devices()[:gpus]), ("gpus",))
     return measurer
 
@@ -260,6 +260,12 @@ def test_what_needs_more_gpus_than_there_are_is_said_and_the_rest_goes_on(machin
 def test_an_item_without_kernels_is_said(machine: Machine) -> None:
     machine.unseen = lambda item: item.first is MOVED
     assert alone(measurer().measure([Item(MOVED), Item(GEMM)], 1)) == ["the profiler saw no kernel of it", [2]]
+
+
+def test_two_sides_in_one_cuda_graph_cannot_be_told_apart(machine: Machine) -> None:
+    machine.unseen = lambda item: item.second is MOVED
+    outcomes = measurer(marks=True).measure([Item(GEMM, MOVED), Item(GATHER, MOVED)], 1)
+    assert outcomes == ["kernels of one CUDA graph cannot be told apart", "the profiler saw no kernel of it"]
 
 
 def test_a_failing_item_is_found_and_the_others_are_measured(machine: Machine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ class Measurer:
 class Run:
     """A session with all that a test looks at."""
 
-    def __init__(self, measurer: Measurer | None = None, profile: Profile = EMPTY, **options: bool) -> None:
+    def __init__(self, measurer: Measurer | None = None, profile: Profile = EMPTY, **options: Any) -> None:
         self.measurer = measurer or Measurer()
         self.saved: list[Profile] = []
         self.told: list[tuple[int, int, str]] = []
@@ -294,6 +295,16 @@ def test_what_cannot_be_isolated_is_recorded_with_its_reason() -> None:
     assert run.session.missing(STEP).refused == (("sent", "it has side effects"),)
     assert run.run().failures == {"sent": "it has side effects"}
     assert run.saved[0].section("default").failures == {"sent": "it has side effects"}
+
+
+def test_what_needs_more_gpus_than_there_are_is_left_for_a_machine_that_has_them() -> None:
+    run = Run(gpus=2)
+    section = run.run()
+    assert not section.collectives and section.failures.keys() == {"sent"}
+    assert section.operators.keys() == {key for name, key in KEYS.items() if name in NAMES and name not in COLLECTIVES}
+    whole = Run(profile=run.session.profile)
+    assert whole.run().collectives
+    assert all(COLLECTIVES & {*named} for named in whole.measurer.asked)
 
 
 def test_again_measures_everything_once_more() -> None:
