@@ -5,8 +5,18 @@
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct(..., sharding=NamedSharding(mesh, ...)))
     compiled = deviceless.compile(lowered)             # as_text(), memory_analysis(): those of the GPU
 
-The CUDA plugin compiles for a described target instead of an attached device. It runs no kernel, so nothing
-is autotuned: matrix products are cuBLAS calls, and fusions and schedule can differ from those on the card.
+The CUDA plugin compiles for a described target instead of an attached device. It runs no kernel, so it tunes
+nothing; what XLA's autotuner chose on a card, it reads from a file (`autotune_results`):
+
+                                       known there       unknown
+    matrix product                     as on the card    cuBLASLt, which algorithm is left to the library
+    another fusion, `compile`          not tuned         not tuned
+    another fusion, `compile_tuned`    as on the card    not tuned
+
+The target must agree with the card in what XLA's key of a device is made of (clock, memory bandwidth, L2 size),
+else nothing is found. Of steps that were tuned on the card, `compile_tuned` gives the card's program, instruction
+by instruction and in the same order; only cuDNN attention has no workspace, because its plan needs the card
+(docs/design.md).
 """
 
 from __future__ import annotations
@@ -25,13 +35,18 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from dhelix.errors import DhelixError
+from dhelix.runtime import autotune_results
 
 _TARGETS = Path(__file__).parent
 _GPUS_PER_HOST = 8
 _INSTALL = "pip install 'dhelix[compile]'"
+_LOAD = "xla_gpu_load_autotune_results_from"
+_UNTUNED = '"selected_algorithm":"-1"'  # in the HLO of a product that none of the results was for, see untuned.pbtxt
 COMPILER_OPTIONS: Mapping[str, str | int | bool] = {
-    "xla_gpu_autotune_level": 0,  # there is no device to time kernels on
-    "xla_gpu_enable_triton_gemm": False,  # untuned Triton products are slow and unlike those on the card
+    # No device to time kernels on. Above 0, XLA would also ask for its choice for each other fusion, and compile
+    # those that nothing is known of one by one; and it would try untuned.pbtxt on library calls, and crash.
+    "xla_gpu_autotune_level": 0,
+    "xla_candidate_configs_file": str(autotune_results.SHIPPED / "untuned.pbtxt"),
 }
 
 
@@ -99,14 +114,35 @@ def mesh(
 
 
 def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
-    """Compile a program lowered for devices of `topology`.
+    """Compile a program lowered for devices of `topology`, its matrix products as on the card where that is known.
 
     Args:
       lowered: result of `.lower` with arguments sharded over a mesh of such devices.
       options: XLA options without dashes, for example `xla_gpu_enable_latency_hiding_scheduler=True`. They
         take the place of those in XLA_FLAGS and in COMPILER_OPTIONS.
     """
-    return lowered.compile({**COMPILER_OPTIONS, **options})
+    return lowered.compile({**COMPILER_OPTIONS, **_results(), **options})
+
+
+def compile_tuned(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
+    """As `compile`; if all products are known from the card, compiled again with what is known of other fusions too.
+
+    For programs whose operators are looked up among measured ones. The second compile costs its time, and hooks of
+    the compiler run twice.
+    """
+    compiled = compile(lowered, **options)
+    if _UNTUNED in (compiled.as_text() or ""):
+        return compiled
+    return lowered.compile({**_results(), **options})
+
+
+def _results() -> dict[str, str]:
+    """The option that loads what is known of the card, unless XLA_FLAGS load something else.
+
+    XLA heeds it in the first compile of a process that has it, and from then on in all compiles.
+    """
+    file = autotune_results.file()
+    return {} if file is None or _LOAD in os.environ.get("XLA_FLAGS", "") else {_LOAD: str(file)}
 
 
 @functools.cache

@@ -49,6 +49,39 @@ def test_gpu_program_beside_cpu_devices() -> None:
 
 
 @pytest.mark.deviceless
+@pytest.mark.parametrize("compile", [deviceless.compile, deviceless.compile_tuned])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected"),
+    [
+        (jnp.bfloat16, (1024, 1024), "__cublas$lt$matmul"),
+        (jnp.float8_e4m3fn, (1024, 1024), "__cublas$lt$matmul$f8"),
+        (jnp.bfloat16, (4, 4), "__cublas$lt$matmul"),  # too small for XLA to fuse anything with
+        (jnp.complex64, (64, 64), "__cublas$lt$matmul"),  # not for Triton
+    ],
+)
+def test_products_without_autotuning_results_are_left_to_cublas(
+    compile: Any, dtype: Any, shape: tuple[int, int], expected: str
+) -> None:
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(deviceless.mesh({"tp": 1}), P()))
+    product = jax.jit(lambda a, b: jnp.tanh(jax.lax.dot(a, b, preferred_element_type=b.dtype)))
+    assert f'"{expected}"' in _text(compile(product.lower(x, x)))
+
+
+def test_the_users_own_autotuning_results_go_before_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options() -> dict[str, Any]:
+        return deviceless.compile(Recorder())  # type: ignore[arg-type]
+
+    class Recorder:
+        def compile(self, options: dict[str, Any]) -> dict[str, Any]:
+            return options
+
+    name = "xla_gpu_load_autotune_results_from"
+    assert Path(options()[name]).name.endswith(".autotune.pbtxt")
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=mine.pbtxt")
+    assert name not in options()
+
+
+@pytest.mark.deviceless
 @pytest.mark.parametrize("manual", [False, True])
 def test_round_trip_of_cudnn_attention_gives_the_same_gpu_program(manual: bool) -> None:
     """Custom calls of several results, custom partitioning and the plugin's older StableHLO."""
@@ -65,9 +98,7 @@ def test_round_trip_of_cudnn_attention_gives_the_same_gpu_program(manual: bool) 
         return jax.lax.scan(body, (jnp.float32(0), (q, k, v)), None, length=3)[0]
 
     if manual:
-        step = jax.shard_map(
-            step, mesh=mesh, in_specs=(spec,) * 3, out_specs=(P(), (spec,) * 3), check_vma=False
-        )
+        step = jax.shard_map(step, mesh=mesh, in_specs=(spec,) * 3, out_specs=(P(), (spec,) * 3), check_vma=False)
     x = jax.ShapeDtypeStruct((2, 1024, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
     plain = jax.jit(step, donate_argnums=0).lower(x, x, x)
     changed = lowering.with_hlo(plain, lowering.hlo_bytes(plain), "jit_step__dhelix_1")

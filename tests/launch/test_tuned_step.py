@@ -1,0 +1,35 @@
+"""Steps of the shipped profile, compiled without a GPU: the kernels that were measured, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from dhelix.launch import trainer
+from dhelix.passes.operator_keys import key_of
+from dhelix.passes.replay_operators import find_operators
+from dhelix.profiles import storage
+from dhelix.profiles.profile import Section
+from dhelix.runtime import autotune_results, deviceless, lowering
+
+SETTING = "default"
+
+
+@pytest.fixture(scope="module")
+def measured() -> Section:
+    return storage.load(autotune_results.SHIPPED / storage.file_name("H200", "nvlink")).sections[SETTING]
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+@pytest.mark.parametrize("preset", ["llama-8b", "llama-25b"])
+def test_every_operator_of_a_tuned_step_was_measured(preset: str, measured: Section) -> None:
+    """The target description, the autotuning results and the profile belong together: replace them together."""
+    options = trainer.Options(preset, layers=4, mesh="tp=4", plain=True)
+    devices = deviceless.topology("h200", "1x1x4").devices
+    training, batch = trainer.make_training(options, trainer.configuration(options), devices)
+    step = trainer.make_step(training, options.plain)
+    lowered = step.lower(training.abstract_state(), training.abstract_batch(batch))
+    module = lowering.compiled_module(deviceless.compile_tuned(lowered))
+    operators, _ = find_operators(module, key_of)
+    assert len(operators) > 100
+    assert [str(o.key) for o in operators if measured.solo(o.key) is None] == []
