@@ -28,3 +28,4 @@ p2p="--link no-p2p --out $out/$gpu-no-p2p.json"
 dhelix profile $step8 $p2p --settings default,connections1
 dhelix profile --collectives $p2p
 dhelix profile --collectives --link two-nodes --out "$out/$gpu-two-nodes.json"
+python -m dhelix.runtime.autotune_results "$out/$gpu.autotune.pbtxt" "$out/$gpu-nvlink.autotune.pbtxt" "$out/$gpu-no-p2p.autotune.pbtxt"

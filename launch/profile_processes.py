@@ -26,6 +26,7 @@ from typing import IO, Any
 from dhelix.errors import DhelixError
 from dhelix.launch.profile_worker import Request
 from dhelix.profiles.profile import SETTINGS
+from dhelix.runtime import autotune_results
 from dhelix.runtime.profiling.nodes import emulated_nodes
 
 COMMAND = (sys.executable, "-m", "dhelix.launch.profile_worker")
@@ -109,10 +110,9 @@ def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[s
 def _autotuning(profile: Path) -> list[str]:
     """XLA flags that keep the choices of its autotuner beside the profile: chosen anew, kernels would have new keys."""
     file = profile.with_suffix(".autotune.pbtxt")
-    flags = [f"--xla_gpu_dump_autotune_results_to={file}"]
-    if file.is_file() and file.stat().st_size:
-        flags.append(f"--xla_gpu_load_autotune_results_from={file}")
-    return flags
+    known = file if file.is_file() and file.stat().st_size else autotune_results.file()
+    load = [f"--xla_gpu_load_autotune_results_from={known}"] if known else []
+    return [f"--xla_gpu_dump_autotune_results_to={file}", *load]
 
 
 def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) -> subprocess.Popen[str]:

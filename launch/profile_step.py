@@ -4,8 +4,8 @@
     step = of_preset(trainer.Options("llama-8b", layers=4, mesh="tp=4"))      # compiled here, without a GPU
     lowered, arguments = build({"preset": "llama-8b", "layers": 4})           # arguments() to run it with
 
-Compiled without a GPU nothing is autotuned, so some kernels, and with them keys, are not those of the card. What
-measures therefore compiles the preset itself (`profile_worker`), on the GPUs.
+Without a GPU the compiler takes what its autotuner chose on such a card, as far as that is known; other kernels, and
+with them keys, may not be the card's. What measures therefore compiles the preset itself (`profile_worker`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
     per_host = min(gpus, _GPUS_PER_HOST)
     devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
     training, batch = trainer.make_training(options, trainer.configuration(options), devices)
-    module = compiled_module(deviceless.compile(_lower(options, training, batch)))
+    module = compiled_module(deviceless.compile_tuned(_lower(options, training, batch)))
     return CompiledStep(_name(options, training), module, training.mesh.size, target.upper())
 
 
