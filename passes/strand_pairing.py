@@ -15,8 +15,8 @@ so that what one strand sends lies under what the other computes:
    orders: whose compute goes first. Inside, a collective starts as soon as it can. States whose live values need
    more than the memory allowed are left out; what lives between segments does not depend on the order inside.
 2. That for each pair of candidate orders of the strands, at most three each.
-3. Cuts are barriers in the model alone. Starting from the best plan, or from XLA's order if that is faster, single
-   operators move to other places while the evaluator says that the whole is faster without barriers.
+3. Cuts are barriers in the model alone. Starting from the two fastest of these plans, `list_order` and XLA's order,
+   single operators move to other places while the evaluator says that the whole is faster without barriers.
 4. The fastest of that, `list_order` and XLA's order within memory.
 
 Everything is deterministic: costs and sequence in, order out.
@@ -41,7 +41,8 @@ from dhelix.profiles.hardware import H200, Hardware
 SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]
 
 _REACH = 12  # places that an operator is moved by at once
-_PLAYED = 40_000  # operators that the improvement plays, over all orders that it tries
+_STARTS = 2  # orders that are improved
+_PLAYED = 25_000  # operators that the improvement of one plays, over all orders that it tries
 _STATES = 10_000  # of the table; longer strands, those of unrolled layers, would take more than seconds
 _GAIN = 1e-6  # share of the time that counts as faster
 
@@ -187,8 +188,9 @@ def pairing_order(
             context.note(f"{reason}: left to the list schedule", computation=computation.name)
         return listed
     search = _Search(body, costs, limits)
-    start, planned = search.start(max_segment, listed)
-    orders = [list(sequence), listed, body.sequence(search.improve(start))]
+    starts, planned = search.starts(max_segment, listed)
+    improved = min(map(search.improve, starts[:_STARTS]), key=search.seconds)
+    orders = [list(sequence), listed, body.sequence(improved)]
     seconds = [simulate(computation, o, costs, limits.hardware, limits.bodies).seconds for o in orders]
     if context is not None:
         strands = (body.first, body.second)
@@ -217,8 +219,8 @@ class _Search:
             for needed in operator.needs:
                 self.users[needed].append(operator.number)
 
-    def start(self, max_segment: int, listed: Sequence[Instruction]) -> tuple[list[int], float | None]:
-        """Of the plans' orders, XLA's and `listed` the fastest that fits, and the seconds of the best plan."""
+    def starts(self, max_segment: int, listed: Sequence[Instruction]) -> tuple[list[list[int]], float | None]:
+        """Of the plans' orders, XLA's and `listed` those that fit, fastest first, and the seconds of the best plan."""
         number = {head: n for n, head in enumerate(self.body.heads)}
         orders = [list(range(len(number))), [number[i] for i in listed if i in number]]
         planned: list[float] = []
@@ -229,8 +231,8 @@ class _Search:
                     planned.append(plan.seconds)
                     paired = [(first[slice(*s.first)], second[slice(*s.second)]) for s in plan.segments]
                     orders.append([n for segments in paired for n in self._best(*segments)[1]])
-        fitting = [o for o in orders if self._fits(o)] or orders[:1]
-        return min(fitting, key=self.seconds), min(planned, default=None)
+        fitting = [list(o) for o in dict.fromkeys(map(tuple, orders)) if self._fits(o)] or orders[:1]
+        return sorted(fitting, key=self.seconds), min(planned, default=None)
 
     def seconds(self, numbers: Sequence[int]) -> float:
         """The whole body, without barriers."""
