@@ -215,7 +215,7 @@ class _Graph:
     ) -> "_Graph":
         successors: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
         waits_for = dict.fromkeys(sequence, 0)
-        for before, after in _dependencies(computation, sequence, limits.memory):
+        for before, after in dependencies(computation, sequence, limits.memory):
             successors[before].append(after)
             waits_for[after] += 1
         path: dict[Instruction, float] = {}
@@ -229,9 +229,10 @@ class _Graph:
         return _Graph(computation, sequence, position, successors, waits_for, path)
 
 
-def _dependencies(
+def dependencies(
     computation: Computation, sequence: Sequence[Instruction], memory: Memory
 ) -> Iterable[tuple[Instruction, Instruction]]:
+    """What must come before what, as (before, after): data, control, side effects and shared buffers."""
     edges: dict[tuple[Instruction, Instruction], None] = {}
     effect: Instruction | None = None
     for instruction in sequence:

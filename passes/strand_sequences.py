@@ -22,7 +22,7 @@ operator is preceded by what it needs of the rest, ends of collectives among the
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.collective_schedule import Limits, _dependencies
+from dhelix.passes.collective_schedule import Limits, dependencies
 from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Computation, Instruction
@@ -145,7 +145,7 @@ def find_strands(
     parts.sort(key=lambda part: -sum(seconds[i] for i in part))
     two = sorted(parts[:2], key=lambda part: _backward_share(part, seconds))
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
-    for earlier, later in _dependencies(computation, sequence, limits.memory):
+    for earlier, later in dependencies(computation, sequence, limits.memory):
         before[later].append(earlier)
     heads = [i for i in sequence if not is_done(i) and (costs[i].lane is not Lane.COMPUTE or seconds[i] >= tiny)]
     return _Maker(computation, sequence, costs, seconds, before, heads).body(two)
