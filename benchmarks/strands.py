@@ -45,6 +45,9 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "strands, gradients stacked": (tuple(name for name in _STRANDS if name != "gradient-accumulation"), {}),
     "strands, two buffers": (tuple(name for name in _STRANDS if name != "activation-sharing"), {}),
     "strands, list schedule": ((*_STRANDS, "collective-schedule"), {}),
+    "strands, list by profile": ((*_STRANDS, "collective-schedule by profile"), {}),
+    "strands, paired": ((*_STRANDS, "strand-pairing"), {}),
+    "plain, list by profile": (("collective-schedule by profile",), {}),
 }
 
 
@@ -181,6 +184,14 @@ def run_setting(arguments: argparse.Namespace, setting: str) -> list[Result]:
     return [result for _, result, _ in runs]
 
 
+def measured(setting: str):
+    """Costs of the shipped profile that fits a setting of SETTINGS."""
+    from dhelix.passes.costs import CostModel
+
+    link = "no-p2p" if setting == "no_p2p" else "nvlink"
+    return CostModel.find("H200", link, {"no_p2p": "default", "copy_engine": "copy-engine"}.get(setting, setting))
+
+
 def build(arguments: argparse.Namespace, training, setting: str, variant: str):
     """The compiled step, as a user's decorator would make it, and an empty result."""
     import jax
@@ -191,12 +202,19 @@ def build(arguments: argparse.Namespace, training, setting: str, variant: str):
     from dhelix.passes.gradient_accumulation import GradientAccumulation
     from dhelix.passes.strand_duplication import StrandDuplication
     from dhelix.passes.strand_lockstep import StrandLockstep
+    from dhelix.passes.strand_pairing import StrandPairing
     from dhelix.profiles.hardware import H200, H200_NO_P2P
 
     names, options = VARIANTS[variant]
-    schedule = CollectiveSchedule(H200_NO_P2P if setting == "no_p2p" else H200)
-    passes = [StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing(), schedule]
-    passes = [one for one in passes if one.name in names]
+    hardware = H200_NO_P2P if setting == "no_p2p" else H200
+    structure = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
+    passes: list[Any] = [one for one in structure if one.name in names]
+    if "collective-schedule" in names:
+        passes.append(CollectiveSchedule(hardware))
+    if "collective-schedule by profile" in names:
+        passes.append(CollectiveSchedule(hardware, model=measured(setting)))
+    if "strand-pairing" in names:
+        passes.append(StrandPairing(hardware, model=measured(setting)))
     step: Any = jax.jit(training.train_step, donate_argnums=0)
     if passes:
         step = strand_interleave(training.train_step, passes=passes, strict=True, donate_argnums=0)
