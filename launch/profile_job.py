@@ -1,9 +1,9 @@
 """One call of `dhelix profile`: which step on which GPUs, under which launch settings, into which file.
 
-job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
-job.steps["default"] = profile_step.of_dump("xla_dump")
-job.session("default").missing(...)       # what the file lacks
-job.view("default")                       # what is known, as rows for tables and JSON
+    job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
+    job.steps["default"] = profile_step.of_dump("xla_dump")
+    job.session("default").missing(...)       # what the file lacks
+    job.view("default")                       # what is known, as rows for tables and JSON
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from functools import cached_property
 from typing import Any
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.collectives import KINDS, find_collective, is_start
+from dhelix.passes.collectives import KINDS, is_start
 from dhelix.passes.fingerprint import DIGITS
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, shapes
 from dhelix.passes.hlo.edit import copy_called, copy_computation
@@ -75,10 +75,7 @@ class Item:
 
     @property
     def gpus(self) -> int:
-        """So many that all devices of its collectives' groups are there."""
-        found = (find_collective(operator.instruction) for operator in self.operators)
-        groups = (group for collective in found if collective for group in collective.groups)
-        return 1 + max((device for group in groups for device in group), default=0)
+        return max(operator.gpus for operator in self.operators)
 
     @cached_property
     def buffers(self) -> Counter[Buffer]:
@@ -90,10 +87,9 @@ class Item:
 class Program:
     """Items, and how often each of them runs in one execution.
 
-    `marks`: a tiny all-reduce stands before each instance and before its copies, if the program has an all-gather,
-    an all-reduce or a reduce-scatter, over whose groups it goes.
-    What a CUDA graph launches, or NCCL gives to copy engines, carries no instruction's name in a trace; by the mark
-    before it, it is known whose it is.
+    `marks`: a tiny all-reduce stands before each instance and before its copies, over the groups of an all-gather,
+    all-reduce or reduce-scatter if there is one. What CUDA graphs launch, or NCCL gives to copy engines, carries no
+    name in a trace; by the mark before it, it is known whose it is.
 
     Raises DhelixError: nothing to run.
     """
@@ -257,10 +253,7 @@ class _Writer:
 
     def finish(self, result: Any) -> None:
         """Ends the computation, with zeros of the shape `result`."""
-        zeros = self.builder.make("constant", result)
-        zeros.proto.literal.shape.CopyFrom(result)
-        zeros.proto.literal.f32s.extend([0.0] * shapes.element_count(result))
-        self.entry.root = self._launch(self.builder.make("copy", result, [self._place(zeros)]), "replay_result")
+        self.entry.root = self._zeros(result, "replay_result")
         self.module.schedule[self.entry] = self.sequence
 
     # Launching
@@ -277,10 +270,7 @@ class _Writer:
         vector = Shape(element_type=shapes.F32, dimensions=[1])
         vector.layout.minor_to_major.append(0)
         if "mark" not in self.shared:
-            zero = self._place(self.builder.make("constant", vector))
-            zero.proto.literal.shape.CopyFrom(vector)
-            zero.proto.literal.f32s.append(0.0)
-            self.shared["mark"] = self._launch(self.builder.make("copy", vector, [zero]), "replay_zero")
+            self.shared["mark"] = self._zeros(vector, "replay_zero")
         assert self.marking is not None
         reduce = Builder(self.module.new_computation("mark"))
         scalar = shapes.scalar(shapes.F32)
@@ -292,6 +282,12 @@ class _Writer:
         for of_the_original in ("dimensions", "backend_config", "metadata", "frontend_attributes"):
             mark.proto.ClearField(of_the_original)
         self._launch(mark, name)
+
+    def _zeros(self, shape: Any, name: str) -> Instruction:
+        zeros = self._place(self.builder.make("constant", shape))
+        zeros.proto.literal.shape.CopyFrom(shape)
+        zeros.proto.literal.f32s.extend([0.0] * shapes.element_count(shape))
+        return self._launch(self.builder.make("copy", shape, [zeros]), name)
 
     def _start(self, instance: _Instance, stream: int | None = None) -> Instruction:
         """On a stream of its own, of the kind that XLA gives to what it starts so."""

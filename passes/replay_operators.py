@@ -90,6 +90,12 @@ class Operator:
     def is_collective(self) -> bool:
         return find_collective(self.core) is not None
 
+    @property
+    def gpus(self) -> int:
+        """So many that all devices of a collective's groups are there."""
+        found = find_collective(self.instruction)
+        return 1 + max((device for group in (found.groups if found else ()) for device in group), default=0)
+
     @cached_property
     def operands(self) -> tuple[Instruction, ...]:
         """What the step gives to each operand of `core`."""
