@@ -50,7 +50,9 @@ def show(job: Job, chosen: dict[str, Any], here: Provenance, console: Console) -
         _print(job, views, chosen, console)
         if agreements is not None:
             print_agreements(agreements, str(job.path), chosen["compare"], console)
-    _write(job, chosen, views)
+    written = _write(job, chosen, views)
+    if written:
+        say(console, f"Wrote {', '.join(written)}.")
 
 
 def compare_files(path: Path, other: str, console: Console, as_json: bool = False) -> None:
@@ -132,23 +134,26 @@ def _to_json(
     return result if agreements is None else {**result, "agreement": [a.to_json() for a in agreements]}
 
 
-def _write(job: Job, chosen: dict[str, Any], views: dict[str, profile_tables.StepView]) -> None:
-    """The picture and XLA's files."""
-    first = job.settings[0]
+def _write(job: Job, chosen: dict[str, Any], views: dict[str, profile_tables.StepView]) -> list[str]:
+    """The pictures and XLA's files; returns their paths."""
+    first, written = job.settings[0], []
     if chosen["heat_map"]:
         for setting, view in views.items():
             path = Path(chosen["heat_map"])
             path = path.with_stem(f"{path.stem}-{setting}") if len(job.settings) > 1 else path
             keys = {row.key for row in (*view.operators[:HEAT_MAP_ROWS], *view.collectives)}
             heat_map.save_png(heat_map.heat_map(job.known(), setting, keys.__contains__), path)
+            written.append(str(path))
     if chosen["pgle"] and first in job.steps:
-        _write_text(chosen["pgle"], job.cost_text(first))
+        written.append(_write_text(chosen["pgle"], job.cost_text(first)))
     if chosen["perf_table"]:
-        _write_text(chosen["perf_table"], job.performance_table(first))
+        written.append(_write_text(chosen["perf_table"], job.performance_table(first)))
+    return written
 
 
-def _write_text(path: str, text: str) -> None:
+def _write_text(path: str, text: str) -> str:
     try:
         Path(path).write_text(text)
+        return path
     except OSError as error:
         raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None

@@ -44,7 +44,9 @@ def test_from_the_step_to_every_file(
     files = ["--heat_map", heat_map, "--pgle", costs, "--perf_table", table, "--compare", SHIPPED]
     recorded = ["--recorded", SHIPPED, "--out", out, f"--settings={','.join(SETTINGS)}"]
     assert dhelix_profile(STEP, *recorded, *files, "--json") == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert shown.err.rstrip().endswith(f", {costs}, {table}.")  # "Wrote ...", last
+    result: dict[str, Any] = json.loads(shown.out)
     assert (result["hardware"], result["link"], result["gpus"]) == ("H200", "nvlink", 4)
     assert set(result["settings"]) == set(SETTINGS)
     for setting in SETTINGS:
