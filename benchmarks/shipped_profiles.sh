@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Measures what profiles/data ships, from nothing, into the folder $1. About 25 minutes on 4 H200s; every line can be
-# interrupted and run again, and measures only what its file lacks.
+# Measures what profiles/data ships, from nothing, into the folder $1. Every line can be interrupted and run again, and
+# measures only what its file lacks. The shipped files come from the same requests, made one by one in several calls on
+# four machines; this script has not been run as a whole, and `copy-engine1` and one GPU alone not at all.
 #
 #   benchmarks/shipped_profiles.sh OUT          on 4 GPUs joined by NVLink
 #   benchmarks/shipped_profiles.sh OUT alone    on one GPU, from the step that a run on 4 kept in OUT/step

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.profile_tables import readable, setup, time_text
+from dhelix.launch.profile_tables import readable, setup
+from dhelix.launch.units import time_text
 from dhelix.profiles.keys import OPERATOR_KINDS, CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Profile, Section
 

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch import dumps, profile_output, profile_processes, profile_step, trainer
-from dhelix.launch.profile_job import Job, file_of
+from dhelix.launch.profile_job import Job
 from dhelix.launch.profile_recorded import Recorded, as_recorded
 from dhelix.launch.profile_step import CompiledStep
 from dhelix.launch.profile_worker import Request
@@ -300,7 +300,7 @@ def _has_step(chosen: dict[str, Any], arguments: list[str]) -> bool:
 
 
 def _path(chosen: dict[str, Any], gpu: str) -> Path:
-    return Path(chosen["out"]) if chosen["out"] else file_of(gpu, chosen["link"])
+    return Path(chosen["out"]) if chosen["out"] else storage.users_file(gpu, chosen["link"])
 
 
 def _job(chosen: dict[str, Any], gpu: str, gpus: int, step: CompiledStep | None) -> Job:

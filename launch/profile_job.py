@@ -1,14 +1,13 @@
 """One call of `dhelix profile`: which step on which GPUs, under which launch settings, into which file.
 
-    job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
-    job.steps["default"] = profile_step.of_dump("xla_dump")
-    job.session("default").missing(...)       # what the file lacks
-    job.view("default")                       # what is known, as rows for tables and JSON
+job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
+job.steps["default"] = profile_step.of_dump("xla_dump")
+job.session("default").missing(...)       # what the file lacks
+job.view("default")                       # what is known, as rows for tables and JSON
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,15 +64,8 @@ class Job:
 
     def in_file(self) -> Profile:
         """What the file holds. Raises DhelixError if it holds something else, or a profile of other hardware."""
-        if not self.path.exists():
-            return Profile(self.gpu, self.link)
-        found = storage.load(self.path)
-        if (found.hardware, found.link) != (self.gpu, self.link):
-            raise DhelixError(
-                f"{self.path} holds a profile of {found.hardware} with link {found.link}, and this one is of"
-                f" {self.gpu} with link {self.link}; give another file as --out"
-            )
-        return found
+        found = storage.of_hardware(self.path, self.gpu, self.link, "--out")
+        return found or Profile(self.gpu, self.link)
 
     def known(self) -> Profile:
         """What the profiles at hand and the file hold together, the file's numbers first."""
@@ -120,10 +112,3 @@ class Job:
         if self.gpu not in _XLA_DEVICES:
             raise DhelixError(f"XLA's table names GPUs by compute capability, and that of {self.gpu} is unknown here")
         return xla_tables.collective_table(seconds, _XLA_DEVICES[self.gpu], implementation)
-
-
-def file_of(gpu: str, link: str) -> Path:
-    """Where a user's profile stands: in the last folder of DHELIX_PROFILES, or in ~/.cache/dhelix/profiles."""
-    folders = [part for part in os.environ.get(storage.SEARCH_PATH, "").split(os.pathsep) if part]
-    folder = Path(folders[-1]) if folders else storage.USERS_FOLDER.expanduser()
-    return folder / storage.file_name(gpu, link)

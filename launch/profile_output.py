@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dhelix.errors import DhelixError
-from dhelix.launch import heat_map, profile_tables
+from dhelix.launch import heat_map, profile_tables, units
 from dhelix.launch.profile_job import Job
 from dhelix.launch.train import say
 from dhelix.profiles import storage
@@ -87,7 +87,7 @@ def print_agreements(agreements: Sequence[Agreement], ours: str, theirs: str, co
     for column in ("setting", "what", "this", "other", "difference"):
         table.add_column(column, overflow="fold", justify="left" if column in ("setting", "what") else "right")
     for _, setting, d in sorted(worst, key=lambda found: (-found[0], found[1], found[2].key))[:WORST]:
-        times = profile_tables.time_text(d.seconds), profile_tables.time_text(d.other)
+        times = units.time_text(d.seconds), units.time_text(d.other)
         table.add_row(setting, Text(d.key), *times, f"{d.relative:+.1%}")
     if worst:
         console.print(table)

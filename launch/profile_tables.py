@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dhelix.launch.units import bytes_text, time_text
 from dhelix.passes.step_time import StepTime
 from dhelix.profiles import roofline
 from dhelix.profiles.estimates import Estimate, Estimator, Source
@@ -225,20 +226,6 @@ def _short(key: Key) -> str:
         return " ".join(["GEMM", *parts[1:2], sizes, *library, *parts[3:]])
     named = parts[0] if key.kind in _NAMED else ""
     return " ".join(filter(None, (_KINDS.get(key.kind, key.kind), named, sizes)))
-
-
-def bytes_text(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
-
-
-def time_text(seconds: float) -> str:
-    """Three digits: 41.2 µs, 1.23 ms."""
-    if seconds >= 0.9995:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"
 
 
 def setup(gpu: str, link: str, gpus: int) -> str:

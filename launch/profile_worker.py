@@ -49,7 +49,7 @@ class Request:
       again: measures what is known too.
       collectives: fills the tables of collectives.
       collective_seconds: how long those may take, about.
-      keep: folder for the compiled module and XLA's autotuning results, or None.
+      keep: folder for the compiled module, or None.
       node: one of several processes that pose as nodes: coordinator, processes, process, local_device_ids.
     """
 
@@ -98,7 +98,6 @@ def run(request: Request) -> None:
         jax.distributed.initialize(
             node["coordinator"], node["processes"], node["process"], local_device_ids=node["local_device_ids"]
         )
-
     if jax.devices()[0].platform != "gpu":
         raise DhelixError("measuring needs GPUs, and JAX finds none; see `nvidia-smi` and pip install 'dhelix[gpu]'")
     here = provenance()

@@ -1,7 +1,8 @@
-"""Milliseconds and bytes in the unit that suits them, one unit for all numbers that are compared.
+"""Times and bytes in the unit that suits them: one unit for all numbers that are compared, or each for itself.
 
 unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, by the largest
 unit.text(512 * 2**20)                         # '0.50 GiB'
+bytes_text(512 * 2**20)                        # '512 MiB'
 """
 
 from __future__ import annotations
@@ -37,6 +38,19 @@ def time_unit(milliseconds: Iterable[float | None]) -> Unit:
 def size_unit(sizes: Iterable[float | None]) -> Unit:
     """Of the largest number of bytes; None counts as nothing."""
     return _unit(_SIZES, sizes)
+
+
+def bytes_text(count: int) -> str:
+    """Three digits: 64 MiB, 1.5 GiB."""
+    unit = next((unit for unit in _SIZES if count >= unit.size), _SIZES[-1])
+    return f"{count / unit.size:.3g} {unit.name}"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits: 41.2 µs, 1.23 ms."""
+    if seconds >= 0.9995:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"
 
 
 def _unit(units: tuple[Unit, ...], values: Iterable[float | None]) -> Unit:

@@ -49,6 +49,7 @@ from dhelix.passes.replay_operators import (
     Buffer,
     Operator,
     Template,
+    arguments_of,
     bring,
     content,
     is_constant,
@@ -216,9 +217,7 @@ class _Writer:
         self.builder = Builder(module.entry)
         self.entry.instructions = list(self.entry.parameters)
         self.sequence = list(self.entry.instructions)
-        self.arguments: dict[Buffer, list[Instruction]] = {}
-        for parameter in self.sequence:
-            self.arguments.setdefault(Buffer.of(parameter.shape), []).append(parameter)
+        self.arguments = arguments_of(self.entry)
         self.templates: dict[Operator, Template] = {}
         self.shared: dict[Hashable, Instruction] = {}  # views and constants, which all instances may read
         self.names: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from typing import Any
 from dhelix.passes.hlo import Builder, HloModule, Instruction, Shape, shapes
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.replay import Program
-from dhelix.passes.replay_operators import Buffer, Operator, is_constant, is_index
+from dhelix.passes.replay_operators import Buffer, Operator, arguments_of, is_constant, is_index
 
 _GRAPH_CALL = "__cudnn$fmha"
 
@@ -41,9 +41,7 @@ class LibraryCalls:
         if not calls:
             return False
         builder = Builder(module.entry)
-        arguments: dict[Buffer, list[Instruction]] = {}
-        for parameter in module.entry.parameters:
-            arguments.setdefault(Buffer.of(parameter.shape), []).append(parameter)
+        arguments = arguments_of(module.entry)
         for operator in calls:
             free = {buffer: iter(found) for buffer, found in arguments.items()}
             call = _call(builder, operator, free)

@@ -34,13 +34,9 @@ from dhelix.passes.collectives import find_collective, is_done, is_start
 from dhelix.passes.costs import sequence_of
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.operator_keys import CONTROL_FLOW, FREE_OPCODES
 from dhelix.profiles.keys import Key
 
-_NO_KERNEL = frozenset(
-    """parameter constant get-tuple-element tuple bitcast after-all opt-barrier add-dependency domain
-    partition-id replica-id async-update""".split()
-)
-_CONTROL_FLOW = frozenset("while call conditional".split())
 _INTEGERS = (shapes.PRED, shapes.S32, shapes.S64, shapes.U32, shapes.U64)
 # Libraries and kernels that keep no state between calls. Others may, and nothing in HLO would say so.
 _STATELESS = re.compile(r"__cu(blas|dnn|b)\$|__gpu\$|__triton|triton_kernel_call|mosaic_gpu|te_|cu_threefry")
@@ -187,6 +183,14 @@ def bring(module: HloModule, operator: Operator) -> Template:
     return Template(computation, copied, *_start_like(operator))
 
 
+def arguments_of(placeholder: Computation) -> dict[Buffer, list[Instruction]]:
+    """The parameters that operators can read from, by what they hold."""
+    arguments: dict[Buffer, list[Instruction]] = {}
+    for parameter in placeholder.parameters:
+        arguments.setdefault(Buffer.of(parameter.shape), []).append(parameter)
+    return arguments
+
+
 def leaves(shape: Any) -> Iterator[Any]:
     """The arrays of a shape, in order."""
     if shapes.is_tuple(shape):
@@ -226,11 +230,11 @@ def _instructions(computation: Computation, entered: set[Computation]) -> Iterat
     """What launches kernels, loops and branches entered where they stand, each computation once."""
     entered.add(computation)
     for instruction in sequence_of(computation):
-        if instruction.opcode in _CONTROL_FLOW:
+        if instruction.opcode in CONTROL_FLOW:
             for called in instruction.called:
                 if called not in entered:
                     yield from _instructions(called, entered)
-        elif instruction.opcode not in _NO_KERNEL and not is_done(instruction):
+        elif instruction.opcode not in FREE_OPCODES and not is_done(instruction):
             yield instruction
 
 
@@ -255,7 +259,7 @@ def _why_not(instruction: Instruction) -> str | None:
         i.opcode != "parameter" and i is not core for i in instruction.called[0].instructions
     ):
         return "it is an asynchronous computation of several instructions"
-    if any(i.opcode in _CONTROL_FLOW for i in _with_called(core)):
+    if any(i.opcode in CONTROL_FLOW for i in _with_called(core)):
         return "it runs a loop, a call or a branch"
     if is_start(core):
         return f"{core.opcode} is not of the form async-start"

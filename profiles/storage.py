@@ -33,6 +33,7 @@ __all__ = [
     "find",
     "load",
     "loads",
+    "of_hardware",
     "save",
     "shipped",
     "users_file",
@@ -89,6 +90,22 @@ def _search_path() -> list[Path]:
         if not folder.is_dir():
             raise DhelixError(f"{SEARCH_PATH} names {folder}, which is no folder: correct or unset it")
     return folders
+
+
+def of_hardware(path: Path, hardware: str, link: str, name: str) -> Profile | None:
+    """What `path` holds of this hardware and link; None if there is no such file.
+
+    Raises ProfileFileError: it holds something else; the message says to give another file as `name`.
+    """
+    if not path.exists():
+        return None
+    found = load(path)
+    if (found.hardware, found.link) != (hardware, link):
+        raise ProfileFileError(
+            f"{path} holds a profile of {found.hardware} with link {found.link}, and this one is of {hardware} with"
+            f" link {link}; give another file as {name}"
+        )
+    return found
 
 
 def users_file(hardware: str, link: str) -> Path:

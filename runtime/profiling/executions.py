@@ -4,7 +4,7 @@ XLA writes into each kernel's event the HLO instruction it was launched for (`hl
 stretch of a stream whose kernels carry one name and follow each other closely. Nothing here looks at the names of
 kernels.
 
-    for gpu, found in executions.of_trace(trace.load(folder), "jit_train_step").items():
+    for gpu, found in executions.record(run_the_step, "jit_train_step").items():
         for execution in found: execution.name, execution.seconds, execution.undisturbed
 
 Kernels of a CUDA graph carry the name of XLA's command buffer instead, and what NCCL gives to copy engines carries
@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import itertools
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+
+import jax
 
 from dhelix.errors import DhelixError
 from dhelix.runtime import trace
@@ -59,6 +62,18 @@ class _Event:
     stream: str
     name: str
     of_module: bool  # False: the trace does not say
+
+
+def record(
+    run: Callable[[], object], module_name: str, rename: Callable[[str], str | None] | None = None
+) -> dict[int, list[Execution]]:
+    """Executions while `run` runs, under the profiler; it must wait for what it starts. Otherwise as `of_trace`."""
+    options: Any = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # only what the GPUs did: the host's events are many
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        return of_trace(trace.load(folder), module_name, rename)
 
 
 def of_trace(

@@ -199,14 +199,9 @@ def measure_missing(
 
 def _known(path: Path, here: Profile) -> Profile:
     """What the file holds, if there is one, and that `here` is measured on, too."""
-    if not path.exists():
+    found = storage.of_hardware(path, here.hardware, here.link, "out=")
+    if found is None:
         return here
-    found = storage.load(path)
-    if (found.hardware, found.link) != (here.hardware, here.link):
-        raise DhelixError(
-            f"{path} holds a profile of {found.hardware} with link {found.link}, and this one is of {here.hardware}"
-            f" with link {here.link}; give another file as out="
-        )
     for line in storage.differences(found, here.measured_on[0]):
         logging.warning("dhelix: %s", line)
     return found.merged(here)

@@ -15,7 +15,6 @@ processes do not count: each process sees its own.
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.replay import Item, OperatorReplay, Program, instance_name, parse_name, placeholder_name, split
 from dhelix.passes.replay_library_calls import LibraryCalls
 from dhelix.passes.replay_operators import Buffer
-from dhelix.runtime import registration, trace
+from dhelix.runtime import registration
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution
 
@@ -129,10 +128,8 @@ class GpuMeasurer:
         compiled = compile_program(program, self.mesh, self.options)
         arguments = self._arguments(program)
         jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=quiet()):
-                jax.block_until_ready(compiled(*arguments))
-            found = executions.of_trace(trace.load(folder), f"jit_{placeholder_name(program)}", _instance)
+        name = f"jit_{placeholder_name(program)}"
+        found = executions.record(lambda: jax.block_until_ready(compiled(*arguments)), name, _instance)
         named = [list(executions.between_marks(of_gpu, _is_mark)) for of_gpu in found.values()]
         samples = samples_of(named, program.items)
         for number in range(len(program.items)):
@@ -283,11 +280,3 @@ def _allocatable(devices: Sequence[Any]) -> int:
     own = next(device for device in devices if device.process_index == jax.process_index())
     limit = (own.memory_stats() or {}).get("bytes_limit", 8 << 30)
     return int(_MEMORY_SHARE * limit)
-
-
-def quiet() -> Any:
-    """Only what the GPUs did: the host's events are many and of no use here."""
-    options = jax.profiler.ProfileOptions()
-    options.host_tracer_level = 0
-    options.python_tracer_level = 0
-    return options

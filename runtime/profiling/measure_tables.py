@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -13,12 +12,11 @@ from jax.experimental import multihost_utils
 from dhelix.errors import DhelixError
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import trace
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.collective_tables import TableProgram
 from dhelix.runtime.profiling.executions import Execution
-from dhelix.runtime.profiling.measure import quiet, reason
+from dhelix.runtime.profiling.measure import reason
 from dhelix.runtime.profiling.observe import NO_GRAPHS
 
 
@@ -33,10 +31,7 @@ def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, s
         where, marks = program.instances(module), program.marks(module)
         arguments = program.arguments()
         jax.block_until_ready(compiled(*arguments))
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=quiet()):
-                jax.block_until_ready(compiled(*arguments))
-            found = executions.of_trace(trace.load(folder), module.name)
+        found = executions.record(lambda: jax.block_until_ready(compiled(*arguments)), module.name)
     except (DhelixError, jax.errors.JaxRuntimeError) as error:
         return {}, {str(key): reason(error) for key in program.keys}
     timings = times(program, found, where, marks)

@@ -9,7 +9,6 @@ are not used up: what the step donates is copied first.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,6 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.passes.manager import say_once
 from dhelix.passes.operator_keys import key_of
-from dhelix.runtime import trace
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling import executions, measure, step_trace
 from dhelix.runtime.profiling.session import Step
@@ -30,9 +28,9 @@ NO_GRAPHS: Mapping[str, str] = {"xla_gpu_enable_command_buffer": ""}
 _TRACED_STEPS = 2
 
 
-def compiled_step(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> Step:
-    """The step as it will run, compiled with XLA's `options`."""
-    return Step(compiled_module(lowered.compile(dict(options or {}))))
+def compiled_step(lowered: jax.stages.Lowered) -> Step:
+    """The step as it will run."""
+    return Step(compiled_module(lowered.compile()))
 
 
 def observe(
@@ -55,11 +53,7 @@ def observe(
         serial = lowered.compile({**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED})
         module = compiled_module(serial)
         _run(serial, arguments)
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=measure.quiet()):
-                for _ in range(_TRACED_STEPS):
-                    _run(serial, arguments)
-            found = executions.of_trace(trace.load(folder), module.name)
+        found = executions.record(lambda: [_run(serial, arguments) for _ in range(_TRACED_STEPS)], module.name)
     except (DhelixError, jax.errors.JaxRuntimeError) as error:
         why = measure.reason(error)
         say_once(f"the step itself was not traced ({why}); its operators are run alone", ("observe", why))

@@ -107,6 +107,7 @@ class Session:
         self._pairs = pairs
         self._again = again
         self._gpus = gpus
+        self._found: dict[HloModule, tuple[tuple[Operator, ...], tuple[tuple[str, str], ...]]] = {}
         self._key_of = partial(key_of, gpus_per_node=gpus_per_node, implementation=SETTINGS[setting].implementation)
 
     @property
@@ -167,7 +168,9 @@ class Session:
         found: dict[Key, Operator] = {}
         refused: list[tuple[str, str]] = []
         for module in (step.module, *step.further):
-            operators, not_these = find_operators(module, self._key_of)
+            if module not in self._found:
+                self._found[module] = find_operators(module, self._key_of)
+            operators, not_these = self._found[module]
             for operator in operators:
                 if self._gpus is None or Item(operator).gpus <= self._gpus:
                     found.setdefault(operator.key, operator)

@@ -3,7 +3,7 @@
 Best of all is the step compiled with XLA's latency-hiding scheduler off (`UNSCHEDULED`): its collectives run
 alone, so that nearly every execution is undisturbed, with the caches and the clocks of the real thing.
 
-    timings, gap = step_trace.timings(executions.of_trace(trace.load(folder), module.name), module, key_of)
+    timings, gap = step_trace.timings(list(executions.record(run, module.name).values()), module, key_of)
 """
 
 from __future__ import annotations

@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 from hypothesis import strategies as st
 
 from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.costs import FREE, Cost, Lane
 from dhelix.passes.hlo import HloModule, Instruction
+
+
+def temporaries(compiled: jax.stages.Compiled) -> int:
+    """Bytes that the compiler gives a program beside its arguments and results."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
 
 
 @dataclass(frozen=True)

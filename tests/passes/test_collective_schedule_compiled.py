@@ -1,6 +1,5 @@
 """The list schedule inside the compiler: a Llama train step for 4 H200s, compiled without having one."""
 
-import jax
 import pytest
 
 from dhelix.benchmarks.structure import Case, interleave, lower
@@ -10,14 +9,9 @@ from dhelix.passes.report import CHANGED
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.runtime import deviceless, lowering
 from dhelix.runtime.registration import Session
+from dhelix.tests.passes.schedules import temporaries
 
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
-
-
-def temporaries(compiled: jax.stages.Compiled) -> int:
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
 
 
 @pytest.mark.slow

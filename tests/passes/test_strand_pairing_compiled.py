@@ -1,6 +1,5 @@
 """Strand pairing inside the compiler: an interleaved Llama step for 4 H200s, compiled without having one."""
 
-import jax
 import pytest
 
 from dhelix.benchmarks.structure import Case, interleave, lower
@@ -14,15 +13,10 @@ from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.timeline import simulate_module
 from dhelix.runtime import deviceless, lowering
 from dhelix.runtime.registration import Session
+from dhelix.tests.passes.schedules import temporaries
 
 # Collectives of 64 MiB: up to 30 MiB of results XLA combines those of both strands, and nothing is left to pair.
 WIDE = {"vocab": 8192, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 7168, "seq": 8192}
-
-
-def temporaries(compiled: jax.stages.Compiled) -> int:
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_operators_get_their_times_out_of_the_trace(
 ) -> None:
     asked: list[str] = []
 
-    def of_trace(profile: trace.Profile, module_name: str) -> dict[int, list[Execution]]:
+    def of_trace(profile: trace.Profile, module_name: str, *_: Any) -> dict[int, list[Execution]]:
         asked.append(module_name)
         return traced(operators, step.module)
 
