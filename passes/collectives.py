@@ -19,7 +19,7 @@ KINDS = frozenset(
     """all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute
     collective-broadcast""".split()
 )
-_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
+GROUP_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -96,7 +96,7 @@ def device_groups(collective: Instruction) -> Groups:
     if proto.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in proto.source_target_pairs)
     only = InstructionProto()
-    for field in _FIELDS:
+    for field in GROUP_FIELDS:
         getattr(only, field).MergeFrom(getattr(proto, field))
     return _groups(only.SerializeToString(deterministic=True))
 

@@ -85,6 +85,14 @@ class Builder:
         getattr(constant.proto.literal, field[element_type]).append(value)
         return constant
 
+    def number(self, value: float, element_type: int) -> Instruction:
+        """A floating point constant, F32 or F64."""
+        constant = self.make("constant", shapes.scalar(element_type))
+        constant.proto.literal.shape.CopyFrom(constant.shape)
+        field = {shapes.F32: "f32s", shapes.F64: "f64s"}[element_type]
+        getattr(constant.proto.literal, field).append(value)
+        return constant
+
     def binary(self, opcode: str, a: Instruction, b: Instruction) -> Instruction:
         return self.make(opcode, a.shape, [a, b])
 

@@ -15,6 +15,7 @@ _KINDS = {
     "uint32": _F.TYPE_UINT32,
     "uint64": _F.TYPE_UINT64,
     "float": _F.TYPE_FLOAT,
+    "double": _F.TYPE_DOUBLE,
     "bool": _F.TYPE_BOOL,
     "string": _F.TYPE_STRING,
     "bytes": _F.TYPE_BYTES,
@@ -40,6 +41,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("u32s", 6, "uint32*"),
         ("u64s", 7, "uint64*"),
         ("f32s", 8, "float*"),
+        ("f64s", 9, "double*"),
     ),
     "DotDimensionNumbers": (
         ("lhs_contracting_dimensions", 1, "int64*"),
