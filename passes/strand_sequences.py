@@ -134,16 +134,19 @@ def find_strands(
     sequence: Sequence[Instruction],
     costs: Mapping[Instruction, Cost],
     limits: Limits,
-) -> Body | None:
-    """The strands of `computation`, whose order is `sequence`; None where no two parts are independent."""
+    most: int = 2,
+) -> Body:
+    """The operators of `computation`, whose order is `sequence`, as two strands.
+
+    All are of the first strand where no two parts are independent, or where `most` is 1.
+    """
     seconds = {i: _seconds(i, costs, limits) for i in sequence}
-    parts = _independent_parts(sequence, costs)
     tiny = min(_TINY * sum(seconds.values()), _LONG)
-    parts = [p for p in parts if sum(seconds[i] for i in p) > tiny]
-    if len(parts) < 2:
-        return None
+    parts = [p for p in _independent_parts(sequence, costs) if sum(seconds[i] for i in p) > tiny]
     parts.sort(key=lambda part: -sum(seconds[i] for i in part))
     two = sorted(parts[:2], key=lambda part: _backward_share(part, seconds))
+    if len(two) < 2 or most < 2:
+        two = [list(sequence), []]
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, limits.memory):
         before[later].append(earlier)
