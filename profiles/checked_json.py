@@ -5,7 +5,7 @@
     # h200-nvlink.json: alone.0 must be a whole number from 1 to 1000000000, not -3: correct it, or profile again
 
 JSON itself is only data; what is left to guard against is size, depth, NaN, text that a terminal would obey, and
-numbers outside of what they mean.
+numbers outside of what they mean. Files are profiles unless `parse` is told another `Kind`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,38 @@ class ProfileFileError(DhelixError):
     """A file is no profile, or not one that this version can read."""
 
 
-def parse(text: str, origin: str) -> Checked:
-    """The value that a text holds, unchecked so far. Raises ProfileFileError, which calls the text `origin`."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a file is meant to be, for messages: its `name`, how one gets a good one, and which error it raises."""
+
+    name: str = "profile"
+    again: str = "profile again"
+    error: type[DhelixError] = ProfileFileError
+
+
+PROFILE = Kind()
+
+
+def parse(text: str, origin: str, kind: Kind = PROFILE) -> Checked:
+    """The value that a text holds, unchecked so far. Raises `kind.error`, which calls the text `origin`."""
 
     def refuse(constant: str) -> None:
-        raise ProfileFileError(f"{origin}: {constant} is no number of a profile: profile again")
+        raise kind.error(f"{origin}: {constant} is no number of a {kind.name}: {kind.again}")
 
     if len(text) > MAX_BYTES:
-        raise ProfileFileError(f"{origin}: {len(text) >> 20} MiB are too large for a profile: not read")
+        raise kind.error(f"{origin}: {len(text) >> 20} MiB are too large for a {kind.name}: not read")
     try:
-        return Checked(json.loads(text, parse_constant=refuse), origin)
-    except ProfileFileError:
+        return Checked(json.loads(text, parse_constant=refuse), origin, kind=kind)
+    except kind.error:
         raise
     except json.JSONDecodeError as error:
         cut = not text[error.pos :].strip() or error.msg.startswith("Unterminated")
         what = "ends too early" if cut else f"is no JSON ({error.msg})"
-        raise ProfileFileError(
-            f"{origin}: line {error.lineno}: {what}: restore the file, or delete it and profile again"
+        raise kind.error(
+            f"{origin}: line {error.lineno}: {what}: restore the file, or delete it and {kind.again}"
         ) from None
     except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
-        raise ProfileFileError(f"{origin}: JSON, but no profile: check the path") from None
+        raise kind.error(f"{origin}: JSON, but no {kind.name}: check the path") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +67,15 @@ class Checked:
     value: Any
     origin: str
     way: tuple[object, ...] = ()
+    kind: Kind = PROFILE
 
-    def error(self, what: str) -> ProfileFileError:
+    def error(self, what: str) -> DhelixError:
         """`what` completes "<place> must ..."."""
         if isinstance(self.value, str):
             shown = ascii(self.value[:80])
         else:
             shown = str(self.value)[:80] if isinstance(self.value, float | int) else type(self.value).__name__
-        return ProfileFileError(f"{self.place} {what}, not {shown}: correct it, or profile again")
+        return self.kind.error(f"{self.place} {what}, not {shown}: correct it, or {self.kind.again}")
 
     @property
     def place(self) -> str:
@@ -74,13 +87,16 @@ class Checked:
         if not isinstance(self.value, dict) or len(self.value) > limit:
             raise self.error(f"must be an object of at most {limit} fields")
         for name in self.value:
-            Checked(name, self.origin, (*self.way, "name of a field")).text()
-        return {name: Checked(value, self.origin, (*self.way, name)) for name, value in self.value.items()}
+            self._inside("name of a field", name).text()
+        return {name: self._inside(name, value) for name, value in self.value.items()}
 
     def sequence(self, shortest: int = 0) -> list[Checked]:
         if not isinstance(self.value, list) or not shortest <= len(self.value) <= _MAX_ENTRIES:
             raise self.error(f"must be a list of {shortest} to {_MAX_ENTRIES} entries")
-        return [Checked(value, self.origin, (*self.way, i)) for i, value in enumerate(self.value)]
+        return [self._inside(i, value) for i, value in enumerate(self.value)]
+
+    def _inside(self, step: object, value: Any) -> Checked:
+        return Checked(value, self.origin, (*self.way, step), self.kind)
 
     def text(self) -> str:
         if not isinstance(self.value, str) or len(self.value) > _MAX_CHARACTERS or not self.value.isprintable():

@@ -1,0 +1,95 @@
+"""Makes a plan of a schedule: any scheduled program, whoever decided its order, as data for people and for `plan=`.
+
+    schedule = dict(module.schedule)                  # XLA's
+    StrandPairing(model=model).run(module, context)   # or another scheduler
+    plan = make_plan(module, schedule, model, target, "llama-8b, 8 layers")
+
+Bodies are the computations with two strands and those whose order is not XLA's; what is left out keeps XLA's order.
+The one that takes most of the step comes first.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from dhelix.passes.body_plan import PlannedSegment, segments_of
+from dhelix.passes.buffers import Memory
+from dhelix.passes.collective_schedule import Limits
+from dhelix.passes.costs import CostModel, Costs, Lane, sequence_of, trip_count
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget, Prediction
+from dhelix.passes.plan_operators import PlanOperators
+from dhelix.passes.step_time import predict
+from dhelix.passes.strand_sequences import find_strands
+from dhelix.passes.timeline import Timeline, simulate_module
+from dhelix.profiles.estimates import Source
+
+Schedule = Mapping[Computation, Sequence[Instruction]]
+
+
+def make_plan(module: HloModule, original: Schedule, model: CostModel, target: PlanTarget, program: str) -> PairingPlan:
+    """The plan that the module's schedule is.
+
+    Args:
+      original: XLA's schedule of the same module.
+      model: costs, for predictions and for what is an operator.
+      target: what the plan is made for.
+      program: what to call it.
+    """
+    costs = model.costs()
+    limits = Limits(costs.hardware, 0, Memory(module), {})
+    timeline = simulate_module(module, costs.hardware, costs)
+    runs = executions(module)
+    found = []
+    for computation, sequence in module.schedule.items():
+        if computation in runs and any(costs[i].lane is not Lane.COMPUTE for i in sequence):
+            body = find_strands(computation, original[computation], costs, limits)
+            if body.second.operators or sequence != original[computation]:
+                segments = segments_of(body, sequence, costs, limits)
+                found.append(_body(PlanOperators(computation, costs.operator_keys), segments, runs[computation], costs))
+    found.sort(key=lambda b: (-b.runs * b.predicted_us, b.fingerprint))
+    return PairingPlan(program, target, tuple(found), prediction(timeline, module, costs))
+
+
+def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Prediction:
+    """Of the step that the timeline plays."""
+    return Prediction(
+        1e6 * timeline.seconds,
+        1e6 * timeline.compute,
+        1e6 * timeline.communication,
+        timeline.hidden / timeline.communication if timeline.communication else 1.0,
+        predict(module, costs).shares[Source.GUESS],
+    )
+
+
+def executions(module: HloModule) -> dict[Computation, int]:
+    """How often a step runs each computation that the schedule leads to; loops of unknown length count once."""
+    runs = {module.entry: 1}
+    for computation in reversed(module.computations):  # callers first
+        for instruction in sequence_of(computation) if computation in runs else ():
+            if instruction.opcode in ("while", "call", "conditional"):
+                count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+                for inner in called:
+                    runs[inner] = runs.get(inner, 0) + runs[computation] * count
+    return runs
+
+
+def _body(operators: PlanOperators, segments: Sequence[PlannedSegment], runs: int, costs: Costs) -> PlanBody:
+    heads = [o.head for segment in segments for o in segment.operators]
+    names = operators.names(heads)
+    table = tuple(
+        PlanOperator(names[head], *operators.identities[head]) for head in sorted(heads, key=lambda h: names[h])
+    )
+    return PlanBody(
+        operators.describe(),
+        operators.fingerprint,
+        runs,
+        table,
+        tuple(_segment(segment, names, costs) for segment in segments),
+    )
+
+
+def _segment(segment: PlannedSegment, names: Mapping[Instruction, str], costs: Costs) -> PlanSegment:
+    alone = sum(o.seconds for o in segment.operators)
+    guessed = sum(o.seconds for o in segment.operators if costs[o.head].source is Source.GUESS)
+    run = tuple(names[o.head] for o in segment.operators)
+    return PlanSegment(run, 1e6 * segment.seconds, None, guessed / alone if alone else 0.0)

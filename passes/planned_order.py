@@ -1,0 +1,185 @@
+"""Planned order: the schedule that a plan says, in a program that the plan fits.
+
+Matches: scheduled computations whose collectives, products and attentions are those of a body of the plan
+(`PlanOperators.fingerprint`), each of which stands for every computation with these operators.
+
+Makes of it: the instructions in another order. Operators come in the plan's order; each is preceded by what it needs
+and has not run, so ends of collectives stand as late as possible, and followed by what nothing else waits for and it
+makes possible, such as writes of residuals, so that nothing lives longer than it must:
+
+    plan    beta all-gather 1, alpha wgrad 1, beta gemm
+    order   slice, all-gather-start, wgrad, dynamic-update-slice (of wgrad), all-gather-done, gemm
+
+Nothing is searched and no costs are asked for: the same plan gives the same order whatever a profile says by then.
+
+Legal: data flow, control dependencies, the order of side effects and of accesses to each shared buffer are kept
+(`collective_schedule.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Where a
+plan is refused, XLA's order stays; with `strict` it raises. Linear in instructions.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.buffers import Memory
+from dhelix.passes.collective_schedule import dependencies
+from dhelix.passes.collectives import is_done
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.verify import verify_sequence
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.operator_keys import OperatorKeys
+from dhelix.passes.pairing_plan import PairingPlan, PlanBody
+from dhelix.passes.plan_operators import PlanOperators
+from dhelix.profiles.hardware import describe
+
+_AGAIN = "make a plan for it with `dhelix plan`"
+
+
+@dataclass(frozen=True)
+class PlannedOrder:
+    """Carries out a plan.
+
+    Attributes:
+      memory_limit, memory_slack: as of `CollectiveSchedule`; more is refused.
+    """
+
+    plan: PairingPlan
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+
+    name = "planned-order"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        memory = Memory(module)
+        before = memory.peak(module.entry, module.schedule[module.entry])
+        original = dict(module.schedule)
+        for body, computation, operators in self._places(module):
+            heads = _heads(body, operators)
+            module.schedule[computation] = planned_sequence(computation, module.schedule[computation], heads, memory)
+            verify_sequence(computation, module.schedule[computation])
+            context.note("ordered as planned", computation=computation.name, body=body.name, operators=len(heads))
+        memory.forget()
+        self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
+        return any(module.schedule[c] != order for c, order in original.items())
+
+    def _places(self, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
+        """Where the bodies of the plan are; each must be somewhere."""
+        target = self.plan.target
+        keys = OperatorKeys(describe(target.hardware, target.link).gpus_per_node, target.collectives)
+        wanted = {body.fingerprint: body for body in self.plan.bodies}
+        found = [
+            (wanted[operators.fingerprint], computation, operators)
+            for computation in module.computations
+            if computation in module.schedule and (operators := PlanOperators(computation, keys)).fingerprint in wanted
+        ]
+        missing = [body.name for body in self.plan.bodies if all(body is not placed for placed, _, _ in found)]
+        if missing:
+            raise PassRefusal(
+                f"the plan is for another program ({self.plan.program}): nothing here is its body {missing[0]!r};"
+                f" {_AGAIN}"
+            )
+        return found
+
+    def _check_memory(self, needed: int, before: int) -> None:
+        limit = int(before * (1.0 + self.memory_slack)) if self.memory_limit is None else self.memory_limit
+        if needed > limit:
+            raise PassRefusal(
+                f"the plan needs {needed} bytes of temporaries by estimate, and {limit} are allowed: give memory_limit="
+                f"{needed} or more, or a plan that needs less"
+            )
+
+
+def _heads(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
+    """The instructions that the body's operators are, in its order, and what it calls them."""
+    of_name = {o.name: o for o in body.operators}
+    heads = {}
+    for name in body.order:
+        operator = of_name[name]
+        instruction = operators.instructions.get((operator.key, operator.occurrence))
+        if instruction is None:
+            count = sum(key == operator.key for key, _ in operators.instructions)
+            what = f"only {count} of these" if count else "none of these"
+            raise PassRefusal(
+                f"the plan's {name!r} is number {operator.occurrence} of {operator.key!r}, and the body {body.name!r}"
+                f" of the program has {what}: correct the plan's operators, or {_AGAIN}"
+            )
+        heads[instruction] = name
+    return heads
+
+
+def planned_sequence(
+    computation: Computation, sequence: Sequence[Instruction], heads: Mapping[Instruction, str], memory: Memory
+) -> list[Instruction]:
+    """All instructions of `computation`, with `heads` in this order.
+
+    Args:
+      sequence: a legal order of them.
+      heads: operators with their names in the plan.
+
+    Raises PassRefusal if one of `heads` must come before another that stands before it.
+    """
+    before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
+    for earlier, later in dependencies(computation, sequence, memory):
+        before[later].append(earlier)
+    layer = _Layer(before, _trailing(sequence, before, heads))
+    turn = {head: n for n, head in enumerate(heads)}
+    for number, head in enumerate(heads):
+        for instruction in layer.lay(head):
+            if turn.get(instruction, -1) > number:
+                raise PassRefusal(
+                    f"the plan runs {heads[head]!r} before {heads[instruction]!r}, which must come first: move one of"
+                    " them, or make the plan again with `dhelix plan`"
+                )
+    for instruction in sequence:
+        for _ in layer.lay(instruction):
+            pass
+    return list(layer.laid)
+
+
+def _trailing(
+    sequence: Sequence[Instruction], before: dict[Instruction, list[Instruction]], heads: Iterable[Instruction]
+) -> set[Instruction]:
+    """What no operator waits for, ends of collectives apart."""
+    needed = set(heads)
+    for instruction in reversed(sequence):
+        if instruction in needed:
+            needed.update(before[instruction])
+    return {i for i in sequence if i not in needed and not is_done(i)}
+
+
+class _Layer:
+    """Lays instructions down, each after what must come before it; what trails follows as soon as it can."""
+
+    def __init__(self, before: dict[Instruction, list[Instruction]], trailing: set[Instruction]) -> None:
+        self.before, self.trailing = before, trailing
+        self.laid: dict[Instruction, None] = {}
+        self.waits_for = {i: len(before[i]) for i in trailing}
+        self.followers: dict[Instruction, list[Instruction]] = {}
+        for instruction in before:
+            if instruction in trailing:
+                for earlier in before[instruction]:
+                    self.followers.setdefault(earlier, []).append(instruction)
+
+    def lay(self, instruction: Instruction) -> list[Instruction]:
+        """What was laid on the way to `instruction`, this among them; nothing if it was laid before."""
+        stack, new = [instruction], []
+        while stack:
+            current = stack[-1]
+            missing = [b for b in self.before[current] if b not in self.laid]
+            if missing:
+                stack += reversed(missing)
+            elif stack.pop() not in self.laid:
+                new += self._place(current)
+        return new
+
+    def _place(self, instruction: Instruction) -> list[Instruction]:
+        """Lays `instruction`, and what only waited for it."""
+        placed = [instruction]
+        for current in placed:
+            self.laid[current] = None
+            for follower in self.followers.get(current, ()):
+                self.waits_for[follower] -= 1
+                if not self.waits_for[follower]:
+                    placed.append(follower)
+        return placed
