@@ -4,14 +4,20 @@
         jax.block_until_ready(train_step(state, batch))
     report = trace.analyse(trace.load(folder), module=HloModule.from_text(compiled.as_text()))
 
-A kernel counts as communication if the HLO instruction it was launched for is a collective: XLA writes the
-instruction into the event (`hlo_op`, `hlo_module`), for copy-engine transfers too. With `module` given,
-opcodes decide; without, the instruction's name does. Kernels launched by a CUDA graph carry only the command
-buffer's name: for them, and only for them, the kernel's own name decides, and the report says how much of the
-time that is (record with `--xla_gpu_enable_command_buffer=` to have none).
+A kernel or a copy counts as communication if the HLO instruction that it was launched for is a collective: XLA
+writes the instruction into the event (`hlo_op`, `hlo_module`). With `module` given, opcodes decide; without, the
+instruction's name does. Two kinds of events name no instruction, and then their own name decides; the report says how
+much of the time that is:
 
-Hidden means: at that moment a compute kernel runs on the same GPU. It says nothing of how much the two slow
-each other down; for that compare steps.
+- What a CUDA graph launches carries the command buffer's name only (record with `--xla_gpu_enable_command_buffer=`
+  to have none). There NCCL's kernels and copies to other GPUs are communication.
+- What NCCL gives to copy engines carries nothing. XLA's own copies do carry their instruction, so a copy that
+  neither begins nor ends in the host's memory is NCCL's: to other GPUs, and of the part that stays.
+
+Everything else is compute, local copies included, whichever engine does them.
+
+Hidden means: at that moment compute runs on the same GPU. It says nothing of how much the two slow each other
+down; for that compare steps.
 """
 
 from __future__ import annotations
@@ -35,6 +41,9 @@ _COLLECTIVE_NAME = re.compile(
 )
 _COLLECTIVE_KERNEL = re.compile("nccl|nvshmem|all.?reduce|collective", re.IGNORECASE)
 _NO_INSTRUCTION = re.compile("^(command_buffer|$)")
+_COPY = re.compile("Memcpy")
+_COPY_OF_HOST = re.compile("Memcpy(H2|.2H)")
+_COPY_INSIDE = "MemcpyD2D"
 
 Interval = tuple[float, float]
 Profile = Any  # a jax.profiler.ProfileData, which to type checkers is no type
@@ -66,7 +75,9 @@ class TraceReport:
     Attributes:
       span_ms: first kernel's start to last kernel's end.
       hidden_ms: communication that lies under compute; `exposed_ms` is the rest.
-      unnamed_ms: communication recognised by kernel names only, since XLA named no instruction.
+      unnamed_ms: communication recognised by names of kernels and copies only, since XLA named no instruction.
+      copies_ms: compute that is no kernel but a copy, within the GPU or from and to the host.
+      copy_engine_ms: communication that is no kernel but a copy.
       collectives: per instruction, longest first.
     """
 
@@ -77,12 +88,19 @@ class TraceReport:
     communication_ms: float
     hidden_ms: float
     unnamed_ms: float
+    copies_ms: float
+    copy_engine_ms: float
     streams: tuple[StreamTime, ...]
     collectives: tuple[CollectiveTime, ...]
 
     @property
     def exposed_ms(self) -> float:
         return self.communication_ms - self.hidden_ms
+
+    @property
+    def idle_ms(self) -> float:
+        """Nothing runs; the compute lane is idle for `exposed_ms` longer."""
+        return self.span_ms - self.busy_ms
 
     @property
     def hidden_share(self) -> float:
@@ -97,6 +115,7 @@ class _Kernel:
     stream: str
     instruction: str  # empty: unknown
     is_communication: bool
+    is_copy: bool
 
 
 def load(path: str | Path) -> Profile:
@@ -183,13 +202,20 @@ def _kernel(
         return None
     name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]  # outer::inner where ops nest
     if _NO_INSTRUCTION.match(name):
-        name, is_communication = "", bool(_COLLECTIVE_KERNEL.search(event.name))
+        name, is_communication = "", _looks_like_communication(event.name, in_graph=bool(name))
     elif communication is not None:
         is_communication = name in communication
     else:
         is_communication = bool(_COLLECTIVE_NAME.match(name.replace("_", "-")))
-    start = event.start_ns / 1e6
-    return _Kernel(start, start + event.duration_ns / 1e6, stream, name, is_communication)
+    start, is_copy = event.start_ns / 1e6, bool(_COPY.match(event.name))
+    return _Kernel(start, start + event.duration_ns / 1e6, stream, name, is_communication, is_copy)
+
+
+def _looks_like_communication(event_name: str, in_graph: bool) -> bool:
+    """Of an event that names no instruction. In a graph a copy inside one GPU may well be XLA's own."""
+    if not _COPY.match(event_name):
+        return bool(_COLLECTIVE_KERNEL.search(event_name))
+    return not _COPY_OF_HOST.match(event_name) and not (in_graph and event_name == _COPY_INSIDE)
 
 
 def _report(device: str, kernels: Sequence[_Kernel]) -> TraceReport:
@@ -215,6 +241,8 @@ def _report(device: str, kernels: Sequence[_Kernel]) -> TraceReport:
         communication_ms=length(communication),
         hidden_ms=overlap(communication, compute),
         unnamed_ms=length(merge((k.start, k.end) for k in collectives.get("", ()))),
+        copies_ms=length(merge((k.start, k.end) for k in kernels if k.is_copy and not k.is_communication)),
+        copy_engine_ms=length(merge((k.start, k.end) for k in kernels if k.is_copy and k.is_communication)),
         streams=tuple(
             StreamTime(
                 name,

@@ -118,6 +118,32 @@ def test_kernels_of_command_buffers_are_told_apart_by_name_and_the_report_says_s
     assert report.hidden_ms == pytest.approx(1)
 
 
+def test_copies_that_name_no_instruction_are_what_nccl_gives_to_copy_engines() -> None:
+    """XLA's own copies name theirs, and are compute; those from and to the host are neither NCCL's."""
+    report = trace.analyse(
+        profile(
+            ("Stream #1", "gemm", 0, 4, op("dot.1")),
+            ("Stream #2", "MemcpyP2P", 1, 3, {}),
+            ("Stream #2", "MemcpyD2D", 3, 5, {}),
+            ("Stream #3", "MemcpyD2D", 8, 9, op("copy.1")),
+            ("Stream #3", "MemcpyH2D", 10, 12, {}),
+            ("Stream #4", "MemcpyD2H", 12, 13, {}),
+        )
+    )
+    assert report.communication_ms == report.copy_engine_ms == report.unnamed_ms == pytest.approx(4)
+    assert report.hidden_ms == pytest.approx(3)
+    assert report.compute_ms == pytest.approx(8)
+    assert report.copies_ms == pytest.approx(4)
+    assert report.idle_ms == pytest.approx(4)
+
+
+def test_copies_of_a_graph_are_communication_if_they_leave_the_gpu() -> None:
+    in_graph = {"hlo_op": "command_buffer_1"}
+    kernels = profile(("Stream #1", "MemcpyD2D", 0, 2, in_graph), ("Stream #1", "MemcpyP2P", 2, 3, in_graph))
+    report = trace.analyse(kernels)
+    assert (report.compute_ms, report.communication_ms) == (pytest.approx(2), pytest.approx(1))
+
+
 def test_nested_annotations_name_the_innermost_instruction() -> None:
     report = trace.analyse(profile(("Stream #1", "k", 0, 1, op("while.1::reduce-scatter.2"))))
     assert [c.instruction for c in report.collectives] == ["reduce-scatter.2"]

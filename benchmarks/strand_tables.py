@@ -1,0 +1,161 @@
+"""Tables of what `strands.py` measured.
+
+    python benchmarks/strand_tables.py FILE.json FILE.json ...               # prints them
+    python benchmarks/strand_tables.py FILE.json --docs docs/benchmarks.md    # writes them where the page has marks
+
+Files of one workload on one machine make one set of tables, whatever calls they come from. In a page the tables of
+all files stand between the lines `<!-- strands: NAME -->` and `<!-- end of strands: NAME -->`, NAME being given by
+`--name`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dhelix.benchmarks.strand_results import Group, Result, Run, causes, groups, read
+from dhelix.errors import DhelixError
+
+# Of issue "Strand pairing": link -> (must, aim) of the speed-up over XLA's best.
+GOALS = {"nvlink": (1.12, 1.18), "no-p2p": (1.27, 1.32), "two-nodes": (1.05, 1.10)}
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """All tables of some runs, in Markdown."""
+    parts = [_of_group(group) for group in groups(runs)]
+    dropped = [line for run in runs for line in run.dropped]
+    dropped += [f"{r.setting} / {r.variant}: {r.failed}" for run in runs for r in run.results if r.failed]
+    if dropped:
+        parts.append("Not run:\n\n" + "\n".join(f"- {line}" for line in dict.fromkeys(dropped)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_group(group: Group) -> str:
+    w, on = group.run.workload, group.run.on
+    head = (
+        f"**{w.get('preset')} shapes, {w.get('layers')} layers{', unrolled' * bool(w.get('unrolled'))}, "
+        f"S {w.get('seq')}, M {w.get('microbatches')}, TP {w.get('tp')}, vocabulary {w.get('vocab')}; "
+        f"{group.link}** ({on.get('gpus', on.get('platform', ''))}, jax {on.get('jax')}, {on.get('date')})"
+    )
+    parts = [head, _sentence(group), _steps(group), _where(group), _causes(group)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _sentence(group: Group) -> str:
+    best, xla, cost = group.best("ours"), group.xla, group.communication_cost
+    if best is None or xla is None:
+        return ""
+    text = (
+        f"XLA's best: {xla.variant} ({xla.setting}), {xla.median_ms:.1f} ms. Ours: {best.variant} ({best.setting}), "
+        f"{best.median_ms:.1f} ms, {xla.median_ms / best.median_ms:.3f} times as fast"
+    )
+    if group.link in GOALS:
+        text += " (must be {}, should be {})".format(*GOALS[group.link])
+    if cost is not None and group.bound is not None:
+        text += (
+            f". Communication costs XLA's best {cost:.1f} ms, {cost / xla.median_ms:.0%} of its step, so "
+            f"{xla.median_ms / group.bound.median_ms:.3f} is the bound; net hidden {_percent(group.net_hidden(best))}"
+        )
+    return text + "."
+
+
+def _steps(group: Group) -> str:
+    rows = []
+    plain = next((r for r in group.results if r.variant == "plain"), None)
+    for r in group.results:
+        memory = f"{r.peak_gib:.2f}" + (f" ({r.peak_gib / plain.peak_gib:.3f})" if plain and plain.peak_gib else "")
+        rows.append((
+            r.setting, _bold(group, r), _spread(r), _number(group.speed_up(r), ".3f"), _percent(group.net_hidden(r)),
+            f"{group.tokens_per_second(r):,.0f}", _percent(group.mfu(r)), memory, _predicted(r),
+            _number(group.loss_difference(r), ".0e"),
+        ))  # fmt: skip
+    heads = (
+        "setting | program | step ms (fastest-slowest) | speed-up over XLA's best | net hidden | tokens/s | MFU "
+        "| peak GiB (x plain) | predicted ms (error) | loss differs by"
+    )
+    return _table(heads, rows)
+
+
+def _where(group: Group) -> str:
+    rows = []
+    for r in group.results:
+        if r.span_ms is None:
+            continue
+        rows.append((
+            r.setting, _bold(group, r), f"{r.compute_ms:.0f}", f"{r.communication_ms:.0f}", f"{r.copies_ms:.0f}",
+            f"{r.idle_ms:.0f}", _percent(r.under_compute), _percent(group.net_hidden(r)),
+            _percent(group.slow_down(r)), _percent(group.launch_interval(r)),
+        ))  # fmt: skip
+    heads = (
+        "setting | program | compute ms | collectives ms | local copies ms | nothing computes ms "
+        "| collectives under compute | net hidden | slow-down | launch interval"
+    )
+    return _table(heads, rows) if rows else ""
+
+
+def _causes(group: Group) -> str:
+    cost = group.communication_cost
+    rows = [
+        (c.name, c.before, c.after, f"{c.saved_ms:+.1f}", _percent(c.saved_ms / cost if cost else None))
+        for c in causes(group)
+    ]
+    return _table("cause | before | after | saves ms | of what communication costs", rows) if rows else ""
+
+
+def _bold(group: Group, result: Result) -> str:
+    return f"**{result.variant}**" if result is group.best("ours") else result.variant
+
+
+def _spread(result: Result) -> str:
+    return f"{result.median_ms:.1f} ({min(result.steps_ms):.1f}-{max(result.steps_ms):.1f})"
+
+
+def _predicted(result: Result) -> str:
+    if result.predicted_ms is None:
+        return ""
+    return f"{result.predicted_ms:.1f} ({result.predicted_ms / result.median_ms - 1:+.1%})"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _table(heads: str, rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {heads} |", "|" + "---|" * (heads.count("|") + 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def into_page(page: str, name: str, text: str) -> str:
+    """The page with `text` between its marks. Raises DhelixError if it has none."""
+    begin, end = f"<!-- strands: {name} -->", f"<!-- end of strands: {name} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if len(pattern.findall(page)) != 1:
+        raise DhelixError(f"the page needs the lines {begin} and {end}, once; write them where the tables shall stand")
+    return pattern.sub(lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
+    parser.add_argument("--name", default="steps", help="of the marks")
+    arguments = parser.parse_args()
+    try:
+        text = tables([read(path) for path in arguments.files])
+        if arguments.docs is None:
+            print(text)
+        else:
+            arguments.docs.write_text(into_page(arguments.docs.read_text(), arguments.name, text))
+    except (DhelixError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

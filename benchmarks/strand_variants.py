@@ -1,0 +1,212 @@
+"""What `strands.py` compares: programs (variants), and the launch settings of the process that they run in.
+
+A variant is a train step compiled in one way: by XLA alone under some of its options, or through passes of ours. What
+holds for a whole process (environment, XLA flags, how many processes there are) is a setting. Every variant runs under
+every setting, so that XLA has each setting that we have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from dhelix.benchmarks.no_communication import NoCommunication
+from dhelix.errors import DhelixError
+from dhelix.passes.activation_sharing import ActivationSharing
+from dhelix.passes.collective_schedule import CollectiveSchedule
+from dhelix.passes.costs import CostModel
+from dhelix.passes.gradient_accumulation import GradientAccumulation
+from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.passes.strand_lockstep import StrandLockstep
+from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.profiles import profile
+from dhelix.profiles.hardware import Hardware, describe
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+GPU = "H200"
+"""Whose shipped profile gives costs."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a process is started with.
+
+    Attributes:
+      link: of the profile that describes it, one of `profiles.hardware.LINKS`.
+      profiled: the launch setting of that profile (`profiles.profile.SETTINGS`).
+      nodes: processes that NCCL takes for nodes.
+    """
+
+    name: str
+    environment: Mapping[str, str] = _EMPTY
+    xla_flags: tuple[str, ...] = ()
+    link: str = "nvlink"
+    profiled: str = "default"
+    nodes: int = 1
+
+    @property
+    def hardware(self) -> Hardware:
+        return describe(GPU, self.link)
+
+    @property
+    def copy_engines(self) -> bool:
+        return "NCCL_CTA_POLICY" in self.environment
+
+    def costs(self) -> CostModel:
+        """From the shipped profile; of a launch setting that this link was not profiled under, the default's."""
+        try:
+            return CostModel.find(GPU, self.link, self.profiled)
+        except DhelixError:
+            return CostModel.find(GPU, self.link, "default")
+
+
+_ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+_NO_P2P = {"NCCL_P2P_DISABLE": "1"}
+
+
+def _as_profiled(name: str, profiled: str, **changes: Any) -> Setting:
+    known = profile.SETTINGS[profiled]
+    return replace(Setting(name, known.environment, known.xla_flags, profiled=profiled), **changes)
+
+
+def _without_graph_flags(setting: Setting) -> Setting:
+    """With XLA's own choice of command buffers, which is what a user gets."""
+    kept = tuple(flag for flag in setting.xla_flags if "command_buffer" not in flag)
+    return replace(setting, xla_flags=kept)
+
+
+SETTINGS: dict[str, Setting] = {
+    s.name: s
+    for s in (
+        Setting("default"),
+        Setting("connections1", _ONE, profiled="connections1"),
+        _without_graph_flags(_as_profiled("copy_engine", "copy-engine")),
+        _without_graph_flags(_as_profiled("copy_engine1", "copy-engine1")),
+        _as_profiled("no_command_buffers", "default"),
+        _as_profiled("command_buffers", "command-buffers"),
+        _without_graph_flags(_as_profiled("user_buffers", "user-buffers")),
+        Setting("no_p2p", _NO_P2P, link="no-p2p"),
+        Setting("no_p2p_connections1", {**_NO_P2P, **_ONE}, link="no-p2p", profiled="connections1"),
+        Setting("two_nodes", link="two-nodes", nodes=2),
+        Setting("two_nodes_connections1", _ONE, link="two-nodes", profiled="connections1", nodes=2),
+    )
+}
+
+XLA, OURS, BOUND = "XLA", "ours", "bound"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile the train step.
+
+    Attributes:
+      structure: which structure passes run: "" for none, or a name in `_STRUCTURES`.
+      order: who schedules: "xla", or a name in `_ORDERS`.
+      options: XLA's, for this program alone; the key "optimization_level" is JAX's.
+      decomposed: reduce-scatters as all-to-all and sum.
+      communication: False replaces collectives by local copies: the bound.
+      guided: XLA schedules by measured times (its PGLE).
+    """
+
+    name: str
+    structure: str = ""
+    order: str = "xla"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    decomposed: bool = False
+    communication: bool = True
+    guided: bool = False
+
+    @property
+    def kind(self) -> str:
+        """XLA: what a user has without us; OURS; BOUND: without communication, wrong results."""
+        if not self.communication:
+            return BOUND
+        return OURS if self.structure or self.order != "xla" or self.decomposed else XLA
+
+
+_PIPELINING = {
+    f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce", "collectives")
+}
+_NO_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
+_GUIDED = {"xla_gpu_enable_latency_hiding_scheduler": True}
+VARIANTS: dict[str, Variant] = {
+    v.name: v
+    for v in (
+        Variant("plain"),
+        Variant("plain, no latency hiding", options={"xla_gpu_enable_latency_hiding_scheduler": False}),
+        Variant("plain, double buffering", options={"xla_gpu_enable_while_loop_double_buffering": True}),
+        Variant("plain, pipelined collectives", options=_PIPELINING),
+        Variant("plain, PGLE", options=_GUIDED, guided=True),
+        Variant("plain, O1", options={"optimization_level": "O1"}),
+        Variant("plain, no slice fusion", options=_NO_SLICES),
+        Variant("plain, no communication", communication=False),
+        Variant("plain, list", order="list"),
+        Variant("plain, list by profile", order="list by profile"),
+        Variant("plain, intra_batch", order="intra_batch"),
+        Variant("plain, decomposed", decomposed=True),
+        Variant("strands", "strands"),
+        Variant("strands, list", "strands", "list"),
+        Variant("strands, list by profile", "strands", "list by profile"),
+        Variant("strands, dp", "strands", "dp"),
+        Variant("strands, round_robin", "strands", "round_robin"),
+        Variant("strands, no slice fusion", "strands", options=_NO_SLICES),
+        Variant("strands, dp, no slice fusion", "strands", "dp", options=_NO_SLICES),
+        Variant("strands, decomposed", "strands", decomposed=True),
+        Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
+        Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
+        Variant("strands, no communication", "strands", communication=False),
+        Variant("strands, not in lockstep", "not in lockstep"),
+        Variant("strands, gradients stacked", "gradients stacked"),
+        Variant("strands, two buffers", "two buffers"),
+    )
+}
+ESSENTIAL = (
+    "plain; plain, no slice fusion; strands; strands, list by profile; strands, dp; strands, decomposed; "
+    "plain, no communication; strands, no communication"
+)
+
+_STRANDS = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
+
+
+def _less(name: str) -> tuple[Any, ...]:
+    return tuple(one for one in _STRANDS if one.name != name)
+
+
+_STRUCTURES: dict[str, tuple[Any, ...]] = {
+    "": (),
+    "strands": _STRANDS,
+    "not in lockstep": _less("strand-lockstep"),
+    "gradients stacked": _less("gradient-accumulation"),
+    "two buffers": _less("activation-sharing"),
+}
+
+
+def passes_of(variant: Variant, setting: Setting) -> tuple[Any, ...]:
+    """The passes of a variant, with the costs of the setting. Raises DhelixError if there is none for it."""
+    passes = list(_STRUCTURES[variant.structure])
+    if variant.decomposed:
+        passes.append(ReduceScatterDecomposition())
+    if not variant.communication:
+        passes.append(NoCommunication())
+    if variant.order == "list":
+        passes.append(CollectiveSchedule(setting.hardware))
+    elif variant.order == "list by profile":
+        passes.append(CollectiveSchedule(setting.hardware, model=setting.costs()))
+    elif variant.order == "dp":
+        passes.append(StrandPairing(setting.hardware, model=setting.costs()))
+    elif variant.order != "xla":
+        raise DhelixError(f"no pass makes the order {variant.order!r}")
+    return tuple(passes)
+
+
+def chosen(names: str, known: Mapping[str, Any], what: str) -> list[str]:
+    """Names separated by `;`, or by commas where no name holds one. Raises DhelixError for an unknown one."""
+    if not any("," in name for name in known):
+        names = names.replace(",", ";")
+    found = list(dict.fromkeys(name.strip() for name in names.split(";") if name.strip()))
+    if missing := [name for name in found if name not in known]:
+        raise DhelixError(f"no {what} {missing[0]!r}; there are {'; '.join(known)}")
+    return found

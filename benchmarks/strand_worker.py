@@ -1,0 +1,277 @@
+"""One process of `strands.py`: compiles the variants of one setting and lets them take turns.
+
+Everything is read from one JSON argument, and results are written to a file as they come. The order of events: the
+first variant is compiled, which tunes what is not known yet, then the others, several at a time; each runs its first
+steps from the same state, for losses to compare; then rounds of timed steps, on one state that they hand on; last, one
+traced step of each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from dhelix import strand_interleave
+from dhelix.benchmarks.strand_results import Result, Run
+from dhelix.benchmarks.strand_variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.models import preset
+from dhelix.models.parallel import make_mesh
+from dhelix.models.train_step import Training, make_train_step
+from dhelix.passes.costs import Costs
+from dhelix.passes.operator_keys import CONTROL_FLOW
+from dhelix.passes.timeline import simulate_module
+from dhelix.profiles import hardware, xla_tables
+from dhelix.runtime import trace
+from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.profiling.provenance import provenance
+
+
+@dataclass
+class Program:
+    """A variant on its way: compiled, and what is known of it."""
+
+    variant: Variant
+    compiled: Any
+    result: Result
+
+
+class Worker:
+    """The variants of one setting."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        self.setting: Setting = SETTINGS[options.setting]
+        self.began = time.monotonic()
+        self.training = make_training(options)
+        self.run = describe(options, self.training)
+        self.programs: list[Program] = []
+        self.steps: dict[tuple[Any, ...], Any] = {}
+
+    def measure(self) -> None:
+        self.compile_all()
+        if self.programs:
+            self.check()
+        if self.programs:
+            self.take_turns()
+        if self.programs and not self.options.no_traces and jax.default_backend() == "gpu":
+            self.trace_all()
+
+    # --- Compiling.
+
+    def compile_all(self) -> None:
+        names = [name for name in self.options.variants]
+        threads = 1 if jax.process_count() > 1 else self.options.threads  # processes must compile in one order
+        first, others = names[:1], names[1:]
+        with ThreadPoolExecutor(max(threads, 1)) as pool:
+            made = [self.compile(name) for name in first] + list(pool.map(self.compile, others))
+        self.programs = [program for program in made if program is not None]
+        self.say(f"{len(self.programs)} of {len(names)} programs compiled")
+        self.save()
+
+    def compile(self, name: str) -> Program | None:
+        """None if that fails: one variant must not cost the others their turn."""
+        variant, result = VARIANTS[name], Result(self.setting.name, name)
+        self.run.results.append(result)
+        start = time.monotonic()
+        try:
+            compiled, result.passes, result.passes_s = self.build(variant)
+            result.compile_s = time.monotonic() - start
+            memory = compiled.memory_analysis()
+            if memory is not None:
+                result.peak_gib, result.temp_gib = (
+                    memory.peak_memory_in_bytes / 2**30,
+                    memory.temp_size_in_bytes / 2**30,
+                )
+            if self.options.dump_hlo:
+                file = f"{self.setting.name}_{name}.txt".replace(" ", "_").replace(",", "")
+                Path(self.options.out, file).write_text(compiled.as_text())
+        except Exception as error:
+            self.fail(result, "did not compile", error)
+            return None
+        self.say(f"{name}: compiled in {result.compile_s:.0f} s")
+        return Program(variant, compiled, result)
+
+    def build(self, variant: Variant) -> tuple[Any, dict[str, str], float]:
+        """The compiled step, as a user's `jax.jit` or our decorator makes it, what became of passes, their seconds."""
+        options = dict(variant.options)
+        if self.options.channels:
+            options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
+        example = self.training.abstract_state(), self.training.abstract_batch(self.options.microbatches)
+        passes = passes_of(variant, self.setting)
+        if not passes:
+            lowered = jax.jit(self.training.train_step, donate_argnums=0).lower(*example)
+            if variant.guided:
+                options["xla_gpu_pgle_profile_file_or_directory_path"] = self.guide(lowered.compile())
+            return lowered.compile(options), {}, 0.0
+        key = variant.structure, variant.order, variant.decomposed, variant.communication
+        new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
+        step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
+        compiled = step.lower(*example).compile(options)
+        report = step.report(*example) if jax.default_backend() == "gpu" else step.plan(*example)
+        outcomes = {entry.name: entry.outcome for entry in report}
+        return compiled, outcomes, sum(stage.seconds for stage in report.stages)
+
+    def guide(self, compiled: Any) -> str:
+        """A file of the instructions' times for XLA's scheduler, from the shipped profile."""
+        costs = self.setting.costs().costs()
+        instructions = (i for c in compiled_module(compiled).schedule for i in c.instructions)
+        timed = (i for i in instructions if i.opcode not in CONTROL_FLOW and costs.operator_keys[i] is not None)
+        path = Path(self.options.out, f"{self.setting.name}.pgle.pbtxt")
+        path.write_text(xla_tables.cost_text({i.name: costs[i].seconds for i in timed}))
+        return str(path)
+
+    # --- Running.
+
+    def check(self) -> None:
+        """First steps of every variant from the same state; which also warm it up."""
+        batches = self.batches(max(self.options.check_steps, 1))
+        for program in list(self.programs):
+            try:
+                state = self.training.init(jax.random.key(0))
+                for batch in batches:
+                    state, metrics = program.compiled(state, batch)
+                    program.result.losses.append(float(metrics["loss"]))
+            except Exception as error:
+                self.fail(program.result, "did not run", error)
+                self.programs.remove(program)
+            state = None  # or two of them would live
+        self.save()
+
+    def take_turns(self) -> None:
+        batches = self.batches(self.options.steps)
+        state = self.training.init(jax.random.key(0))
+        for turn in range(self.options.rounds):
+            for program in self.programs:
+                for batch in batches:
+                    start = time.perf_counter()
+                    state, _ = jax.block_until_ready(program.compiled(state, batch))
+                    program.result.steps_ms.append((time.perf_counter() - start) * 1e3)
+            self.save()
+            if self.late(0.6):
+                self.run.dropped.append(f"setting {self.setting.name}: {turn + 1} of {self.options.rounds} rounds")
+                break
+
+    def trace_all(self) -> None:
+        """One step of each under the profiler, those that matter most first; and what the evaluator says of it."""
+        batch = self.batches(1)[0]
+        state = self.training.init(jax.random.key(0))
+        order = sorted(
+            self.programs, key=lambda p: (p.variant.kind == XLA and p.variant.name != "plain", p.variant.kind)
+        )
+        for program in order:
+            if self.late(0.9):
+                self.run.dropped.append(f"setting {self.setting.name}: the trace of {program.variant.name}")
+                continue
+            try:
+                module = compiled_module(program.compiled)
+                state, report = traced(program.compiled, state, batch, module)
+                add_trace(program.result, report)
+                program.result.predicted_ms = self.predict(module)
+            except Exception as error:
+                self.say(f"{program.variant.name}: no trace: {first_line(error)}")
+            self.save()
+
+    def predict(self, module: Any) -> float:
+        model = self.setting.costs()
+        costs: Costs = model.costs()
+        return 1e3 * simulate_module(module, model.hardware, costs).seconds
+
+    def batches(self, count: int) -> list[dict[str, jax.Array]]:
+        random = np.random.default_rng(0)
+        shape = (self.options.microbatches, self.options.seq + 1)
+        tokens = (random.integers(0, self.training.config.vocab, shape, "int32") for _ in range(count))
+        return [{"tokens": jax.device_put(t, self.training.batch_sharding)} for t in tokens]
+
+    # --- Book-keeping.
+
+    def late(self, share: float) -> bool:
+        """Whether that share of the time is spent. Processes that run together must not decide that alone."""
+        return jax.process_count() == 1 and time.monotonic() - self.began > share * self.options.seconds
+
+    def fail(self, result: Result, what: str, error: Exception) -> None:
+        result.failed = f"{what}: {first_line(error)}"
+        self.say(f"{result.variant} {result.failed}")
+
+    def save(self) -> None:
+        if jax.process_index() == 0:
+            self.run.write(Path(self.options.file))
+
+    def say(self, text: str) -> None:
+        if jax.process_index() == 0:
+            print(f"[{time.monotonic() - self.began:4.0f} s] {self.setting.name}: {text}", file=sys.stderr, flush=True)
+
+
+def make_training(options: Namespace) -> Training:
+    config = preset(
+        options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled
+    )
+    mesh = make_mesh(1, options.tp)
+    return make_train_step(config, mesh, optax.adamw(1e-4), microbatches=options.microbatches)
+
+
+def describe(options: Namespace, training: Training) -> Run:
+    """The run without results."""
+    on = provenance()
+    tokens = options.microbatches * options.seq
+    known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
+    names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels")
+    facts = {
+        "gpus": f"{on.gpus} x {on.gpu}, driver {on.driver}",
+        "machine": on.machine,
+        "platform": jax.default_backend(),
+    }
+    return Run(
+        on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},
+        workload={name: getattr(options, name) for name in names},
+        tokens=tokens,
+        flops=float(tokens * training.config.flops_per_token(options.seq)),
+        gpus=options.tp,
+        peak_flops=known.peak_flops if known else 0.0,
+        results=[],
+    )
+
+
+def traced(compiled: Callable[..., Any], state: Any, batch: Any, module: Any) -> tuple[Any, trace.TraceReport]:
+    """One step under the profiler; the state that it returns, and what the trace says of the first GPU."""
+    options: Any = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # only what the GPUs did: the host's events are many
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            state, _ = jax.block_until_ready(compiled(state, batch))
+        return state, trace.analyse(trace.load(folder), module=module)
+
+
+def add_trace(result: Result, report: trace.TraceReport) -> None:
+    result.span_ms, result.busy_ms, result.compute_ms = report.span_ms, report.busy_ms, report.compute_ms
+    result.communication_ms, result.hidden_ms = report.communication_ms, report.hidden_ms
+    result.copies_ms = report.copies_ms
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:400]
+
+
+def main() -> None:
+    options = Namespace(**json.loads(sys.argv[1]))
+    if hasattr(options, "coordinator"):
+        nodes = SETTINGS[options.setting].nodes
+        jax.distributed.initialize(options.coordinator, nodes, options.process, local_device_ids=options.devices)
+    worker = Worker(options)
+    worker.measure()
+    worker.save()
+
+
+if __name__ == "__main__":
+    main()
