@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.passes.collective_schedule import Limits
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Computation, Instruction
+from dhelix.passes.orders import Limits
 from dhelix.passes.strand_sequences import Body
 from dhelix.passes.timeline import Player
 

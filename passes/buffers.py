@@ -230,6 +230,17 @@ class Memory:
             live.place(instruction)
         return peak
 
+    def beside(self, computation: Computation) -> int:
+        """What lives outside `computation` while the module's entry runs it, at the worst of its calls."""
+        entry = computation.module.entry
+        if computation is entry:
+            return 0
+        much = 1 << 60  # so that the peak is where it runs
+        self._peaks = {computation: much}
+        peak = self.peak(entry, computation.module.schedule[entry])
+        self.forget()
+        return max(peak - much, 0)
+
     def inner(self, computation: Computation) -> dict[Instruction, int]:
         """What the callees of instructions that run others need for themselves."""
         return {
@@ -263,6 +274,14 @@ class LiveSet:
         for buffer in self._touches.get(instruction, ()):
             if buffer not in self._born:
                 total += self._size(buffer)
+        return total
+
+    def after(self, instruction: Instruction) -> int:
+        """Bytes that live once `instruction` has run, if it is placed next."""
+        total = self.bytes
+        for buffer in self._touches.get(instruction, ()):
+            born, dies = buffer in self._born, self._left[buffer] == 1
+            total += self._size(buffer) * (int(not born) - int(dies))
         return total
 
     def place(self, instruction: Instruction) -> None:

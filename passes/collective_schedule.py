@@ -12,52 +12,29 @@ length of the longest path that hangs on it, or in XLA's order, whichever plays 
     gemm x                      all-gather-done a
     gemm y(a)                   gemm y(a)
 
-Legal, because data flow, control dependencies, the order of side effects and the order in which instructions
-meet in a shared buffer (`passes/buffers.py`) are kept. Memory is a hard limit: an order that needs more, by
-the estimate of `passes/buffers.py`, is never taken. Where no order plays better than XLA's, XLA's stays.
+Legal, and within memory, as `passes/orders.py` says. Where no order plays better than XLA's, XLA's stays.
 
 Costs are those of a profile where one is given, else the roofline's; so is what collectives and compute do to
 each other (`passes/timeline.py`). The pass takes n log n time in the instructions.
 
-This is the baseline beside the dynamic programming of DHelix section 4.2. A scheduler is a function
-`order(computation, sequence, costs, limits) -> sequence`; `apply_order` does the rest for any of them.
+This is the baseline beside the dynamic programming of DHelix section 4.2.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from dhelix.passes.buffers import LiveSet, Memory
-from dhelix.passes.collectives import is_done, is_start, start_of
+from dhelix.passes.buffers import LiveSet
+from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import Cost, CostModel, Costs, Lane
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.hlo.edit import has_side_effect
-from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.timeline import Player, Timeline, simulate, simulate_module
+from dhelix.passes.orders import Limits, apply_order, best_order, dependencies
+from dhelix.passes.timeline import Player, simulate
 from dhelix.profiles.hardware import H200, Hardware
 
 _CALLS = ("while", "call", "conditional")
 _TRIED = 8  # candidates that are tried for memory before the oldest one is taken
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a scheduler must keep to, and what it need not compute again.
-
-    Attributes:
-      bytes: that may live at once in the computation, callees included.
-      memory: estimates of that.
-      bodies: timelines of called computations, whose order is settled.
-    """
-
-    hardware: Hardware
-    bytes: int
-    memory: Memory
-    bodies: dict[Computation, Timeline] = field(default_factory=dict)
-
-
-Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, Cost], Limits], list[Instruction]]
 
 
 @dataclass(frozen=True)
@@ -88,107 +65,47 @@ class CollectiveSchedule:
         return apply_order(module, context, list_order, costs, self.memory_limit, self.memory_slack, self.min_gain)
 
 
-def apply_order(
-    module: HloModule,
-    context: PassContext,
-    order: Scheduler,
-    costs: Costs,
-    memory_limit: int | None = None,
-    memory_slack: float = 0.0,
-    min_gain: float = 0.0,
-) -> bool:
-    """Gives every computation with async collectives the order that `order` finds, where that is better.
-
-    Callees come before their callers, so that a loop's body is settled when the loop is placed.
-    Returns whether the schedule changed; what was done is in the context's notes.
-    """
-    chosen = [c for c in module.computations if c in module.schedule and _has_collectives(c, costs)]
-    if not chosen:
-        return False
-    memory, bodies = Memory(module), {}
-    original = dict(module.schedule)
-    before = simulate_module(module, costs.hardware, costs).seconds
-    if memory_limit is None:
-        memory_limit = int(memory.peak(module.entry, module.schedule[module.entry]) * (1.0 + memory_slack))
-    for computation in chosen:
-        allowed = _allowance(module, memory, computation, memory_limit)
-        limits = Limits(costs.hardware, allowed, memory, bodies)
-        _improve(computation, order, costs, limits, min_gain, context)
-    if all(module.schedule[c] == original[c] for c in chosen):
-        return False
-    after = simulate_module(module, costs.hardware, costs).seconds
-    facts = {"seconds_before": before, "seconds_after": after}
-    if after >= before:
-        module.schedule.update(original)
-        context.note("stood down: the module as a whole plays no faster", **facts)
-        return False
-    context.note("the module as a whole", **facts)
-    return True
-
-
-def _has_collectives(computation: Computation, costs: Costs) -> bool:
-    return any(is_start(i) and costs[i].lane is not Lane.COMPUTE for i in computation.instructions)
-
-
-def _allowance(module: HloModule, memory: Memory, computation: Computation, limit: int) -> int:
-    """Bytes that the computation may need: what it needs now, and what the module leaves to its limit."""
-    memory.forget()
-    own = memory.peak(computation, module.schedule[computation])
-    return own + max(limit - memory.peak(module.entry, module.schedule[module.entry]), 0)
-
-
-def _improve(
-    computation: Computation,
-    order: Scheduler,
-    costs: Costs,
-    limits: Limits,
-    min_gain: float,
-    context: PassContext,
-) -> None:
-    schedule = computation.module.schedule
-    old = schedule[computation]
-    new = order(computation, old, costs, limits)
-    verify_sequence(computation, new)
-    before, after = (simulate(computation, s, costs, limits.hardware, limits.bodies) for s in (old, new))
-    peak = limits.memory.peak(computation, new)
-    facts = {
-        "computation": computation.name,
-        "seconds_before": before.seconds,
-        "seconds_after": after.seconds,
-        "exposed_before": before.exposed,
-        "exposed_after": after.exposed,
-        "bytes": peak,
-        "bytes_limit": limits.bytes,
-    }
-    if new == old or peak > limits.bytes or after.seconds > before.seconds * (1.0 - min_gain):
-        context.note("stood down: no order plays better than XLA's", **facts)
-        return
-    schedule[computation] = new
-    context.note("reordered", **facts)
-
-
 def list_order(
     computation: Computation,
     sequence: Sequence[Instruction],
     costs: Mapping[Instruction, Cost],
     limits: Limits,
 ) -> list[Instruction]:
-    """The fastest of a few list schedules that keep within memory, or `sequence` where none is faster.
+    """The fastest of a few list schedules and `sequence` that keep within memory; else what needs least memory.
 
     One that needs too much memory is tried again with instructions held nearer to their old places.
     """
     graph = _Graph.of(computation, sequence, costs, limits)
-    best = list(sequence)
-    best_seconds = simulate(computation, best, costs, limits.hardware, limits.bodies).seconds
+    orders = [list(sequence)]
+    if limits.memory.peak(computation, sequence) > limits.bytes:
+        orders.append(_frugal_order(graph, limits))
     for by_path in (True, False):
         windows = (len(sequence) // part for part in (1, 8, 32, 128))
         tries = (_Layer(graph, costs, limits, by_path, window).lay() for window in windows)
-        laid = next((order for order in tries if order is not None), None)
-        if laid is not None:
-            seconds = simulate(computation, laid, costs, limits.hardware, limits.bodies).seconds
-            if seconds < best_seconds:
-                best, best_seconds = laid, seconds
-    return best
+        orders += [laid for laid in tries if laid is not None][:1]
+    return best_order(computation, orders, costs, limits)
+
+
+def _frugal_order(graph: "_Graph", limits: Limits) -> list[Instruction]:
+    """Always what leaves the least alive, of the first few that are ready."""
+    live = LiveSet(limits.memory, graph.computation)
+    waits_for = dict(graph.waits_for)
+    ready = [n for n, i in enumerate(graph.sequence) if not waits_for[i]]  # sorted, so a heap
+    order: list[Instruction] = []
+    while ready:
+        tried = [heapq.heappop(ready) for _ in range(min(_TRIED, len(ready)))]
+        number = min(tried, key=lambda n: (live.after(graph.sequence[n]), n))
+        for other in tried:
+            if other != number:
+                heapq.heappush(ready, other)
+        instruction = graph.sequence[number]
+        order.append(instruction)
+        live.place(instruction)
+        for successor in graph.successors[instruction]:
+            waits_for[successor] -= 1
+            if not waits_for[successor]:
+                heapq.heappush(ready, graph.position[successor])
+    return order
 
 
 @dataclass(frozen=True)
@@ -227,23 +144,6 @@ class _Graph:
             path[instruction] = seconds + max((path[s] for s in successors[instruction]), default=0.0)
         position = {i: n for n, i in enumerate(sequence)}
         return _Graph(computation, sequence, position, successors, waits_for, path)
-
-
-def dependencies(
-    computation: Computation, sequence: Sequence[Instruction], memory: Memory
-) -> Iterable[tuple[Instruction, Instruction]]:
-    """What must come before what, as (before, after): data, control, side effects and shared buffers."""
-    edges: dict[tuple[Instruction, Instruction], None] = {}
-    effect: Instruction | None = None
-    for instruction in sequence:
-        for before in (*instruction.operands, *instruction.control_predecessors):
-            edges[before, instruction] = None
-        if has_side_effect(instruction):
-            if effect is not None:
-                edges[effect, instruction] = None
-            effect = instruction
-    edges.update(dict.fromkeys(memory.buffers[computation].order_edges(sequence)))
-    return edges
 
 
 Key = tuple[float, int]

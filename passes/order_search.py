@@ -16,11 +16,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from dhelix.passes.buffers import LiveSet
-from dhelix.passes.collective_schedule import Limits
 from dhelix.passes.collectives import is_done
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.operator_keys import CONTROL_FLOW
+from dhelix.passes.orders import Limits, few_in_flight
 from dhelix.passes.strand_sequences import Body, Operator
 from dhelix.passes.timeline import Player
 
@@ -45,11 +45,16 @@ class OrderSearch:
                 self.users[needed].append(operator.number)
         self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}
 
+    def sequence(self, order: Iterable[int]) -> list[Instruction]:
+        """All instructions, with no more collectives in flight than allowed."""
+        laid = self.body.sequence(order)
+        return few_in_flight(laid, self.body.before, self.costs, self.limits.max_in_flight)
+
     def seconds(self, order: Iterable[int], stop: float = math.inf) -> float:
         """The whole body, without barriers; infinite as soon as it is clear that it takes `stop` or more."""
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
         rest = sum(self.compute.values())
-        for instruction in self.body.sequence(order):
+        for instruction in self.sequence(order):
             if instruction in self.timed:
                 player.play(instruction)
                 rest -= self.compute.get(instruction, 0.0)
@@ -60,7 +65,7 @@ class OrderSearch:
 
     def peak(self, order: Iterable[int]) -> int:
         """Bytes that live at once."""
-        return self.limits.memory.peak(self.body.computation, self.body.sequence(order))
+        return self.limits.memory.peak(self.body.computation, self.sequence(order))
 
     def fits(self, order: Iterable[int]) -> bool:
         return self.peak(order) <= self.limits.bytes

@@ -26,11 +26,12 @@ from functools import partial
 
 from dhelix.errors import DhelixError
 from dhelix.passes.body_plan import BodyPlan, segments_of
-from dhelix.passes.collective_schedule import Limits, apply_order, list_order
+from dhelix.passes.collective_schedule import list_order
 from dhelix.passes.costs import Cost, CostModel, Costs
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import Order, OrderSearch
+from dhelix.passes.orders import Limits, apply_order
 from dhelix.passes.pairing_table import pair
 from dhelix.passes.strand_sequences import Body, find_strands
 from dhelix.passes.timeline import simulate

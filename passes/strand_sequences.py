@@ -22,12 +22,12 @@ operator is preceded by what it needs of the rest, ends of collectives among the
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.collective_schedule import Limits, dependencies
 from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.operator_keys import CONTROL_FLOW, FREE_OPCODES
 from dhelix.passes.operator_work import work_of
+from dhelix.passes.orders import Limits, dependencies
 from dhelix.passes.strand_partition import BACKWARD_NAME
 from dhelix.passes.timeline import simulate
 

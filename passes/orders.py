@@ -1,0 +1,215 @@
+"""Orders of a scheduled module's computations: what is legal, what fits into memory, and which one is taken.
+
+A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` asks it about each
+computation that holds async collectives, callees before callers, and takes what is faster by the evaluator.
+
+Legal is what keeps data flow, control dependencies, the order of side effects and the order in which instructions
+meet in a shared buffer (`passes/buffers.py`): `dependencies`. Memory is a hard limit: an order that needs more, by the
+estimate of `passes/buffers.py`, is never taken; where XLA's own needs more and no other is found, the pass refuses and
+says how much would do.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.buffers import Memory
+from dhelix.passes.collectives import is_done, is_start, start_of
+from dhelix.passes.costs import Cost, Costs, Lane
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.verify import verify_sequence
+from dhelix.passes.manager import PassContext
+from dhelix.passes.timeline import Timeline, simulate, simulate_module
+from dhelix.profiles.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler must keep to, and what it need not compute again.
+
+    Attributes:
+      bytes: that may live at once in the computation, callees included.
+      memory: estimates of that.
+      bodies: timelines of called computations, whose order is settled.
+      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
+    """
+
+    hardware: Hardware
+    bytes: int
+    memory: Memory
+    bodies: dict[Computation, Timeline] = field(default_factory=dict)
+    max_in_flight: int | None = None
+
+
+Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, Cost], Limits], list[Instruction]]
+
+
+def dependencies(
+    computation: Computation, sequence: Sequence[Instruction], memory: Memory
+) -> Iterable[tuple[Instruction, Instruction]]:
+    """What must come before what, as (before, after): data, control, side effects and shared buffers."""
+    edges: dict[tuple[Instruction, Instruction], None] = {}
+    effect: Instruction | None = None
+    for instruction in sequence:
+        for before in (*instruction.operands, *instruction.control_predecessors):
+            edges[before, instruction] = None
+        if has_side_effect(instruction):
+            if effect is not None:
+                edges[effect, instruction] = None
+            effect = instruction
+    edges.update(dict.fromkeys(memory.buffers[computation].order_edges(sequence)))
+    return edges
+
+
+def few_in_flight(
+    order: Sequence[Instruction],
+    before: Mapping[Instruction, Sequence[Instruction]],
+    costs: Mapping[Instruction, Cost],
+    most: int | None,
+) -> list[Instruction]:
+    """`order` with ends of collectives moved up, so that no lane has more than `most` between their start and end.
+
+    `before`: what must come before each instruction. Ends that wait for the start that comes next stay where they are.
+    """
+    if most is None:
+        return list(order)
+    ends = {start_of(i): i for i in order if is_done(i)}
+    flying: dict[Lane, list[Instruction]] = {}
+    laid: dict[Instruction, None] = {}
+    for instruction in order:
+        lane = costs[instruction].lane
+        if lane is not Lane.COMPUTE and instruction in ends:
+            flying[lane] = [s for s in flying.get(lane, ()) if ends[s] not in laid]
+            for start in flying[lane][: max(len(flying[lane]) + 1 - most, 0)]:
+                missing = _missing(ends[start], before, laid)
+                if instruction not in missing:
+                    laid.update(dict.fromkeys(missing))
+            flying[lane].append(instruction)
+        laid[instruction] = None
+    return list(laid)
+
+
+def _missing(
+    instruction: Instruction, before: Mapping[Instruction, Sequence[Instruction]], laid: Mapping[Instruction, None]
+) -> list[Instruction]:
+    """`instruction` and all that must come before it and is not laid yet, in a legal order."""
+    found: dict[Instruction, None] = {}
+    stack = [instruction]
+    while stack:
+        needed = [b for b in before[stack[-1]] if b not in laid and b not in found]
+        if needed:
+            stack += reversed(needed)
+        else:
+            found[stack.pop()] = None
+    return list(found)
+
+
+def best_order(
+    computation: Computation,
+    orders: Sequence[list[Instruction]],
+    costs: Mapping[Instruction, Cost],
+    limits: Limits,
+) -> list[Instruction]:
+    """The fastest of `orders` that keeps within memory, or if none does what needs least; the first of equals."""
+    peaks = [limits.memory.peak(computation, order) for order in orders]
+    fitting = [order for order, peak in zip(orders, peaks, strict=True) if peak <= limits.bytes]
+    if not fitting:
+        return orders[peaks.index(min(peaks))]
+    return min(fitting, key=lambda o: simulate(computation, o, costs, limits.hardware, limits.bodies).seconds)
+
+
+def apply_order(
+    module: HloModule,
+    context: PassContext,
+    order: Scheduler,
+    costs: Costs,
+    memory_limit: int | None = None,
+    memory_slack: float = 0.0,
+    min_gain: float | None = 0.0,
+    max_in_flight: int | None = None,
+) -> bool:
+    """Gives every computation with async collectives the order that `order` finds, where that is better.
+
+    Callees come before their callers, so that a loop's body is settled when the loop is placed.
+
+    Args:
+      min_gain: None takes every order that fits, also where it is predicted to be slower: a baseline.
+
+    Returns:
+      Whether the schedule changed; what was done is in the context's notes.
+
+    Raises:
+      PassRefusal: the module needs more than `memory_limit` in XLA's order, and in each that was tried.
+    """
+    chosen = [c for c in module.computations if c in module.schedule and _has_collectives(c, costs)]
+    if not chosen:
+        return False
+    memory, bodies = Memory(module), {}
+    original = dict(module.schedule)
+    before = simulate_module(module, costs.hardware, costs).seconds
+    needed = memory.peak(module.entry, module.schedule[module.entry])
+    if memory_limit is None:
+        memory_limit = int(needed * (1.0 + memory_slack))
+    for computation in chosen:
+        memory.forget()
+        limits = Limits(costs.hardware, memory_limit - memory.beside(computation), memory, bodies, max_in_flight)
+        _improve(computation, order, costs, limits, min_gain, context)
+    memory.forget()
+    _check_memory(module, memory_limit, memory.peak(module.entry, module.schedule[module.entry]), original)
+    if all(module.schedule[c] == original[c] for c in chosen):
+        return False
+    after = simulate_module(module, costs.hardware, costs).seconds
+    facts = {"seconds_before": before, "seconds_after": after}
+    if after >= before and min_gain is not None and needed <= memory_limit:
+        module.schedule.update(original)
+        context.note("stood down: the module as a whole plays no faster", **facts)
+        return False
+    context.note("the module as a whole", **facts)
+    return True
+
+
+def _check_memory(
+    module: HloModule, limit: int, needed: int, original: Mapping[Computation, list[Instruction]]
+) -> None:
+    if needed > limit:
+        module.schedule.update(original)
+        raise PassRefusal(
+            f"no order was found that needs at most memory_limit={limit} bytes beside the arguments; the smallest "
+            f"limit that would do is {needed}"
+        )
+
+
+def _has_collectives(computation: Computation, costs: Costs) -> bool:
+    return any(is_start(i) and costs[i].lane is not Lane.COMPUTE for i in computation.instructions)
+
+
+def _improve(
+    computation: Computation,
+    order: Scheduler,
+    costs: Costs,
+    limits: Limits,
+    min_gain: float | None,
+    context: PassContext,
+) -> None:
+    schedule = computation.module.schedule
+    old = schedule[computation]
+    new = order(computation, old, costs, limits)
+    verify_sequence(computation, new)
+    before, after = (simulate(computation, s, costs, limits.hardware, limits.bodies) for s in (old, new))
+    peak_before, peak = (limits.memory.peak(computation, s) for s in (old, new))
+    facts = {
+        "computation": computation.name,
+        "seconds_before": before.seconds,
+        "seconds_after": after.seconds,
+        "exposed_before": before.exposed,
+        "exposed_after": after.exposed,
+        "bytes": peak,
+        "bytes_limit": limits.bytes,
+    }
+    faster = min_gain is None or after.seconds <= before.seconds * (1.0 - min_gain)
+    if new == old or peak > max(peak_before, limits.bytes) or not (faster or peak_before > limits.bytes):
+        context.note("stood down: no order plays better than XLA's", **facts)
+        return
+    schedule[computation] = new
+    context.note("reordered", **facts)
