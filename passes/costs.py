@@ -62,19 +62,53 @@ FREE = Cost(0.0, source=Source.MEASURED)
 _FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
 
 
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """What operators meet in a step, and not where a profile measures them by themselves or in pairs.
+
+    Attributes:
+      pause: seconds between one kernel and the next (`Section.gap_seconds`).
+      wait: seconds that a collective holds its SMs and waits for the last of its GPUs.
+      strain: how many times as much as in a pair compute is slowed down beside a collective.
+    """
+
+    pause: float = 0.0
+    wait: float = 0.0
+    strain: float = 1.0
+
+    def rates(self, compute: float, collective: float) -> tuple[float, float]:
+        """Of a pair in a step, from those of the pair by itself."""
+        return 1.0 / (1.0 + self.strain * (1.0 / compute - 1.0)), collective
+
+
+BY_THEMSELVES = InStep()
+# `wait` and `strain` by link, fitted to steps of Llama-8B shapes on 4 x H200 (docs/benchmarks.md). Over NVLink, where
+# nothing overlaps, 1088 collectives take 250 ms and not the 211 of the profile; where they lie under compute, it loses
+# 0.24 to 0.43 s per second of that, and not the 0.14 to 0.25 of pairs. Why is not known: SMs may be held longer than in
+# a pair, by collectives whose other GPUs are late, or clocks may be lower. Through host memory neither is seen.
+_FITTED = {"nvlink": InStep(wait=4e-5, strain=2.2)}
+
+
 class Costs(dict[Instruction, Cost]):
     """Costs by instruction, computed when first asked for: `Costs(hardware)[instruction]`.
 
     Args:
       estimator: gives times from a profile; without it the roofline does.
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`), for the estimator.
+      in_step: what is added to what the profile says when instructions are played as a step.
     """
 
-    def __init__(self, hardware: Hardware, estimator: Estimator | None = None, implementation: str = "nccl") -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        estimator: Estimator | None = None,
+        implementation: str = "nccl",
+        in_step: InStep = BY_THEMSELVES,
+    ) -> None:
         super().__init__()
-        self.hardware, self.estimator = hardware, estimator
+        self.hardware, self.estimator, self.in_step = hardware, estimator, in_step
         self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
-        self._rates: dict[tuple[Instruction, Instruction, bool], tuple[float, float]] = {}
+        self._rates: dict[tuple[Instruction, Instruction, bool, bool], tuple[float, float]] = {}
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = instruction_cost(instruction, self.hardware, self.__getitem__)
@@ -86,21 +120,26 @@ class Costs(dict[Instruction, Cost]):
         self[instruction] = cost
         return cost
 
-    def rates(self, compute: Instruction, collective: Instruction, collective_first: bool) -> tuple[float, float]:
+    def rates(
+        self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
+    ) -> tuple[float, float]:
         """How fast `compute` and `collective` proceed while both run, 1 being undisturbed; never 0.
 
         Measured, or from measured pairs like this one; the hardware's constants where that would be a guess.
 
         Args:
           collective_first: which of the two was launched first.
+          running: the collective held its SMs already when `compute` was launched.
         """
-        asked = compute, collective, collective_first
+        asked = compute, collective, collective_first or running, running
         known = self._rates.get(asked)
         if known is None:
-            known = self._rates[asked] = self._find_rates(*asked)
+            known = self._rates[asked] = self.in_step.rates(*self._find_rates(*asked))
         return known
 
-    def _find_rates(self, compute: Instruction, collective: Instruction, collective_first: bool) -> tuple[float, float]:
+    def _find_rates(
+        self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool
+    ) -> tuple[float, float]:
         constants = self.hardware.compute_rate, self.hardware.communication_rate
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
@@ -108,10 +147,12 @@ class Costs(dict[Instruction, Cost]):
         if own is None or its is None:
             return constants
         pair = (its, own) if collective_first else (own, its)
-        if self.estimator.pair(*pair).source is Source.GUESS:
-            return constants
-        first, second = (max(rate, MIN_RATE) for rate in self.estimator.rates(*pair))
-        return (second, first) if collective_first else (first, second)
+        estimators = (self.estimator.running, self.estimator) if running else (self.estimator,)
+        for estimator in estimators:
+            if estimator is not None and estimator.pair(*pair).source is not Source.GUESS:
+                first, second = (max(rate, MIN_RATE) for rate in estimator.rates(*pair))
+                return (second, first) if collective_first else (first, second)
+        return constants
 
 
 @dataclass(frozen=True)
@@ -148,8 +189,10 @@ class CostModel:
             )
 
     def costs(self) -> Costs:
-        """New costs, which keep what they are asked for; of one program or several."""
-        return Costs(self.hardware, self.estimator, self.implementation)
+        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
+        pause = self.profile.sections[self.setting].gap_seconds or 0.0
+        in_step = replace(_FITTED.get(self.profile.link, BY_THEMSELVES), pause=pause)
+        return Costs(self.hardware, self.estimator, self.implementation, in_step)
 
     @property
     def hardware(self) -> Hardware:

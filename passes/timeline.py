@@ -7,14 +7,25 @@ played as it stands while a collective that began outside is still under way. No
 costs and an order in, times out.
 
 While a collective and compute run at the same time each proceeds at a rate of its own, so lengths depend on
-what lies beside what. With costs from a profile (`Costs.rates`) these are the rates of that pair in its launch
-order: a collective that begins before or with an instruction was launched first, one whose lane becomes free
-while the instruction runs comes second. Without one they are the hardware's (`Hardware.compute_rate`,
-`communication_rate`). A gather of 300 us (rate 0.75) with two instructions of 200 us each under it:
+what lies beside what. Without a profile these are the hardware's (`Hardware.compute_rate`, `communication_rate`).
+With one (`Costs.rates`) they are those of the measured pair. Which pair that is, follows from when the collective
+begins:
 
-    gather   ################################         400 us
-    x        ####################                     250 us: all of it at rate 0.8
-    y                            #################    215 us: 150 us at rate 0.9, the other 65 us alone
+    begins while the instruction runs (its lane becomes free then)     launched second
+    begins with it                                                     launched first
+    began before                                                       running: it holds its SMs
+
+The last two differ where kernels do not start in the order of their launch. A collective beside a cuBLAS GEMM, both
+launched at once, is starved under the setting `default` (rates 0.01 and 1): its kernel is queued and gets its SMs in
+the GEMM's tail. It keeps them, so beside the next GEMM it runs, at the rates that `connections1` shows with the
+collective first. A gather of 300 us under two GEMMs of 200 us each, the second at rates 0.75 and 0.9:
+
+    gather   ............########################    526 us
+    x        ############                            200 us: gather does 2 us
+    y                    ################            267 us: gather does 240 us, and the other 58 alone
+
+Costs for steps say three more things (`costs.InStep`): compute pauses before each kernel; a collective takes longer,
+since it waits for the last of its GPUs; and slow-downs are larger than in pairs. In a pause, collectives run alone.
 
 Collectives on both lanes do not slow each other, as their links differ; compute beside both proceeds at the
 lower of its two rates.
@@ -28,8 +39,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dhelix.errors import DhelixError
 from dhelix.passes.collectives import is_done, is_start, start_of
-from dhelix.passes.costs import Cost, Costs, Lane, sequence_of, trip_count
+from dhelix.passes.costs import BY_THEMSELVES, Cost, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
 
@@ -73,6 +85,7 @@ class Timeline:
       seconds: from the first instruction to the last.
       compute: the compute lane is busy; `compute_alone` without what collectives slow it down by.
       hidden: communication (of any lane) and compute run; `exposed`: communication runs and compute waits.
+      idle: nothing runs, in pauses between kernels; `compute + exposed + idle` is `seconds`.
     """
 
     seconds: float
@@ -82,6 +95,7 @@ class Timeline:
     exposed: float
     intervals: tuple[Interval, ...]
     collectives: tuple[CollectiveTime, ...]
+    idle: float = 0.0
 
     @property
     def communication(self) -> float:
@@ -93,21 +107,26 @@ class Timeline:
         return self.compute - self.compute_alone
 
 
-def simulate(
-    computation: Computation,
+def evaluate(
     order: Sequence[Instruction],
     costs: Mapping[Instruction, Cost],
-    hardware: Hardware,
+    hardware: Hardware | None = None,
     bodies: dict[Computation, Timeline] | None = None,
 ) -> Timeline:
-    """Plays `order`, a sequence of `computation`, from idle lanes to the end of its last instruction.
+    """Plays `order`, a sequence of one computation, from idle lanes to the end of its last instruction.
 
     Args:
       costs: of every instruction, in called computations too; `Costs(hardware)` computes them as needed, and
         with a profile knows the rates of pairs too.
-      hardware: whose rates hold where `costs` knows none.
+      hardware: whose rates hold where `costs` knows none; by default that of `costs`.
       bodies: timelines of called computations, kept from call to call; they must have been played alike.
+
+    Raises DhelixError if there is neither hardware nor `Costs`, which know theirs.
     """
+    if hardware is None:
+        if not isinstance(costs, Costs):
+            raise DhelixError("costs without hardware: give Costs(hardware), or hardware= beside them")
+        hardware = costs.hardware
     player = Player(costs, hardware, {} if bodies is None else bodies)
     for instruction in order:
         player.play(instruction)
@@ -115,10 +134,21 @@ def simulate(
     return player.timeline()
 
 
+def simulate(
+    computation: Computation,
+    order: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    hardware: Hardware,
+    bodies: dict[Computation, Timeline] | None = None,
+) -> Timeline:
+    """`evaluate`, for callers that name the computation too."""
+    return evaluate(order, costs, hardware, bodies)
+
+
 def simulate_module(module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None) -> Timeline:
     """The entry computation of a module, in the order of its schedule."""
     costs = Costs(hardware) if costs is None else costs
-    return simulate(module.entry, sequence_of(module.entry), costs, hardware)
+    return evaluate(sequence_of(module.entry), costs, hardware)
 
 
 @dataclass
@@ -159,10 +189,10 @@ class Player:
         self, costs: Mapping[Instruction, Cost], hardware: Hardware, bodies: dict[Computation, Timeline]
     ) -> None:
         self.costs, self.hardware, self.bodies = costs, hardware, bodies
-        self.rates = self._constant_rates
+        self.rates, self.in_step = self._constant_rates, BY_THEMSELVES
         if isinstance(costs, Costs) and costs.estimator is not None:
-            self.rates = costs.rates
-        self.now = self.compute = self.compute_alone = self.hidden = self.exposed = 0.0
+            self.rates, self.in_step = costs.rates, costs.in_step
+        self.now = self.compute = self.compute_alone = self.hidden = self.exposed = self.idle = 0.0
         self.lanes: dict[Lane, deque[Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
         self.under_way: dict[Instruction, Flight] = {}
         self.intervals: list[Interval] = []
@@ -193,13 +223,15 @@ class Player:
         if cost.seconds <= 0.0:
             return
         if cost.lane is Lane.COMPUTE:
+            launched = self.now
+            self._pause()
             start = self.now
-            self._compute(instruction, cost.seconds)
+            self._compute(instruction, cost.seconds, launched)
             self.compute_alone += cost.seconds
             self.compute += self.now - start
             self.intervals.append(Interval(instruction.name, cost.lane, start, self.now))
             return
-        flight = Flight(instruction, cost.lane, cost.seconds)
+        flight = Flight(instruction, cost.lane, cost.seconds + self.in_step.wait)
         self.lanes[cost.lane].append(flight)
         self.under_way[instruction] = flight
         tally = self.tallies.setdefault(instruction.name, _Tally(cost.lane))
@@ -223,7 +255,7 @@ class Player:
             return
         body, start = self._body(loop.called[0]), self.now
         self.now += left * body.seconds
-        for name in ("compute", "compute_alone", "hidden", "exposed"):
+        for name in ("compute", "compute_alone", "hidden", "exposed", "idle"):
             setattr(self, name, getattr(self, name) + left * getattr(body, name))
         self.intervals.append(Interval(loop.name, Lane.COMPUTE, start, self.now, body, left))
         for inner in body.collectives:
@@ -236,33 +268,39 @@ class Player:
 
     def _body(self, computation: Computation) -> Timeline:
         if computation not in self.bodies:
-            self.bodies[computation] = simulate(
-                computation, sequence_of(computation), self.costs, self.hardware, self.bodies
-            )
+            self.bodies[computation] = evaluate(sequence_of(computation), self.costs, self.hardware, self.bodies)
         return self.bodies[computation]
 
-    def _compute(self, instruction: Instruction, work: float) -> None:
+    def _compute(self, instruction: Instruction, work: float, launched: float) -> None:
         """Lets time pass until `work` seconds of `instruction` are done."""
-        start = self.now
         while work > 0.0:
             heads = self._heads()
             if not heads:
                 self.now += work
                 return
             rate = 1.0
-            for head in heads:  # one that began no later was launched first
-                own, head.rate = self.rates(instruction, head.instruction, head.begin <= start)
+            for head in heads:
+                first, running = head.begin <= launched, head.begin < launched
+                own, head.rate = self.rates(instruction, head.instruction, first, running)
                 rate = min(rate, own)
             needed = work / rate
             passed = self._pass(heads, needed, instruction.name)
             work = work - passed * rate if passed < needed else 0.0
 
-    def _stand(self) -> None:
-        """Lets time pass without compute until the next collective is done."""
+    def _pause(self) -> None:
+        """Lets the time between two kernels pass."""
+        left = self.in_step.pause
+        while left > 0.0 and self.under_way:
+            left -= self._stand(left)
+        self.now += left
+        self.idle += left
+
+    def _stand(self, seconds: float = math.inf) -> float:
+        """Lets time pass without compute until the next collective is done, or for `seconds`. Returns how much."""
         heads = self._heads()
         for head in heads:
             head.rate = 1.0
-        self._pass(heads, math.inf, None)
+        return self._pass(heads, seconds, None)
 
     def _heads(self) -> list[Flight]:
         """What runs on the lanes."""
@@ -304,7 +342,9 @@ class Player:
         del self.under_way[flight.instruction]
         self.intervals.append(Interval(flight.instruction.name, flight.lane, flight.begin, self.now))
 
-    def _constant_rates(self, compute: Instruction, collective: Instruction, first: bool) -> tuple[float, float]:
+    def _constant_rates(
+        self, compute: Instruction, collective: Instruction, first: bool, running: bool
+    ) -> tuple[float, float]:
         return self.hardware.compute_rate, self.hardware.communication_rate
 
     def timeline(self) -> Timeline:
@@ -321,6 +361,7 @@ class Player:
             self.exposed,
             tuple(intervals),
             collectives,
+            self.idle,
         )
 
 

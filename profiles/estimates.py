@@ -16,6 +16,8 @@ A pair is measured in the section, or follows from times alone and from rates of
 section if it has like ones; pairs of other settings are only good for a guess, for settings change who starts first.
 Rates of a measured pair come from what its sides took alone beside it, which may differ from `solo`: there the same
 operator meets the data and clocks of a whole step.
+Pairs start together. What an operator meets that starts beside a collective already running is what pairs show in
+settings that start kernels in the order of their launch: `Estimator.running`.
 Without a profile everything is a guess. All times are seconds; answers are kept, so asking again costs nothing.
 """
 
@@ -32,6 +34,14 @@ from dhelix.profiles.hardware import ALL, Hardware
 from dhelix.profiles.interpolation import CollectiveCurves, Interpolation, OperatorFamilies, roofline_seconds
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Profile, Section
+
+# Settings under which kernels may start in another order than they are launched in, and their like under which not.
+_ONE_CONNECTION = {
+    "default": "connections1",
+    "command-buffers": "connections1",
+    "user-buffers": "connections1",
+    "copy-engine": "copy-engine1",
+}
 
 
 class Source(enum.Enum):
@@ -81,7 +91,7 @@ class Estimator:
     """Answers for one launch setting of a profile."""
 
     def __init__(self, profile: Profile | None, hardware: Hardware, setting: str = "default") -> None:
-        self.hardware = hardware
+        self.hardware, self.profile = hardware, profile
         self.section = profile.section(setting) if profile else Section(setting)
         self._everywhere = _all_sections(profile, self.section)
         self._solo: dict[Key, Estimate] = {}
@@ -107,6 +117,19 @@ class Estimator:
     def rates(self, first: Key, second: Key) -> tuple[float, float]:
         """How fast each side of the pair proceeds while both run: above 0, and 1 when nothing disturbs it."""
         return self._pair(first, second)[1]
+
+    @cached_property
+    def running(self) -> Estimator | None:
+        """For the setting whose pairs, the first one a collective, say what it does once its kernel holds its SMs.
+
+        None where nothing was measured under it.
+        """
+        setting = _ONE_CONNECTION.get(self.section.setting, self.section.setting)
+        if setting == self.section.setting:
+            return self
+        if self.profile is None or setting not in self.profile.sections:
+            return None
+        return Estimator(self.profile, self.hardware, setting)
 
     def coverage(self, used: Iterable[tuple[Key | PairKey, float]]) -> dict[Source, float]:
         """Shares of time by source.

@@ -7,7 +7,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.collectives import device_groups, find_collective
-from dhelix.passes.costs import CostModel, Costs, Lane, instruction_cost, trip_count
+from dhelix.passes.costs import BY_THEMSELVES, CostModel, Costs, InStep, Lane, instruction_cost, trip_count
 from dhelix.passes.fingerprint import input_fingerprint
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.operator_keys import key_of
@@ -176,6 +176,27 @@ def test_a_cost_model_is_a_profile_under_one_setting() -> None:
     costs = model.costs()
     assert (model.hardware, costs.hardware) == (H200_NO_P2P, H200_NO_P2P)
     assert costs[named("gather")].seconds == 7.0, "collectives run as the setting says"
+
+
+def test_the_costs_of_a_cost_model_are_those_of_a_step() -> None:
+    """Pauses are the setting's own; over NVLink collectives wait and slow compute down more than pairs say."""
+    section = Section("default", gap_seconds=3e-6)
+    assert Costs(H200).in_step == BY_THEMSELVES
+    assert CostModel(Profile("H200", "no-p2p").with_section(section)).costs().in_step == InStep(pause=3e-6)
+    nvlink = CostModel(measured_pair("gather", "gemm", PAIR).with_section(section)).costs()
+    assert nvlink.in_step.pause == 3e-6 and nvlink.in_step.wait > 0.0 and nvlink.in_step.strain > 1.0
+
+
+def test_a_running_collective_is_met_as_under_one_connection() -> None:
+    starved = PairTiming(6.0, 6.0, 3.0, 3.0, 3.0)
+    both = measured_pair("gather", "gemm", starved)
+    for section in measured_pair("gather", "gemm", PAIR, "connections1").sections.values():
+        both = both.with_section(section)
+    costs = Costs(H200, Estimator(both, H200))
+    assert costs.rates(named("gemm"), named("gather"), True) == (1.0, MIN_RATE)
+    assert costs.rates(named("gemm"), named("gather"), True, running=True) == pytest.approx((1 / 3, 1.0))
+    alone = Costs(H200, Estimator(measured_pair("gather", "gemm", starved), H200))
+    assert alone.rates(named("gemm"), named("gather"), True, running=True) == (1.0, MIN_RATE)
 
 
 @pytest.mark.parametrize(

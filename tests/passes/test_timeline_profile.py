@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dhelix.passes.costs import Cost, CostModel, Costs, Lane
+from dhelix.errors import DhelixError
+from dhelix.passes.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.timeline import Timeline, simulate
+from dhelix.passes.timeline import Timeline, evaluate, simulate
 from dhelix.profiles import storage
 from dhelix.profiles.contention import MIN_RATE, measured_rates, pair_seconds
 from dhelix.profiles.estimates import Estimator
@@ -22,17 +23,28 @@ type Rates = dict[tuple[str, str], tuple[float, float]]
 """Of the one launched first and of the other, by their names."""
 
 
-def profiled(program: Program, results: list[str], rates: Rates) -> tuple[HloModule, Costs]:
-    """A program, and costs from a profile that has measured these pairs and no others."""
+def profiled(
+    program: Program, results: list[str], rates: Rates, running: Rates | None = None, in_step: InStep = BY_THEMSELVES
+) -> tuple[HloModule, Costs]:
+    """A program, and costs from a profile that has measured these pairs and no others.
+
+    `running`: those under `connections1`.
+    """
     module, costs = build(program, results)
     seconds = {step.name: step.seconds for step in program if not isinstance(step, Done)}
     keys = {step.name: key_of(step) for step in program if not isinstance(step, Done)}
-    pairs = {
-        PairKey(keys[first], keys[second]): timing(seconds[first], seconds[second], both)
-        for (first, second), both in rates.items()
-    }
-    profile = Profile("H200", "nvlink").with_section(Section("default", pairs=pairs))
-    known = Costs(H200, Estimator(profile, H200))
+
+    def section(setting: str, rates: Rates) -> Section:
+        pairs = {
+            PairKey(keys[first], keys[second]): timing(seconds[first], seconds[second], both)
+            for (first, second), both in rates.items()
+        }
+        return Section(setting, pairs=pairs)
+
+    profile = Profile("H200", "nvlink").with_section(section("default", rates))
+    if running is not None:
+        profile = profile.with_section(section("connections1", running))
+    known = Costs(H200, Estimator(profile, H200), in_step=in_step)
     known.update(costs)
     known.operator_keys.update((i, keys.get(i.name)) for i in module.entry.instructions)
     return module, known
@@ -48,9 +60,11 @@ def timing(first: float, second: float, rates: tuple[float, float]) -> PairTimin
     return PairTiming(*pair_seconds(first, second, rates), first, second)
 
 
-def play(program: Program, results: list[str], rates: Rates) -> Timeline:
-    module, costs = profiled(program, results, rates)
-    return simulate(module.entry, module.schedule[module.entry], costs, H200)
+def play(
+    program: Program, results: list[str], rates: Rates, running: Rates | None = None, in_step: InStep = BY_THEMSELVES
+) -> Timeline:
+    module, costs = profiled(program, results, rates, running, in_step)
+    return evaluate(module.schedule[module.entry], costs)
 
 
 def spans(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -115,6 +129,63 @@ def test_a_starved_collective_comes_after_compute() -> None:
     timeline = play(GATHER_UNDER_X, ["y"], {("g", "x"): (MIN_RATE, 1.0)})
     assert spans(timeline)["x"] == (0.0, 4.0)
     assert timeline.seconds == pytest.approx(3.0 + 4.0 + 1.0, rel=0.01)
+
+
+UNDER_TWO = [Start("g", 3.0, "p"), Op("x", 2.0, ("p",)), Op("y", 2.0, ("p",)), Done("g")]
+STARVED = {("g", "x"): (MIN_RATE, 1.0), ("g", "y"): (MIN_RATE, 1.0)}
+
+
+def test_a_starved_collective_gets_its_sms_when_the_first_instruction_ends() -> None:
+    """It holds them beside the next one, at the rates of the setting that starts kernels in their order."""
+    running = {("g", "x"): (0.1, 0.1), ("g", "y"): (0.9, 0.75)}
+    timeline = play(UNDER_TWO, ["x", "y", "g_done"], STARVED, running)
+    under_y = 2.0 / 0.75
+    assert timeline.collectives[0].under == (("y", pytest.approx(under_y)), ("x", 2.0))
+    assert timeline.seconds == pytest.approx(2.0 + under_y + (3.0 - 2.0 * MIN_RATE - 0.9 * under_y))
+
+
+def test_a_collective_that_ran_alone_first_is_not_starved() -> None:
+    program = [Start("g", 3.0, "p", lane=Lane.COMM_INTER), Start("h", 1.0, "p"), Done("h")]
+    program += [Op("x", 2.0, ("h_done",)), Done("g")]
+    timeline = play(program, ["x", "g_done"], {("g", "x"): (MIN_RATE, 1.0)}, {("g", "x"): (1.0, 0.5)})
+    assert spans(timeline) == {"h": (0.0, 1.0), "g": (0.0, 3.0), "x": (1.0, 4.0)}, "2 s at half speed, 1 s alone"
+
+
+def test_where_one_connection_was_not_measured_pairs_of_the_setting_count() -> None:
+    assert play(UNDER_TWO, ["x", "y", "g_done"], STARVED, {}).seconds == pytest.approx(7.0, rel=0.02)
+    assert play(UNDER_TWO, ["x", "y", "g_done"], STARVED).seconds == pytest.approx(7.0, rel=0.02)
+
+
+def test_kernels_pause_and_collectives_go_on_meanwhile() -> None:
+    rates = {("g", "x"): (1.0, 1.0), ("g", "y"): (1.0, 1.0)}
+    timeline = play(UNDER_TWO, ["x", "y", "g_done"], rates, in_step=InStep(pause=0.25))
+    assert spans(timeline) == {"g": (0.0, 3.0), "x": (0.25, 2.25), "y": (2.5, 4.5)}
+    assert (timeline.compute, timeline.exposed, timeline.hidden, timeline.idle) == (4.0, 0.5, 2.5, 0.0)
+    alone = play([Op("x", 2.0, ("p",)), Op("y", 2.0, ("x",))], ["y"], {}, in_step=InStep(pause=0.25))
+    assert (alone.seconds, alone.idle) == (4.5, 0.5)
+
+
+def test_a_collective_launched_before_a_pause_is_launched_with_what_comes_after_it() -> None:
+    timeline = play(GATHER_UNDER_X, ["y"], {("g", "x"): (0.5, 1.0)}, {("g", "x"): (1.0, 1.0)}, InStep(pause=0.5))
+    assert spans(timeline)["g"] == (0.0, 0.5 + 4.0 + 0.5)
+
+
+def test_collectives_wait_for_the_last_of_their_gpus() -> None:
+    timeline = play(GATHER_UNDER_X, ["y"], {("g", "x"): (0.5, 1.0)}, in_step=InStep(wait=0.5))
+    assert spans(timeline)["g"] == (0.0, 5.5)
+    assert timeline.collectives[0].alone == 3.0
+
+
+def test_strain_makes_slow_downs_larger() -> None:
+    timeline = play(GATHER_UNDER_X, ["y"], {("g", "x"): (1.0, 0.8)}, in_step=InStep(strain=2.0))
+    # A slow-down of 1.25 becomes one of 1.5: in 3 s x does 2 of its 4 s.
+    assert spans(timeline)["x"] == pytest.approx((0.0, 5.0))
+
+
+def test_evaluation_needs_to_know_the_hardware() -> None:
+    module, costs = profiled(GATHER_UNDER_X, ["y"], {})
+    with pytest.raises(DhelixError, match="costs without hardware"):
+        evaluate(module.schedule[module.entry], dict(costs))
 
 
 @given(programs(), st.data())
