@@ -4,14 +4,14 @@
     profile(process, lowered, compiled, (args, kwargs))       # measures what the profile's file lacks of the step
 
 `dhelix profile` starts a process for each launch setting. A process that holds the GPUs for a step of its own was
-started already: which setting that was, `setting_of` tells by environment and XLA flags. What is measured then, and
-how, is the same for both (`gpu_measurer`, `measure_missing`).
+started already: which setting that was, `launch_settings.setting_of` tells by environment and XLA flags. What is
+measured then, and how, is the same for both (`gpu_measurer`, `measure_missing`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,25 +24,15 @@ from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import describe, gpu_name
-from dhelix.profiles.profile import SETTINGS, LaunchSetting, Profile, Provenance
+from dhelix.profiles.profile import LaunchSetting, Profile, Provenance
+from dhelix.runtime.launch_settings import link_of, setting_of
 from dhelix.runtime.lowering import compiled_module, device_count, hlo_bytes, with_hlo
 from dhelix.runtime.profiling import measure
 from dhelix.runtime.profiling.observe import NO_GRAPHS, observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Progress, Session, Step
 
-_LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
 _MEMORY_SHARE = 0.5  # of what the process has left, for arguments of measuring programs
-
-_USUAL: Mapping[str, str] = MappingProxyType({
-    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
-    "NCCL_CTA_POLICY": "0",
-    "xla_gpu_graph_min_graph_size": "5",
-    "xla_gpu_experimental_enable_nccl_symmetric_buffers": "false",
-    "xla_gpu_enable_nccl_user_buffers": "false",
-})  # fmt: skip
-"""What tells launch settings apart, with the values of a process that says nothing of it. XLA's usual CUDA graphs
-count as none: `gpu_measurer` switches them off."""
 
 
 @dataclass(frozen=True)
@@ -82,40 +72,6 @@ def this_process(link: str | None = None, options: Mapping[str, Any] | None = No
         )
     options = dict(options or {})
     return Process(setting_of(os.environ, options), link_of(os.environ, link), provenance(), options)
-
-
-def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> LaunchSetting:
-    """The launch setting that a process with this environment runs under.
-
-    Args:
-      environment: variables, XLA_FLAGS among them.
-      options: XLA options beside those of XLA_FLAGS, without dashes; they count more.
-
-    Raises:
-      DhelixError: there is no such setting.
-    """
-    here = _unusual(environment, {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})})
-    described = {name: _unusual(s.environment, _flags(s.xla_flags)) for name, s in SETTINGS.items()}
-    for name, unusual in described.items():
-        if unusual == here:
-            return SETTINGS[name]
-    known = "; ".join(f"{name}: {_words(unusual)}" for name, unusual in described.items())
-    raise DhelixError(
-        f"this process was started with {_words(here)}, and no launch setting of profiles is that; start it as one of"
-        f" `dhelix profile --settings` ({known})"
-    )
-
-
-def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
-    """How GPUs reach each other, by NCCL's environment unless `link` says. Raises DhelixError if it cannot be that."""
-    disabled = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
-    if link is None:
-        return "no-p2p" if disabled else "nvlink"
-    if link not in _LINKS:
-        raise DhelixError(f"link={link!r}: GPUs of one process reach each other by one of {', '.join(_LINKS)}")
-    if disabled and link != "no-p2p":
-        raise DhelixError(f"link={link!r}, but NCCL_P2P_DISABLE is set: unset it, or leave link away")
-    return link
 
 
 def profile(
@@ -230,27 +186,3 @@ def _log(done: int, total: int, what: str) -> None:
 
 def _silent(done: int, total: int, what: str) -> None:
     pass
-
-
-def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
-    """What of `_USUAL` is otherwise."""
-    values = {name: str({**environment, **flags}.get(name, usual)) for name, usual in _USUAL.items()}
-    if flags.get("xla_gpu_enable_command_buffer") == "":
-        del values["xla_gpu_graph_min_graph_size"]  # no graph of any size
-    switches = {"1": "true", "": "true", "0": "false"}
-    for name in values:
-        if _USUAL[name] in ("true", "false"):
-            values[name] = switches.get(values[name], values[name].lower())
-    return {name: value for name, value in values.items() if value != _USUAL[name]}
-
-
-def _flags(words: Iterable[str]) -> dict[str, str]:
-    """`--name=value` as a mapping; the last of several counts, and one without a value is switched on."""
-    parts = (word.removeprefix("--").partition("=") for word in words)
-    return {name: value if equals else "true" for name, equals, value in parts}
-
-
-def _words(unusual: Mapping[str, str]) -> str:
-    """As one writes it to start a process."""
-    parts = (f"--{name}={value}" if name.startswith("xla_") else f"{name}={value}" for name, value in unusual.items())
-    return ", ".join(parts) or "nothing special"

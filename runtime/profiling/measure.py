@@ -45,6 +45,8 @@ _BROKEN = (
     "unspecified launch failure",
     "MISALIGNED_ADDRESS",
 )
+# What a compile ends with: a status of XLA as JaxRuntimeError, or an exception of C++ that no one made into one.
+COMPILER_ERRORS = (RuntimeError, IndexError, ValueError)
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 
 
@@ -113,7 +115,7 @@ class GpuMeasurer:
     def _measure(self, items: tuple[Item, ...], repeats: int) -> list[Outcome]:
         try:
             return list(self._run(Program(items, repeats, self.marks)))
-        except (DhelixError, jax.errors.JaxRuntimeError) as error:
+        except (DhelixError, *COMPILER_ERRORS) as error:
             why = reason(error)
         if any(words in why for words in _BROKEN):
             raise DhelixError(f"a GPU broke down while {len(items)} operators and pairs ran; run it again ({why})")

@@ -16,7 +16,7 @@ from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.collective_tables import TableProgram
 from dhelix.runtime.profiling.executions import Execution
-from dhelix.runtime.profiling.measure import reason
+from dhelix.runtime.profiling.measure import COMPILER_ERRORS, reason
 from dhelix.runtime.profiling.observe import NO_GRAPHS
 
 
@@ -32,7 +32,7 @@ def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, s
         arguments = program.arguments()
         jax.block_until_ready(compiled(*arguments))
         found = executions.record(lambda: jax.block_until_ready(compiled(*arguments)), module.name)
-    except (DhelixError, jax.errors.JaxRuntimeError) as error:
+    except (DhelixError, *COMPILER_ERRORS) as error:
         return {}, {str(key): reason(error) for key in program.keys}
     timings = times(program, found, where, marks)
     return timings, {str(key): "the profiler saw no kernel of it" for key in program.keys if key not in timings}

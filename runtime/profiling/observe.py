@@ -54,7 +54,7 @@ def observe(
         module = compiled_module(serial)
         _run(serial, arguments)
         found = executions.record(lambda: [_run(serial, arguments) for _ in range(_TRACED_STEPS)], module.name)
-    except (DhelixError, jax.errors.JaxRuntimeError) as error:
+    except (DhelixError, *measure.COMPILER_ERRORS) as error:
         why = measure.reason(error)
         say_once(f"the step itself was not traced ({why}); its operators are run alone", ("observe", why))
         return step

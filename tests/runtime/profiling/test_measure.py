@@ -268,10 +268,11 @@ def test_two_sides_in_one_cuda_graph_cannot_be_told_apart(machine: Machine) -> N
     assert outcomes == ["kernels of one CUDA graph cannot be told apart", "the profiler saw no kernel of it"]
 
 
-def test_a_failing_item_is_found_and_the_others_are_measured(machine: Machine) -> None:
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, IndexError])
+def test_a_failing_item_is_found_and_the_others_are_measured(machine: Machine, error: type[Exception]) -> None:
     def refuses(program: Program) -> Exception | None:
         broken = any(item.first is DOUBLED for item in program.items)
-        return jax.errors.JaxRuntimeError("INTERNAL: no\n  such kernel") if broken else None
+        return error("INTERNAL: no\n  such kernel") if broken else None
 
     machine.refuses = refuses
     items = [Item(o) for o in (GEMM, MOVED, DOUBLED, SMALL, GATHER)]
