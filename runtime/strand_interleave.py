@@ -27,30 +27,18 @@ from jax.core import Tracer
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.activation_sharing import ActivationSharing
-from dhelix.passes.collective_schedule import CollectiveSchedule
-from dhelix.passes.gradient_accumulation import GradientAccumulation
-from dhelix.passes.manager import Pass, PassManager, Stage, say_once
+from dhelix.passes.manager import Pass, Stage, say_once
+from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.report import Report
-from dhelix.passes.strand_duplication import StrandDuplication
-from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
+from dhelix.runtime.schedules import AUTO, Choice
 from dhelix.runtime.specialization import Specialization
 from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
 
-SCHEDULES: dict[str, tuple[Pass, ...]] = {"list": (CollectiveSchedule(),), "xla": ()}
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
-
-
-def default_passes(schedule: str = "list") -> tuple[Pass, ...]:
-    """The passes that `strand_interleave` runs. `schedule` is one of SCHEDULES."""
-    if schedule not in SCHEDULES:
-        raise DhelixError(f"schedule={schedule!r} means nothing; take one of {', '.join(sorted(SCHEDULES))}")
-    structure = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
-    return (*structure, *SCHEDULES[schedule])
 
 
 @overload
@@ -64,6 +52,9 @@ def strand_interleave(
     microbatches: int | None = None,
     reduce: str = "mean",
     schedule: str = "list",
+    profile: str | Path | Profile | None = AUTO,
+    plan: str | Path | PairingPlan | None = None,
+    memory_limit: int | None = None,
     strict: bool = False,
     verify: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -78,11 +69,17 @@ def strand_interleave(
       microbatches: into how many micro-batches `dhelix.value_and_grad` splits its batch. None: the step has a
         loop over micro-batches of its own, which is used as it stands.
       reduce: how losses and gradients of micro-batches combine: "mean", "sum", "weighted".
-      schedule: order of operators on GPUs: "list", or "xla" to leave it to XLA.
+      schedule: which strands run together, and in which order on GPUs; one of `schedules.SCHEDULES`.
+      profile: where costs come from: "auto", the profile of the GPUs that the step is lowered for, shipped or the
+        user's own, and where there is none a roofline; the path of one, or a `Profile`; None, the roofline.
+      plan: of `dhelix plan`, its path or itself: orders as it says, in place of `schedule`. Where it does not fit the
+        step, XLA's order stays, and a line in the log says why; `strict` raises.
+      memory_limit: bytes that the step may need beside its arguments on each GPU; by default what XLA's order of the
+        two strands needs, and 3 %. Where no order needs less, XLA's stays, and a line says which limit would do.
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
-      passes: what to run in place of `default_passes(schedule)`.
+      passes: what to run in place of `schedules.default_passes(schedule)`.
       disable: names of passes not to run.
       dump_to: folder for the HLO before and after each pass.
       jit_options: of `jax.jit`: donate_argnums, static_argnames, in_shardings, ... Not for a jitted function,
@@ -93,13 +90,17 @@ def strand_interleave(
     """
     if function is None:
         return functools.partial(
-            strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, strict=strict,
-            verify=verify, passes=passes, disable=disable, dump_to=dump_to, **jit_options,
+            strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, profile=profile,
+            plan=plan, memory_limit=memory_limit, strict=strict, verify=verify, passes=passes, disable=disable,
+            dump_to=dump_to, **jit_options,
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
-    manager = PassManager(default_passes(schedule) if passes is None else passes, disable, strict, dump_to)
+    choice = Choice.of(
+        schedule, profile, plan, memory_limit, passes, disable=disable, strict=strict, dump_to=dump_to,
+        compiler_options=jit_options.get("compiler_options"),
+    )  # fmt: skip
     even_on_one_device = strict or passes is not None
-    return InterleavedStep(function, microbatches, reduce, manager, verify, jit_options, even_on_one_device)
+    return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device)
 
 
 class InterleavedStep:
@@ -112,14 +113,15 @@ class InterleavedStep:
         function: Callable[..., Any],
         microbatches: int | None,
         reduce: str,
-        manager: PassManager,
+        choice: Choice,
         verify: bool,
         jit_options: dict[str, Any],
         even_on_one_device: bool = False,
     ):
         functools.update_wrapper(self, function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._manager = manager
+        self._choice = choice
+        self._manager = choice.manager()  # of no program yet; what it refuses is said at decoration
         self._verify = verify
         self._even_on_one_device = even_on_one_device
         self._microbatches = microbatches
@@ -233,7 +235,7 @@ class InterleavedStep:
             "microbatches= has no effect: the step does not call dhelix.value_and_grad, or calls it inside a"
             " jax.jit of its own that was traced before"
         )
-        if self._manager.strict:
+        if self._choice.strict:
             raise DhelixError(reason)
         say_once(f"{self.__name__}: {reason}", (self.__name__, reason))
 
@@ -246,7 +248,7 @@ class InterleavedStep:
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
                 self._specializations[same] = Specialization(
-                    self.__name__, self._manager, lowered, self._even_on_one_device
+                    self.__name__, self._choice.manager(lowered), lowered, self._even_on_one_device
                 )
             if key is not None:
                 self._specializations[key] = self._specializations[same]

@@ -1,0 +1,126 @@
+"""The launch setting of a process: which one it has, and which one a plan wants.
+
+Some choices hold for a whole process, and change every time in it: how many connections CUDA has, whether NCCL uses
+copy engines, whether buffers are symmetric memory, whether kernels start as CUDA graphs (`profiles.profile.SETTINGS`).
+A plan is made for one of them. It cannot be applied once the process runs, and nothing here sets a variable: the
+process is looked at when its first step is lowered, and one line says how to start it if that differs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pairing_plan import PlanTarget
+from dhelix.profiles.profile import SETTINGS, LaunchSetting
+
+_LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
+
+_USUAL: Mapping[str, str] = MappingProxyType({
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+    "NCCL_CTA_POLICY": "0",
+    "xla_gpu_graph_min_graph_size": "5",
+    "xla_gpu_experimental_enable_nccl_symmetric_buffers": "false",
+    "xla_gpu_enable_nccl_user_buffers": "false",
+})  # fmt: skip
+"""What tells launch settings apart, with the values of a process that says nothing of it. XLA's usual CUDA graphs count
+as none: what measures switches them off."""
+
+
+def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> LaunchSetting:
+    """The launch setting that a process with this environment runs under.
+
+    Args:
+      environment: variables, XLA_FLAGS among them.
+      options: XLA options beside those of XLA_FLAGS, without dashes; they count more.
+
+    Raises:
+      DhelixError: there is no such setting.
+    """
+    here = _of_process(environment, options)
+    described = {name: _unusual(s.environment, _flags(s.xla_flags)) for name, s in SETTINGS.items()}
+    for name, unusual in described.items():
+        if unusual == here:
+            return SETTINGS[name]
+    known = "; ".join(f"{name}: {_words(unusual)}" for name, unusual in described.items())
+    raise DhelixError(
+        f"this process was started with {_words(here)}, and no launch setting of profiles is that; start it as one of"
+        f" `dhelix profile --settings` ({known})"
+    )
+
+
+def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
+    """How GPUs reach each other, by NCCL's environment unless `link` says. Raises DhelixError if it cannot be that."""
+    disabled = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
+    if link is None:
+        return "no-p2p" if disabled else "nvlink"
+    if link not in _LINKS:
+        raise DhelixError(f"link={link!r}: GPUs of one process reach each other by one of {', '.join(_LINKS)}")
+    if disabled and link != "no-p2p":
+        raise DhelixError(f"link={link!r}, but NCCL_P2P_DISABLE is set: unset it, or leave link away")
+    return link
+
+
+def difference(
+    target: PlanTarget, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
+) -> str | None:
+    """One line that says how to start the process for a plan with this target; None if it was started so.
+
+    Args:
+      environment: by default this process's.
+      options: as of `setting_of`.
+    """
+    environment = os.environ if environment is None else environment
+    here = _of_process(environment, options)
+    wanted = _unusual(dict(target.environment), _flags(target.xla_flags))
+    if here == wanted:
+        return None
+    unset = "".join(f" without {name}" for name in here if name not in wanted)
+    return (
+        f"the plan is for launch setting {target.setting!r} and this process was started with {_words(here)}; start it"
+        f" with {_command(target, environment)}{unset}, or make a plan for how it is (`dhelix plan --setting`)"
+    )
+
+
+def _command(target: PlanTarget, environment: Mapping[str, str]) -> str:
+    """What stands before the command in a shell, other XLA flags of the process kept."""
+    names = _flags(target.xla_flags).keys()
+    kept = [f for f in environment.get("XLA_FLAGS", "").split() if _name(f) not in (*names, *_USUAL)]
+    flags = " ".join([*kept, *target.xla_flags])
+    variables = [f"{name}={value}" for name, value in target.environment]
+    return " ".join([*variables, *([f"XLA_FLAGS='{flags}'"] if flags else [])]) or "no setting of its own"
+
+
+def _of_process(environment: Mapping[str, str], options: Mapping[str, Any] | None) -> dict[str, str]:
+    return _unusual(environment, {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})})
+
+
+def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
+    """What of `_USUAL` is otherwise."""
+    values = {name: str({**environment, **flags}.get(name, usual)) for name, usual in _USUAL.items()}
+    if flags.get("xla_gpu_enable_command_buffer") == "":
+        del values["xla_gpu_graph_min_graph_size"]  # no graph of any size
+    switches = {"1": "true", "": "true", "0": "false"}
+    for name in values:
+        if _USUAL[name] in ("true", "false"):
+            values[name] = switches.get(values[name], values[name].lower())
+    return {name: value for name, value in values.items() if value != _USUAL[name]}
+
+
+def _flags(words: Iterable[str]) -> dict[str, str]:
+    """`--name=value` as a mapping; the last of several counts, and one without a value is switched on."""
+    parts = (word.removeprefix("--").partition("=") for word in words)
+    return {name: value if equals else "true" for name, equals, value in parts}
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").partition("=")[0]
+
+
+def _words(unusual: Mapping[str, str]) -> str:
+    """As one writes it to start a process."""
+    parts = (f"--{name}={value}" if name.startswith("xla_") else f"{name}={value}" for name, value in unusual.items())
+    return ", ".join(parts) or "nothing special"

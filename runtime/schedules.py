@@ -1,0 +1,166 @@
+"""Which passes a step goes through, by the names that `strand_interleave(schedule=...)` takes.
+
+    schedule            strands                     order of operators on GPUs
+    dp                  backward beside forward     pairing by dynamic programming (DHelix section 4.2)
+    list                backward beside forward     list scheduling of collectives
+    xla                 backward beside forward     XLA's own
+    a plan              backward beside forward     the plan's
+
+Orders rest on measured costs where there are any: `Choice.manager` looks up the profile of the GPUs that a program is
+lowered for, under the link and launch setting that this process has (`runtime/launch_settings.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dhelix.errors import DhelixError
+from dhelix.passes import jax_compat, pairing_plan_json
+from dhelix.passes.activation_sharing import ActivationSharing
+from dhelix.passes.collective_schedule import CollectiveSchedule
+from dhelix.passes.costs import CostModel
+from dhelix.passes.gradient_accumulation import GradientAccumulation
+from dhelix.passes.manager import Pass, PassManager, say_once
+from dhelix.passes.pairing_plan import PairingPlan
+from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.passes.strand_lockstep import StrandLockstep
+from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.profiles import storage
+from dhelix.profiles.hardware import gpu_name
+from dhelix.profiles.profile import Profile
+from dhelix.runtime import launch_settings
+
+SCHEDULES = ("dp", "list", "xla")
+AUTO = "auto"
+_STRUCTURE = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
+
+
+def default_passes(
+    schedule: str = "list", model: CostModel | None = None, memory_limit: int | None = None
+) -> tuple[Pass, ...]:
+    """The passes that `strand_interleave` runs.
+
+    Args:
+      schedule: one of SCHEDULES.
+      model: measured costs; None: the roofline's.
+      memory_limit: bytes that the step may need beside its arguments; None: what XLA's order needs, and 3 %.
+    """
+    check_schedule(schedule)
+    orders: dict[str, tuple[Pass, ...]] = {
+        "dp": (StrandPairing(model=model, memory_limit=memory_limit),),
+        "list": (CollectiveSchedule(model=model, memory_limit=memory_limit),),
+        "xla": (),
+    }
+    return (*_STRUCTURE, *orders[schedule])
+
+
+def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
+    """The passes that carry out a plan."""
+    decomposition = (ReduceScatterDecomposition(),) if plan.target.decomposed else ()
+    return (*_STRUCTURE, *decomposition, PlannedOrder(plan, memory_limit))
+
+
+def check_schedule(schedule: str) -> None:
+    if schedule not in SCHEDULES:
+        raise DhelixError(f"schedule={schedule!r} means nothing; take one of {', '.join(SCHEDULES)}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user chose; the passes follow from it and from the program's GPUs.
+
+    Attributes are options of `strand_interleave`, and those of XLA that the step is jitted with.
+    """
+
+    schedule: str = "list"
+    profile: str | Path | Profile | None = AUTO
+    plan: PairingPlan | None = None
+    memory_limit: int | None = None
+    passes: tuple[Pass, ...] | None = None
+    disable: Collection[str] = ()
+    strict: bool = False
+    dump_to: str | Path | None = None
+    compiler_options: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        profile: str | Path | Profile | None,
+        plan: str | Path | PairingPlan | None,
+        memory_limit: int | None,
+        passes: Sequence[Pass] | None,
+        **others: Any,
+    ) -> Choice:
+        """Checked. Raises DhelixError, also for a plan or a profile that cannot be read."""
+        check_schedule(schedule)
+        if plan is not None and not isinstance(plan, PairingPlan):
+            plan = pairing_plan_json.load(plan)
+        if profile is not None and profile != AUTO and not isinstance(profile, Profile):
+            profile = storage.load(profile)
+        if memory_limit is not None and (not isinstance(memory_limit, int) or memory_limit < 0):
+            raise DhelixError(f"memory_limit={memory_limit!r}: give bytes beside the arguments, or None for 3 % more")
+        if passes is not None and plan is not None:
+            raise DhelixError("passes= is all that runs, so plan= has no effect: leave out one, or pass PlannedOrder")
+        return cls(schedule, profile, plan, memory_limit, None if passes is None else tuple(passes), **others)
+
+    def manager(self, lowered: jax.stages.Lowered | None = None) -> PassManager:
+        """The passes for a program; without one as for CPUs, where no costs are needed.
+
+        Raises DhelixError where a profile that was asked for is not of this launch setting.
+        """
+        kind = None if lowered is None else _gpu(lowered)
+        if self.passes is not None:
+            passes: Sequence[Pass] = self.passes
+        elif self.plan is not None:
+            passes = planned_passes(self.plan, self.memory_limit)
+            if kind is not None:
+                self._compare_with_plan(self.plan, kind)
+        else:
+            needed = kind is not None and self.schedule != "xla"
+            model = self.model(kind) if needed and kind is not None else None
+            passes = default_passes(self.schedule, model, self.memory_limit)
+        return PassManager(passes, self.disable, self.strict, self.dump_to)
+
+    def model(self, kind: str) -> CostModel | None:
+        """Measured costs on GPUs of a kind, as this process is started; None where there are none."""
+        if self.profile is None:
+            return None
+        try:
+            setting = launch_settings.setting_of(os.environ, self.compiler_options).name
+        except DhelixError as error:
+            say_once(f"costs are those of the launch setting 'default': {error}", ("launch setting",))
+            setting = "default"
+        if isinstance(self.profile, Profile):
+            return CostModel(self.profile, setting)
+        gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
+        found = storage.find(gpu, link)
+        if found is None or setting not in found.sections:
+            what = f"{gpu} with link {link}" + ("" if found is None else f" under the launch setting {setting!r}")
+            say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))
+            return None
+        return CostModel(found, setting)
+
+    def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
+        """Says how the process should have been started, and what else is not what the plan was made for."""
+        target = plan.target
+        link = launch_settings.link_of(os.environ)
+        told = [launch_settings.difference(target, options=self.compiler_options)]
+        if gpu_name(kind) != target.hardware or link != target.link:
+            told.append(f"the plan is for {target.hardware} with link {target.link}, not {gpu_name(kind)} with {link}")
+        for line in filter(None, told):
+            say_once(line, (line,))
+
+
+def _gpu(lowered: jax.stages.Lowered) -> str | None:
+    """The kind of GPU that a program is for; None for other devices."""
+    device = (jax_compat.devices(lowered) or jax.devices())[0]
+    return device.device_kind if device.platform in ("gpu", "cuda") else None
