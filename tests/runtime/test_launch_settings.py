@@ -1,0 +1,38 @@
+"""The launch setting of a process against that of a plan."""
+
+import pytest
+
+from dhelix.passes.pairing_plan import PlanTarget
+from dhelix.profiles.profile import SETTINGS
+from dhelix.runtime.launch_settings import difference
+
+
+def target(setting: str) -> PlanTarget:
+    return PlanTarget.of("H200", "nvlink", setting)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_process_that_was_started_as_the_plan_says_is_told_nothing(setting: str) -> None:
+    known = SETTINGS[setting]
+    environment = {**known.environment, "XLA_FLAGS": " ".join(known.xla_flags)}
+    assert difference(target(setting), environment) is None
+
+
+def test_one_line_says_what_to_set() -> None:
+    said = difference(target("connections1"), {"XLA_FLAGS": "--xla_dump_to=x --xla_gpu_graph_min_graph_size=1"})
+    assert said is not None and "\n" not in said
+    assert "this process was started with --xla_gpu_graph_min_graph_size=1" in said
+    command = "CUDA_DEVICE_MAX_CONNECTIONS=1 XLA_FLAGS='--xla_dump_to=x --xla_gpu_enable_command_buffer='"
+    assert f"start it with {command} without xla_gpu_graph_min_graph_size" in said
+
+
+def test_settings_that_the_plan_does_not_want_are_named() -> None:
+    said = difference(target("default"), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    assert said is not None and "without CUDA_DEVICE_MAX_CONNECTIONS" in said
+
+
+def test_options_of_the_step_count_as_flags() -> None:
+    """XLA takes them for one program; variables of NCCL and CUDA it cannot take."""
+    options = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True, "xla_gpu_enable_command_buffer": ""}
+    assert difference(target("copy-engine"), {"NCCL_CTA_POLICY": "2"}, options) is None
+    assert difference(target("copy-engine"), {}, options) is not None

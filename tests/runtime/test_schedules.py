@@ -1,0 +1,137 @@
+"""Which passes a step goes through: by schedule, profile, plan and the GPUs that it is lowered for."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dhelix.errors import DhelixError
+from dhelix.passes import manager, pairing_plan_json
+from dhelix.passes.manager import Stage
+from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
+from dhelix.profiles import storage
+from dhelix.profiles.profile import Profile, Section
+from dhelix.runtime import deviceless
+from dhelix.runtime.schedules import SCHEDULES, Choice, default_passes, planned_passes
+
+PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=True), ())
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A process of the usual setting without profiles of its own, in which nothing was said before."""
+    monkeypatch.setattr(manager, "_said", set())
+    monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CTA_POLICY", "NCCL_P2P_DISABLE", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def choice(**options: Any) -> Choice:
+    given = {"schedule": "dp", "profile": "auto", "plan": None, "memory_limit": None, "passes": None, **options}
+    return Choice.of(**given)
+
+
+def post(passes: Any) -> Any:
+    (one,) = (p for p in passes if p.stage is Stage.POST_SCHEDULER)
+    return one
+
+
+@pytest.fixture(scope="module")
+def lowered() -> jax.stages.Lowered:
+    """A program for H200s that need not exist."""
+    sharding = NamedSharding(deviceless.mesh({"tp": 4}), P("tp"))
+    return jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_has_passes(schedule: str) -> None:
+    names = [p.name for p in default_passes(schedule)]
+    assert len(set(names)) == len(names)
+
+
+def test_a_limit_reaches_the_pass_that_keeps_to_it() -> None:
+    assert post(default_passes("dp", memory_limit=5)).memory_limit == 5
+    assert post(planned_passes(PLAN, 5)).memory_limit == 5
+
+
+def test_a_plan_brings_what_it_was_made_with() -> None:
+    names = [p.name for p in planned_passes(PLAN)]
+    assert names[-2:] == ["reduce-scatter-decomposition", "planned-order"]
+    whole = PairingPlan("a step", PlanTarget(), ())
+    assert "reduce-scatter-decomposition" not in [p.name for p in planned_passes(whole)]
+
+
+def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
+    pairing_plan_json.save(PLAN, tmp_path / "plan.json")
+    assert post(choice(plan=tmp_path / "plan.json").manager().passes).plan == PLAN
+
+
+@pytest.mark.deviceless
+def test_costs_are_of_the_gpus_that_a_program_is_for(
+    lowered: jax.stages.Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = post(choice().manager(lowered).passes).model
+    assert (model.profile.hardware, model.profile.link, model.setting) == ("H200", "nvlink", "default")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    model = post(choice().manager(lowered).passes).model
+    assert (model.profile.link, model.setting) == ("no-p2p", "connections1")
+    assert post(choice(profile=None).manager(lowered).passes).model is None
+
+
+def test_on_cpu_no_costs_are_looked_for(caplog: pytest.LogCaptureFixture) -> None:
+    program = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    assert post(choice().manager(program).passes).model is None
+    assert not caplog.records
+
+
+@pytest.mark.deviceless
+def test_a_setting_without_profile_is_said_once(
+    lowered: jax.stages.Lowered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Profile("H200", "nvlink").with_section(Section("connections1"))
+    monkeypatch.setattr(storage, "find", lambda gpu, link: found)
+    for _ in range(2):
+        assert post(choice().manager(lowered).passes).model is None
+    (record,) = caplog.records
+    assert "under the launch setting 'default': costs are a roofline's; run `dhelix profile`" in record.getMessage()
+
+
+@pytest.mark.deviceless
+def test_a_profile_that_was_asked_for_must_know_the_setting(lowered: jax.stages.Lowered) -> None:
+    given = Profile("H200", "nvlink").with_section(Section("connections1"))
+    with pytest.raises(DhelixError, match="nothing under the launch setting 'default'"):
+        choice(profile=given).manager(lowered)
+
+
+@pytest.mark.deviceless
+def test_a_plan_for_another_process_is_said_once(
+    lowered: jax.stages.Lowered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    for _ in range(2):
+        choice(plan=PLAN).manager(lowered)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2
+    assert "start it with CUDA_DEVICE_MAX_CONNECTIONS=1" in said[0]
+    assert "the plan is for H200 with link nvlink, not H200 with no-p2p" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": "fast"}, "schedule='fast' means nothing; take one of dp, list"),
+        ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"memory_limit": "3GiB"}, "memory_limit='3GiB'"),
+        ({"plan": "no-such-file.json"}, "cannot be read"),
+        ({"profile": "no-such-file.json"}, "cannot be read"),
+        ({"plan": PLAN, "passes": []}, "leave out one"),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(DhelixError, match=said):
+        choice(**options)
