@@ -5,8 +5,9 @@ pairs left out from the times alone that were measured beside them. Left out are
 
 - `operators`: every shape of an operator, whatever its layout, library and launch order;
 - `collectives`: every size of a collective, whatever its kind;
-- `models`: everything of one model's train step. A model is told by the size of its all-gathers: its operators are
-  those that were measured beside them. What two models share is in no training set.
+- `models`: everything of one model's train step. A model is told by the size of its all-gathers over all GPUs: its
+  operators are those that were measured beside them. All-gathers of several groups at once, which operators of every
+  model meet, tell nothing. What two models share is in no training set.
 
 What is judged is the excess P - max(T_i, T_j): how much longer a pair takes than in perfect overlap. Three simple
 predictions stand beside the model's: `max` (perfect overlap), `sum` (in turn), and `constant`, a slow-down that is the
@@ -172,11 +173,11 @@ def _shape(key: Key) -> str:
 
 
 def _models(section: Section) -> dict[OperatorKey, set[str]]:
-    """To which models each operator belongs, these named by their all-gathers."""
+    """To which models each operator belongs, these named by their all-gathers of one group."""
     models: dict[OperatorKey, set[str]] = defaultdict(set)
     for pair in section.pairs:
         for key in (pair.first, pair.second):
-            if isinstance(key, CollectiveKey) and key.kind == "all-gather":
+            if isinstance(key, CollectiveKey) and key.kind == "all-gather" and key.groups == 1:
                 for operator in _operators(pair):
                     models[operator].add(_shape(key))
     return models

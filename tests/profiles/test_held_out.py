@@ -93,6 +93,12 @@ def test_what_two_models_share_is_predicted_in_both() -> None:
     assert result.pairs == len(section.pairs) + shared
 
 
+def test_a_collective_of_several_groups_that_every_operator_met_tells_no_model() -> None:
+    base = collective("all-gather", 64, gpus=2, groups=2)
+    section = two_models().merged(synthetic.section(operators=LARGE_ONLY, collectives=[base]))
+    assert held_out(section)["models", "all"].shapes == 2
+
+
 def test_one_model_alone_cannot_be_left_out(results: Results) -> None:
     one = synthetic.section(operators=SMALL_ONLY, collectives=[SMALL])
     assert not any(left_out == "models" for left_out, _ in held_out(one))
