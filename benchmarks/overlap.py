@@ -3,9 +3,9 @@
     python benchmarks/overlap.py profiles/data/h200-nvlink.json --out benchmarks/results/overlap_h200.json
 
 Tables for each launch setting, in Markdown: what the collective adds to an operator of at least 150 us, both launch
-orders; classes of operators beside collectives by launch order; operators beside operators; collectives beside
-collectives; and figure 4's findings (profiles/overlap_findings.py). Numbers are medians over the pairs of a class
-whose repeats agree (`PairTiming.steady`).
+orders; classes of operators beside collectives by launch order; what launch order is worth; operators beside operators;
+collectives beside collectives; and figure 4's findings (profiles/overlap_findings.py). Numbers are medians over the
+pairs of a class whose repeats agree (`PairTiming.steady`).
 """
 
 import argparse
@@ -21,9 +21,10 @@ from dhelix.launch.profile_tables import readable
 from dhelix.profiles import storage
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.overlap_findings import FINDINGS, judge
-from dhelix.profiles.profile import PairTiming, Profile, Section
+from dhelix.profiles.profile import PairTiming, Profile
 
 SMS = 132  # of an H200
+ORDER_MATTERS = 0.1  # of OEF, between the two launch orders of a pair
 LONG = 150e-6  # seconds: an operator under which a collective of 64 MiB fits about
 ORDERS = ("compute first", "collective first")
 TILE = 128 * 256  # of XLA's Triton GEMMs here
@@ -64,13 +65,24 @@ def show(profile: Profile, setting: str) -> dict[str, Any]:
     print()
     mixed = classes(steady, mixed_class)
     print_classes("class | collective | first", mixed)
+    orders = launch_orders(steady)
+    print("beside all-gathers and reduce-scatters | pairs | compute first better | collective first better | worth")
+    print("---|---|---|---|---")
+    for name, row in orders.items():
+        print(f"{name} | " + " | ".join(map(str, row.values())))
+    print()
     compute = classes(steady, compute_class)
     print_classes("first | second", compute)
+    saved = savings(steady)
+    print("computations | pairs | saved of the time in turn: median (10 % to 90 % of the pairs)\n---|---|---")
+    for name, row in saved.items():
+        print(f"{name} | {row['pairs']} | {row['median']:.1%} ({row['tenth']:.1%} to {row['ninetieth']:.1%})")
+    print()
     both = {k: t for k, t in section.pairs.items() if k.first.__class__ is k.second.__class__ is CollectiveKey}
     print("first | second | OEF\n---|---|---")
     for key, timing in sorted(both.items(), key=lambda item: str(item[0])):
         print(f"{readable(key.first)} | {readable(key.second)} | {timing.oef:.2f}")
-    effectiveness = figure4(section)
+    effectiveness = figure4(steady)
     print("\nfinding | verdict\n---|---")
     verdicts = {finding.name: str(judge(finding, effectiveness)) for finding in FINDINGS}
     for name, verdict in verdicts.items():
@@ -82,7 +94,9 @@ def show(profile: Profile, setting: str) -> dict[str, Any]:
         "steady": len(steady),
         "added_us": added,
         "compute_beside_collective": {" | ".join(name): summary(found) for name, found in sorted(mixed.items())},
+        "launch_order": orders,
         "compute_beside_compute": {" | ".join(name): summary(found) for name, found in sorted(compute.items())},
+        "computations_save": saved,
         "collectives": {str(key): round(timing.oef, 3) for key, timing in both.items()},
         "figure4": {" + ".join(pair): round(oef, 3) for pair, oef in sorted(effectiveness.items())},
         "verdicts": verdicts,
@@ -123,9 +137,48 @@ def added_microseconds(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[st
     }
 
 
+def launch_orders(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
+    """Of operators with all-gathers and reduce-scatters, both orders steady: how often which order is the better one.
+
+    `worth` is the median distance of the OEFs of both orders.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for key, timing in pairs.items():
+        compute, collective = key.first, key.second
+        if not isinstance(compute, OperatorKey) or collective.kind not in ("all-gather", "reduce-scatter"):
+            continue
+        if (reverse := pairs.get(PairKey(collective, compute))) is not None:
+            for name in ("all", kind(compute)):
+                found[name].append(timing.oef - reverse.oef)
+    return {
+        name: {
+            "pairs": len(gains),
+            "compute first": sum(gain >= ORDER_MATTERS for gain in gains),
+            "collective first": sum(gain <= -ORDER_MATTERS for gain in gains),
+            "worth": round(statistics.median(map(abs, gains)), 3),
+        }
+        for name, gains in sorted(found.items())
+    }
+
+
 def compute_class(key: PairKey) -> tuple[str, ...] | None:
     both = isinstance(key.first, OperatorKey) and isinstance(key.second, OperatorKey)
     return (kind(key.first), kind(key.second)) if both else None
+
+
+def savings(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
+    """Of two computations, whichever is first: 1 - P / (T_i + T_j), which a short side does not inflate as OEF."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for key, timing in pairs.items():
+        if (name := compute_class(key)) is not None:
+            for of in ("all", " + ".join(sorted(name))):
+                found[of].append(1 - timing.seconds / (timing.first_alone + timing.second_alone))
+    rows = {}
+    for name, values in sorted(found.items()):
+        tenth, *_, ninetieth = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values * 2
+        numbers = {"median": statistics.median(values), "tenth": tenth, "ninetieth": ninetieth}
+        rows[name] = {"pairs": len(values), **{of: round(value, 3) for of, value in numbers.items()}}
+    return rows
 
 
 def kind(key: Key) -> str:
@@ -173,10 +226,10 @@ def print_classes(heads: str, found: Mapping[tuple[str, ...], list[tuple[PairKey
     print()
 
 
-def figure4(section: Section) -> dict[tuple[str, str], float]:
-    """OEF by names of bases and launch order."""
+def figure4(pairs: Mapping[PairKey, PairTiming]) -> dict[tuple[str, str], float]:
+    """OEF by names of bases and launch order; of two sizes the better one."""
     names = {key: name for name, keys in _FIGURE4.items() for key in keys}
-    sides = ((names.get(str(k.first)), names.get(str(k.second)), t.oef) for k, t in section.pairs.items())
+    sides = ((names.get(str(k.first)), names.get(str(k.second)), t.oef) for k, t in pairs.items())
     found: dict[tuple[str, str], float] = {}
     for first, second, oef in sides:
         if first and second:
