@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what profiles/data ships, from nothing, into the folder $1. Every line can be interrupted and run again, and
 # measures only what its file lacks. The shipped files come from the same requests, made one by one in several calls on
-# four machines; this script has not been run as a whole, and `copy-engine1` and one GPU alone not at all.
+# four machines of 4 x H200 and on one H100; this script has not been run as a whole.
 #
 #   benchmarks/shipped_profiles.sh OUT          on 4 GPUs joined by NVLink
 #   benchmarks/shipped_profiles.sh OUT alone    on one GPU, from the step that a run on 4 kept in OUT/step
@@ -24,7 +24,7 @@ dhelix profile $step8 $nvlink --settings default,connections1 --bases llama-8b,p
 dhelix profile $step25 $nvlink --settings default,connections1 --bases llama-25b
 dhelix profile $step8 $nvlink --settings connections1 --interleave
 dhelix profile $step8 $nvlink --settings command-buffers,copy-engine,copy-engine1,user-buffers
-dhelix profile --collectives $nvlink --settings default,copy-engine,user-buffers
+dhelix profile --collectives $nvlink --settings default,copy-engine,copy-engine1,user-buffers
 p2p="--link no-p2p --out $out/$gpu-no-p2p.json"
 dhelix profile $step8 $p2p --settings default,connections1
 dhelix profile --collectives $p2p
