@@ -38,6 +38,11 @@ class Command:
 COMMANDS = {
     "train": Command("dhelix.launch.train", "train a language model, plain or with interleaved strands"),
     "profile": Command("dhelix.launch.profile", "measure what one train step's operators and collectives cost"),
+    "plan": Command(
+        "dhelix.launch.plan",
+        "decide without a GPU what of one strand runs with what of the other",
+        needs_device=False,
+    ),
     "inspect": Command(
         "dhelix.launch.inspect",
         "show what each collective of a compiled step is hidden under, and what stays exposed",

@@ -64,12 +64,17 @@ def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
 
     Raises DhelixError: options that do not fit each other, or nothing to compile with (extra `compile`).
     """
+    training, batch = deviceless_training(options, target)
+    module = compiled_module(deviceless.compile_tuned(_lower(options, training, batch)))
+    return CompiledStep(name_of(options, training), module, training.mesh.size, target.upper())
+
+
+def deviceless_training(options: trainer.Options, target: str = "h200") -> tuple[Training, int]:
+    """The plain train step on GPUs that need not exist, and how many sequences it takes."""
     gpus = gpus_of_mesh(options.mesh) or _GPUS
     per_host = min(gpus, _GPUS_PER_HOST)
     devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
-    training, batch = trainer.make_training(options, trainer.configuration(options), devices)
-    module = compiled_module(deviceless.compile_tuned(_lower(options, training, batch)))
-    return CompiledStep(_name(options, training), module, training.mesh.size, target.upper())
+    return trainer.make_training(options, trainer.configuration(options), devices)
 
 
 def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, Callable[[], tuple[Any, ...]]]:
@@ -108,7 +113,8 @@ def _lower(options: trainer.Options, training: Training, batch: int) -> jax.stag
     return step.lower(training.abstract_state(), training.abstract_batch(batch))
 
 
-def _name(options: trainer.Options, training: Training) -> str:
+def name_of(options: trainer.Options, training: Training) -> str:
+    """The step in words."""
     axes = " x ".join(f"{name} {size}" for name, size in training.mesh.shape.items())
     how = "" if options.plain else ", interleaved"
     size = f"{training.config.layers} layers, sequence {training.config.seq}, {options.microbatches} micro-batches"

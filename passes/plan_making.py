@@ -5,16 +5,16 @@
     plan = make_plan(module, schedule, model, target, "llama-8b, 8 layers")
 
 Bodies are the computations with two strands and those whose order is not XLA's; what is left out keeps XLA's order.
-The one that takes most of the step comes first.
+First come those with two strands, of several that which takes most of the step.
 """
 
 from collections.abc import Mapping, Sequence
 
 from dhelix.passes.body_plan import PlannedSegment, segments_of
 from dhelix.passes.buffers import Memory
-from dhelix.passes.collective_schedule import Limits
 from dhelix.passes.costs import CostModel, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.orders import Limits
 from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget, Prediction
 from dhelix.passes.plan_operators import PlanOperators
 from dhelix.passes.step_time import predict
@@ -38,15 +38,17 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
     limits = Limits(costs.hardware, 0, Memory(module), {})
     timeline = simulate_module(module, costs.hardware, costs)
     runs = executions(module)
-    found = []
+    found: list[tuple[int, PlanBody]] = []
     for computation, sequence in module.schedule.items():
         if computation in runs and any(costs[i].lane is not Lane.COMPUTE for i in sequence):
             body = find_strands(computation, original[computation], costs, limits)
             if body.second.operators or sequence != original[computation]:
                 segments = segments_of(body, sequence, costs, limits)
-                found.append(_body(PlanOperators(computation, costs.operator_keys), segments, runs[computation], costs))
-    found.sort(key=lambda b: (-b.runs * b.predicted_us, b.fingerprint))
-    return PairingPlan(program, target, tuple(found), prediction(timeline, module, costs))
+                operators = PlanOperators(computation, costs.operator_keys)
+                strands = 2 if body.second.operators else 1
+                found.append((strands, _body(operators, segments, runs[computation], costs)))
+    found.sort(key=lambda entry: (-entry[0], -entry[1].runs * entry[1].predicted_us, entry[1].fingerprint))
+    return PairingPlan(program, target, tuple(body for _, body in found), prediction(timeline, module, costs))
 
 
 def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Prediction:

@@ -13,7 +13,7 @@ makes possible, such as writes of residuals, so that nothing lives longer than i
 Nothing is searched and no costs are asked for: the same plan gives the same order whatever a profile says by then.
 
 Legal: data flow, control dependencies, the order of side effects and of accesses to each shared buffer are kept
-(`collective_schedule.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Where a
+(`orders.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Where a
 plan is refused, XLA's order stays; with `strict` it raises. Linear in instructions.
 """
 
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.buffers import Memory
-from dhelix.passes.collective_schedule import dependencies
 from dhelix.passes.collectives import is_done
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.operator_keys import OperatorKeys
+from dhelix.passes.orders import dependencies
 from dhelix.passes.pairing_plan import PairingPlan, PlanBody
 from dhelix.passes.plan_operators import PlanOperators
 from dhelix.profiles.hardware import describe

@@ -1,0 +1,180 @@
+"""`dhelix plan`: what of one strand runs with what of the other, under which launch setting, made without a GPU.
+
+    dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
+
+The step is compiled for GPUs that need not exist, with what XLA's autotuner chose on such a card; operators and pairs
+of them cost what the profile says. Each launch setting gets a plan, and the one that is predicted to be fastest is
+shown and written. docs/plan.md says how to read, edit and use it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch import plan_picture, plan_step, plan_tables, trainer
+from dhelix.launch.plan_search import MemoryLimit, played, search
+from dhelix.launch.plan_tables import PlanView
+from dhelix.launch.progress import Progress
+from dhelix.launch.train import say
+from dhelix.models import PRESETS
+from dhelix.passes import pairing_plan_json
+from dhelix.passes.costs import CostModel
+from dhelix.profiles import hardware, storage
+from dhelix.profiles.profile import SETTINGS, Profile
+from dhelix.runtime import deviceless
+from dhelix.runtime.schedules import SCHEDULES
+
+USAGE = """\
+usage: dhelix plan --preset NAME | DUMP [flags]
+
+Decides what of one strand runs with what of the other, from measured costs and without a GPU, and writes it down for
+people and for `dhelix train --plan` or strand_interleave(plan=...).
+
+  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
+  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --link no-p2p --setting default,connections1
+  dhelix plan DUMP --json                                        # any step, as it was compiled
+
+DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
+
+_DEFAULT_GPU = "H200"
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags, on `values`; those of the step are those of `dhelix train`."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    default = trainer.Options()
+    choice("preset", None, list(PRESETS), "the model")
+    number("layers", None, "number of layers, if not the preset's")
+    number("seq", None, "sequence length, if not the preset's")
+    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
+    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
+    number("microbatches", default.microbatches, "micro-batches per step")
+    text("mesh", default.mesh, "GPUs per axis, such as dp=2,tp=4 (default: tp over 4 GPUs)")
+    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
+    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+    choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
+    flags.DEFINE_list(
+        "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
+    )
+    choice("schedule", "dp", [name for name in SCHEDULES if name != "xla"], "how the order is found")
+    text("profile", None, "the profile's file (default: the shipped one and the user's own)")
+    limit = "GiB that the step may need on a GPU, arguments and all (default: what the plain step needs, and 3 %)"
+    flags.DEFINE_float("memory_limit", None, limit, lower_bound=0.0, flag_values=values)
+    text("out", None, "write the plan to this file")
+    text("picture", None, "draw the pairing to this file, a PNG")
+    flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
+    number("top", 12, "how many rows a table shows")
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Makes the plan. Raises DhelixError."""
+    chosen = values.flag_values_dict()
+    _check(chosen, arguments)
+    deviceless.prepare_environment()
+    jax.config.update("jax_platforms", "cpu")
+    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    view = _make(chosen, arguments, console)
+    if chosen["out"]:
+        pairing_plan_json.save(view.best.plan, chosen["out"])
+    if chosen["picture"]:
+        plan_picture.save_png(plan_picture.picture(view.best), chosen["picture"])
+    if chosen["json"]:
+        print(json.dumps(view.to_json(), indent=1))
+    else:
+        plan_tables.print_view(view, console, chosen["top"])
+    for name in filter(None, (chosen["out"], chosen["picture"])):
+        say(console, f"wrote {name}")
+    return 0
+
+
+def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
+    if len(arguments) + bool(chosen["preset"]) != 1:
+        raise DhelixError("give one step: --preset NAME, or a dump (a file or folder of --xla_dump_to)")
+    unknown = [name for name in chosen["setting"] if name not in SETTINGS]
+    if unknown:
+        raise DhelixError(f"--setting {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+
+
+def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
+    options = None if arguments else trainer.Options(**{f: chosen[f] for f in _STEP})
+    dump = plan_step.of_dump(arguments[0]) if arguments else None
+    models = _models(chosen, (dump.hardware if dump else None) or _DEFAULT_GPU)
+    copying = [m for m in models if m.implementation == "symmetric"] if options else []
+    with _Work(console, len(models) + len(copying) + (0 if options is None else 3 + bool(copying))) as work:
+        if options is None:
+            assert dump is not None  # _check
+            plain, programs = None, [dump]
+        else:
+            plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
+            programs = [work.do("both strands are compiled", plan_step.of_preset, options)]
+            if copying:
+                words = "both strands are compiled with all-to-alls for reduce-scatters"
+                programs.append(work.do(words, plan_step.of_preset, options, True))
+        limit = MemoryLimit.of(chosen["memory_limit"], plain)
+        candidates = [
+            work.do(f"{model.setting} is planned", search, program, model, chosen["schedule"], limit)
+            for model in models
+            for program in programs
+            if not program.decomposed or model in copying
+        ]
+        best = min(candidates, key=lambda c: c.seconds)
+        memory = best.program.memory
+        if options is not None:
+            memory = work.do("the plan is compiled", plan_step.confirmed, options, best.plan)
+    plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
+    return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
+
+
+_STEP = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")
+
+
+def _models(chosen: dict[str, Any], gpu: str) -> list[CostModel]:
+    """Costs under each launch setting that is asked for."""
+    profile = _profile(chosen, gpu)
+    wanted = chosen["setting"] or [name for name in SETTINGS if name in profile.sections]
+    return [CostModel(profile, name) for name in dict.fromkeys(wanted)]
+
+
+def _profile(chosen: dict[str, Any], gpu: str) -> Profile:
+    if chosen["profile"]:
+        return storage.load(chosen["profile"])
+    found = storage.find(gpu, chosen["link"])
+    if found is None:
+        raise DhelixError(
+            f"no profile of {gpu} with link {chosen['link']}: run `dhelix profile` on such GPUs, give --profile, or use"
+            f" one of {', '.join(storage.shipped())}"
+        )
+    return found
+
+
+class _Work:
+    """Runs what takes long, and shows how far it is."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._progress, self._done = Progress(console, 0, total, "plan"), 0
+
+    def __enter__(self) -> _Work:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.__exit__()
+
+    def do[**P, T](self, words: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function`; `words` say that it is done."""
+        result = function(*args, **kwargs)
+        self._done += 1
+        self._progress.update(self._done, words)
+        return result

@@ -1,0 +1,172 @@
+"""Plans of one step under several launch settings, and which of them is predicted to be fastest.
+
+    candidates = [search(program, model, "dp", limit) for model in models]
+    best = min(candidates, key=lambda c: c.seconds)
+
+What a candidate predicts is played from the order that its plan gives when it is carried out, not from the order that
+the search found: plans keep operators, and what travels with them may come to stand elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dhelix.launch.plan_step import Program
+from dhelix.passes.buffers import Memory
+from dhelix.passes.collectives import find_collective
+from dhelix.passes.costs import CostModel, Costs
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plan_making import executions, make_plan
+from dhelix.passes.plan_operators import PlanOperators
+from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.timeline import Timeline, simulate_module
+from dhelix.runtime.schedules import default_passes
+
+SLACK = 0.03
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan and what is predicted of it.
+
+    Attributes:
+      program: that it is for.
+      module: in the order of the plan.
+      timeline: of that; `seconds_xla`: of XLA's order.
+      bytes, bytes_xla: beside the arguments, by estimate.
+      solve_seconds: what the search took.
+    """
+
+    program: Program
+    plan: PairingPlan
+    module: HloModule
+    costs: Costs
+    timeline: Timeline
+    seconds_xla: float
+    bytes: int
+    bytes_xla: int
+    solve_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Every instruction that takes time, by its name."""
+        found: dict[str, Place] = {}
+        wanted = {body.fingerprint: body for body in self.plan.bodies}
+        for computation, runs in executions(self.module).items():
+            operators = PlanOperators(computation, self.costs.operator_keys)
+            body = wanted.get(operators.fingerprint)
+            planned = {} if body is None else {(o.key, o.occurrence): o.name for o in body.operators}
+            others = operators.names(list(operators.identities))
+            for instruction, identity in operators.identities.items():
+                name = planned.get(identity, others[instruction])
+                found[instruction.name] = Place(instruction, name, operators.describe(), runs)
+        return found
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """Each collective of the step as JSON values, those that take longest first; microseconds of one execution."""
+        rows = []
+        for time_of in self.timeline.collectives:
+            place, count = self.places[time_of.instruction], time_of.count or 1
+            found = find_collective(place.instruction)
+            assert found is not None  # the timeline says that it communicates
+            beneath = [{"name": self.places[name].name, "us": _us(seconds / count)} for name, seconds in time_of.under]
+            rows.append({
+                "name": place.name,
+                "body": place.body,
+                "kind": found.kind,
+                "lane": time_of.lane.value,
+                "bytes": found.size,
+                "runs": time_of.count,
+                "alone_us": _us(time_of.alone / count),
+                "time_us": _us((time_of.hidden + time_of.exposed) / count),
+                "hidden_us": _us(time_of.hidden / count),
+                "exposed_us": _us(time_of.exposed / count),
+                "beneath": beneath,
+            })  # fmt: skip
+        return sorted(rows, key=lambda row: (-row["runs"] * row["time_us"], row["body"], row["name"]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """An instruction, what a plan calls it, and the computation around it: in words, and how often a step runs it."""
+
+    instruction: Instruction
+    name: str
+    body: str
+    runs: int
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What a step may need on one GPU, arguments and all.
+
+    Attributes:
+      bytes: None: as much as XLA's order needs, and 3 %.
+      given: by the user, so more is refused; else it is what a plan is compared with.
+    """
+
+    bytes: int | None
+    given: bool = False
+
+    @classmethod
+    def of(cls, gib: float | None, plain: Program | None) -> MemoryLimit:
+        """What the user says, or 3 % more than the plain step needs (DHelix section 6)."""
+        if gib is not None:
+            return cls(int(gib * 2**30), given=True)
+        return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
+
+    def beside_arguments(self, program: Program, needed: int) -> int | None:
+        """Bytes for a scheduler, whose limits leave out arguments. `needed`: by XLA's order."""
+        if self.bytes is None or program.memory is None:
+            return None
+        allowed = self.bytes - (program.memory.peak - program.memory.temporaries)
+        return max(allowed, 0) if self.given else max(allowed, needed)
+
+
+def search(program: Program, model: CostModel, schedule: str, limit: MemoryLimit) -> Candidate:
+    """The plan that a schedule, one of `schedules.SCHEDULES`, gives with these costs.
+
+    Raises DhelixError: no order fits the limit that the user gave; the message says which would do.
+    """
+    module = HloModule.from_bytes(program.module)
+    bytes_before = _bytes(module)
+    memory_limit = limit.beside_arguments(program, bytes_before)
+    original = dict(module.schedule)
+    begun = time.perf_counter()
+    for one in default_passes(schedule, model, memory_limit):
+        if one.stage is Stage.POST_SCHEDULER:
+            one.run(module, PassContext(strict=True))
+    solved = time.perf_counter() - begun
+    target = PlanTarget.of(model.profile.hardware, model.profile.link, model.setting, program.decomposed)
+    found = make_plan(module, original, model, target, program.name)
+    module = HloModule.from_bytes(program.module)
+    original, costs = dict(module.schedule), model.costs()
+    before = simulate_module(module, costs.hardware, costs)
+    PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
+    plan = make_plan(module, original, model, target, program.name)
+    timeline = simulate_module(module, costs.hardware, costs)
+    return Candidate(program, plan, module, costs, timeline, before.seconds, _bytes(module), bytes_before, solved)
+
+
+def played(program: Program, model: CostModel) -> float:
+    """Seconds of the step in XLA's order."""
+    module, costs = HloModule.from_bytes(program.module), model.costs()
+    return simulate_module(module, costs.hardware, costs).seconds
+
+
+def _bytes(module: HloModule) -> int:
+    return Memory(module).peak(module.entry, module.schedule[module.entry])
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 2)

@@ -1,0 +1,134 @@
+"""The programs that `dhelix plan` plans: steps as the compiler hands them to the last passes, and their memory.
+
+    plain = of_preset(replace(options, plain=True))
+    step = of_preset(options)                       # its strands interleaved, its order XLA's
+    copied = of_preset(options, decomposed=True)    # its reduce-scatters all-to-alls and sums, for copy engines
+    memory = confirmed(options, plan)               # compiled again, in the order of the plan
+
+Nothing runs and no GPU is needed. Modules are taken out of the compiler where `strand_interleave` orders them, so a
+plan made here meets the same program there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dhelix.errors import DhelixError
+from dhelix.launch import dumps, profile_step, trainer
+from dhelix.launch.dumps import Memory
+from dhelix.models import Training
+from dhelix.passes.manager import Pass, Stage
+from dhelix.passes.pairing_plan import PairingPlan
+from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.report import CHANGED, UNCHANGED, Report
+from dhelix.runtime import deviceless, registration
+from dhelix.runtime.schedules import default_passes, planned_passes
+from dhelix.runtime.strand_interleave import strand_interleave
+
+_NAME = "jit_train_step"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step in XLA's order.
+
+    Attributes:
+      name: for people.
+      module: scheduled, serialized.
+      gpus: how many it runs on.
+      hardware: the GPU it was compiled for; None if a dump does not say.
+      memory: of one GPU, in XLA's order; None if a dump does not say.
+      decomposed: its reduce-scatters are all-to-alls and sums.
+    """
+
+    name: str
+    module: bytes
+    gpus: int
+    hardware: str | None
+    memory: Memory | None
+    decomposed: bool = False
+
+
+def of_dump(path: str | Path) -> Program:
+    """The step in a file or a folder of `--xla_dump_to`, as it is. Raises DhelixError: see `profile_step.of_dump`."""
+    step = profile_step.of_dump(path)
+    memory = dumps.read_memory(dumps.find_module(path))
+    return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory)
+
+
+def of_preset(options: trainer.Options, decomposed: bool = False, target: str = "h200") -> Program:
+    """The step that `dhelix train` runs with these options, plain or with interleaved strands.
+
+    Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
+    """
+    decomposition = (ReduceScatterDecomposition(),) if decomposed else ()
+    passes = () if options.plain else (*default_passes("xla"), *decomposition)
+    found = _compile(options, passes, target, strict=True)
+    name = profile_step.name_of(options, found.training)
+    return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, decomposed)
+
+
+def confirmed(options: trainer.Options, plan: PairingPlan, target: str = "h200") -> Memory:
+    """Memory of the step in the order of `plan`, by the compiler.
+
+    Raises DhelixError if the plan cannot be carried out.
+    """
+    found = _compile(options, planned_passes(plan, sys.maxsize), target, strict=False)
+    assert found.report is not None  # there are passes
+    done = found.report[PlannedOrder.name]
+    if done.outcome not in (CHANGED, UNCHANGED):
+        raise DhelixError(f"the plan does not fit the step that it was made of: {'; '.join(map(str, done.notes))}")
+    return found.memory
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    training: Training
+    module: bytes
+    memory: Memory
+    report: Report | None
+
+
+def _compile(options: trainer.Options, passes: Sequence[Pass], target: str, strict: bool) -> _Compiled:
+    training, batch = profile_step.deviceless_training(options, target)
+    example = training.abstract_state(), training.abstract_batch(batch)
+    step: Any = jax.jit(training.train_step, donate_argnums=0)
+    if passes:
+        step = strand_interleave(training.train_step, passes=passes, strict=strict, donate_argnums=0)
+    lowered = step.lower(*example)
+    modules: list[bytes] = []
+    with _recorded(modules):
+        compiled = deviceless.compile_tuned(lowered)
+    report = step.report(*example) if passes else None
+    return _Compiled(training, modules[-1], _memory(compiled), report)
+
+
+@contextlib.contextmanager
+def _recorded(modules: list[bytes]) -> Iterator[None]:
+    """Compilations inside leave the module that comes to the last passes in `modules`."""
+
+    def record(stage: Stage, module: bytes) -> None:
+        if stage is Stage.POST_SCHEDULER:
+            modules.append(module)
+
+    with registration.temporary_hook(record, _NAME):
+        yield
+
+
+def _memory(compiled: Any) -> Memory:
+    stats = compiled.memory_analysis()
+    return Memory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        "memory_analysis() of the compiled step",
+    )

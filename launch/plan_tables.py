@@ -1,0 +1,191 @@
+"""What `dhelix plan` says: JSON for programs, tables for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch.dumps import Memory
+from dhelix.launch.plan_search import Candidate, MemoryLimit
+from dhelix.launch.train import say
+from dhelix.launch.units import bytes_text
+from dhelix.passes.pairing_plan import PlanBody, PlanSegment
+
+_LONGEST = 3  # operators beneath a collective that a row names
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """What came of it.
+
+    Attributes:
+      best: of `candidates`, one for each launch setting and form of the program.
+      plain_seconds: of the plain step by launch setting; None for a dump, which is planned as it is.
+      plain_memory, memory: of the plain step and of the planned one, by the compiler.
+    """
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    plain_seconds: Mapping[str, float] | None
+    plain_memory: Memory | None
+    memory: Memory | None
+    limit: MemoryLimit
+
+    def to_json(self) -> dict[str, Any]:
+        """Times in microseconds of one step; those of `collectives` of one execution. Memory in bytes on one GPU."""
+        plan, target = self.best.plan, self.best.plan.target
+        return {
+            "program": plan.program,
+            "hardware": target.hardware,
+            "link": target.link,
+            "setting": target.setting,
+            "environment": dict(target.environment),
+            "xla_flags": list(target.xla_flags),
+            "collective_implementation": target.collectives,
+            "decomposed_reduce_scatters": target.decomposed,
+            **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
+            "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
+            "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
+            "xla_order_us": round(1e6 * self.best.seconds_xla, 2),
+            "plain_us": self._plain_us(self.best),
+            "collectives": self.best.collectives,
+            "memory": {
+                "plain": self.plain_memory and self.plain_memory.peak,
+                "interleaved": self.memory and self.memory.peak,
+                "limit": self.limit.bytes,
+                "estimated_temporaries": self.best.bytes,
+                "estimated_temporaries_xla_order": self.best.bytes_xla,
+            },
+            "solve_seconds": round(self.best.solve_seconds, 3),
+            "candidates": [self._candidate(c) for c in self.candidates],
+        }
+
+    def _candidate(self, candidate: Candidate) -> dict[str, Any]:
+        target, predicted = candidate.plan.target, candidate.plan.predicted
+        return {
+            "setting": target.setting,
+            "decomposed_reduce_scatters": target.decomposed,
+            "makespan_us": round(predicted.makespan_us, 2),
+            "xla_order_us": round(1e6 * candidate.seconds_xla, 2),
+            "plain_us": self._plain_us(candidate),
+            "hidden_fraction": round(predicted.hidden_fraction, 6),
+            "guessed_fraction": round(predicted.guessed_fraction, 6),
+            "solve_seconds": round(candidate.solve_seconds, 3),
+        }
+
+    def _plain_us(self, candidate: Candidate) -> float | None:
+        return None if self.plain_seconds is None else round(1e6 * self.plain_seconds[candidate.plan.target.setting], 2)
+
+
+def print_view(view: PlanView, console: Console, top: int) -> None:
+    """Settings side by side, the collectives of the best one, and what runs with what in its first body."""
+    best = view.best
+    target = best.plan.target
+    say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, nothing ran:")
+    console.print(_settings(view))
+    console.print(_collectives(view, top))
+    for body in best.plan.bodies[:1]:
+        console.print(_segments(body))
+    others = [f"{body.name} ({body.runs:,} runs)" for body in best.plan.bodies[1:]]
+    if others:
+        say(console, f"The plan orders too: {'; '.join(others)}.")
+    for line in (*_memory(view), _start(best)):
+        say(console, line)
+
+
+def _settings(view: PlanView) -> Table:
+    table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
+    table.add_column("launch setting")
+    table.add_column("reduce-scatters")
+    for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for candidate in sorted(view.candidates, key=lambda c: c.seconds):
+        target, timeline = candidate.plan.target, candidate.timeline
+        plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
+        table.add_row(
+            target.setting,
+            "all-to-all and sum" if target.decomposed else "whole",
+            _ms(candidate.seconds),
+            _ms(candidate.seconds_xla),
+            "-" if plain is None else _ms(plain),
+            f"{candidate.plan.predicted.hidden_fraction:.0%}",
+            _ms(timeline.slow_down),
+            _ms(timeline.exposed),
+            f"{candidate.plan.predicted.guessed_fraction:.1%}",
+            f"{candidate.solve_seconds:.1f} s",
+            style="bold" if candidate is view.best else "",
+        )
+    table.caption = "hidden: share of communication under compute; slow-down: what that costs compute"
+    table.caption_justify = "left"
+    return table
+
+
+def _collectives(view: PlanView, top: int) -> Table:
+    title = f"Collectives under {view.best.plan.target.setting}, one execution each"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("collective", "in"):
+        table.add_column(column, overflow="fold", min_width=12)
+    for column in ("runs", "size", "alone", "time", "exposed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("beneath it (µs)", overflow="fold")
+    rows = view.best.collectives
+    for row in rows[:top]:
+        beneath = ", ".join(f"{b['name']} {b['us']:,.0f}" for b in row["beneath"][:_LONGEST] if b["us"] >= 1)
+        times = [f"{row[name]:,.0f} µs" for name in ("alone_us", "time_us", "exposed_us")]
+        size = bytes_text(row["bytes"])
+        where = row["body"].partition(":")[0]
+        table.add_row(row["name"], where, f"{row['runs']:,}", size, *times, beneath or "nothing")
+    if rows[top:]:
+        table.caption = f"and {len(rows) - top} more (--top)"
+    return table
+
+
+def _segments(body: PlanBody) -> Table:
+    title = f"What runs with what: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs"
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
+    table.add_column("#", justify="right")
+    table.add_column("strand alpha", overflow="fold")
+    table.add_column("strand beta", overflow="fold")
+    table.add_column("first")
+    table.add_column("predicted", justify="right", no_wrap=True)
+    for number, segment in enumerate(body.segments, 1):
+        alpha, beta = (_strand(segment, strand) for strand in ("alpha", "beta"))
+        table.add_row(str(number), alpha, beta, "".join(segment.run[:1]), f"{segment.predicted_us:,.0f} µs")
+    return table
+
+
+def _strand(segment: PlanSegment, strand: str) -> str:
+    """What belongs to `strand`; what belongs to none counts as alpha."""
+    mine = [name for name in segment.run if name.startswith("beta ") == (strand == "beta")]
+    return ", ".join(name.removeprefix(f"{strand} ") for name in mine)
+
+
+def _memory(view: PlanView) -> list[str]:
+    if view.memory is None:
+        return [f"Memory: {bytes_text(view.best.bytes)} beside the arguments, by estimate; the dump says no more."]
+    line = f"Memory on a GPU: {bytes_text(view.memory.peak)}"
+    if view.plain_memory is not None:
+        more = view.memory.peak / view.plain_memory.peak - 1.0
+        line += f", plain {bytes_text(view.plain_memory.peak)} ({more:+.1%})"
+    if view.limit.bytes is None:
+        return [f"{line}."]
+    over = view.memory.peak > view.limit.bytes
+    said = f"more than the limit of {bytes_text(view.limit.bytes)}" if over else f"limit {bytes_text(view.limit.bytes)}"
+    return [f"{line}; {said}."]
+
+
+def _start(best: Candidate) -> str:
+    target = best.plan.target
+    parts = [f"{name}={value}" for name, value in target.environment]
+    if target.xla_flags:
+        parts.append(f"XLA_FLAGS='{' '.join(target.xla_flags)}'")
+    return f"Start the process with {' '.join(parts) or 'nothing special'}; the plan says so, and nothing sets it."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
