@@ -75,8 +75,8 @@ def table(title: str, results: list[HeldOut]) -> Table:
 
 
 def markdown(results: list[HeldOut]) -> str:
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, results)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    heads, *rows = (f"| {' | '.join(row)} |" for row in (COLUMNS, *map(cells, results)))
+    return "\n".join([heads, "|---" * len(COLUMNS) + "|", *rows])
 
 
 if __name__ == "__main__":
