@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dhelix.benchmarks.strand_results import Group, Result, Run, causes, groups, read
+from dhelix.benchmarks.strand_variants import SETTINGS, XLA
 from dhelix.errors import DhelixError
 
 # Of issue "Strand pairing": link -> (must, aim) of the speed-up over XLA's best.
@@ -26,6 +27,7 @@ GOALS = {"nvlink": (1.12, 1.18), "no-p2p": (1.27, 1.32), "two-nodes": (1.05, 1.1
 def tables(runs: Sequence[Run]) -> str:
     """All tables of some runs, in Markdown."""
     parts = [_of_group(group) for group in groups(runs)]
+    parts += [_on_paper(run) for run in runs if not any(r.steps_ms for r in run.results)]
     dropped = [line for run in runs for line in run.dropped]
     dropped += [f"{r.setting} / {r.variant}: {r.failed}" for run in runs for r in run.results if r.failed]
     if dropped:
@@ -34,14 +36,35 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def _of_group(group: Group) -> str:
-    w, on = group.run.workload, group.run.on
-    head = (
+    parts = [_head(group.run, group.link), _sentence(group), _steps(group), _where(group), _causes(group)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(run: Run, link: str) -> str:
+    w, on = run.workload, run.on
+    channels = f", at most {w['channels']} channels" if w.get("channels") else ""
+    return (
         f"**{w.get('preset')} shapes, {w.get('layers')} layers{', unrolled' * bool(w.get('unrolled'))}, "
         f"S {w.get('seq')}, M {w.get('microbatches')}, TP {w.get('tp')}, vocabulary {w.get('vocab')}; "
-        f"{group.link}** ({on.get('gpus', on.get('platform', ''))}, jax {on.get('jax')}, {on.get('date')})"
+        f"{link}{channels}** ({on.get('gpus', '')}, jax {on.get('jax')}, {on.get('date')})"
     )
-    parts = [head, _sentence(group), _steps(group), _where(group), _causes(group)]
-    return "\n\n".join(part for part in parts if part)
+
+
+def _on_paper(run: Run) -> str:
+    """What the evaluator says of programs that were compiled and not run."""
+    rows = []
+    known = [r for r in run.results if r.predicted_ms is not None]
+    for r in known:
+        xla = [o.predicted_ms or 0.0 for o in known if o.kind == XLA and _link(o) == _link(r)]
+        speed_up = min(xla) / r.predicted_ms if xla and r.predicted_ms else None
+        cells = (f"{r.predicted_ms:.1f}", _number(speed_up, ".3f"), f"{r.peak_gib:.2f}", f"{r.passes_s:.1f}")
+        rows.append((r.setting, r.variant, *cells))
+    heads = "setting | program | predicted ms | speed-up over XLA's best | peak GiB | passes s"
+    return _head(run, "on paper") + "\n\n" + _table(heads, rows) if rows else ""
+
+
+def _link(result: Result) -> str:
+    return SETTINGS[result.setting].link
 
 
 def _sentence(group: Group) -> str:

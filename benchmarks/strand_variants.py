@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -55,12 +56,16 @@ class Setting:
     def copy_engines(self) -> bool:
         return "NCCL_CTA_POLICY" in self.environment
 
-    def costs(self) -> CostModel:
-        """From the shipped profile; of a launch setting that this link was not profiled under, the default's."""
+    def costs(self, link: str = "") -> CostModel:
+        """From the shipped profile; of a launch setting that a link was not profiled under, the default's.
+
+        Args:
+          link: another one than the setting's own.
+        """
         try:
-            return CostModel.find(GPU, self.link, self.profiled)
+            return CostModel.find(GPU, link or self.link, self.profiled)
         except DhelixError:
-            return CostModel.find(GPU, self.link, "default")
+            return CostModel.find(GPU, link or self.link, "default")
 
 
 _ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -109,6 +114,8 @@ class Variant:
       decomposed: reduce-scatters as all-to-all and sum.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
+      misled: our schedule is the one for another link (no-p2p for NVLink, NVLink for the others): what it costs not
+        to adapt (DHelix figure 10).
     """
 
     name: str
@@ -118,6 +125,7 @@ class Variant:
     decomposed: bool = False
     communication: bool = True
     guided: bool = False
+    misled: bool = False
 
     @property
     def kind(self) -> str:
@@ -128,8 +136,10 @@ class Variant:
 
 
 _PIPELINING = {
-    f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "reduce_scatter", "all_reduce", "collectives")
+    f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
 }
+_COPIES = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 _NO_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
 _GUIDED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 VARIANTS: dict[str, Variant] = {
@@ -142,21 +152,23 @@ VARIANTS: dict[str, Variant] = {
         Variant("plain, PGLE", options=_GUIDED, guided=True),
         Variant("plain, O1", options={"optimization_level": "O1"}),
         Variant("plain, no slice fusion", options=_NO_SLICES),
+        Variant("plain, overlapped copies", options=_COPIES),
         Variant("plain, no communication", communication=False),
         Variant("plain, list", order="list"),
         Variant("plain, list by profile", order="list by profile"),
-        Variant("plain, intra_batch", order="intra_batch"),
+        Variant("plain, intra_batch", order="dp"),  # the search where there is one strand: overlap by order alone
         Variant("plain, decomposed", decomposed=True),
         Variant("strands", "strands"),
         Variant("strands, list", "strands", "list"),
         Variant("strands, list by profile", "strands", "list by profile"),
         Variant("strands, dp", "strands", "dp"),
-        Variant("strands, round_robin", "strands", "round_robin"),
         Variant("strands, no slice fusion", "strands", options=_NO_SLICES),
+        Variant("strands, overlapped copies", "strands", options=_COPIES),
         Variant("strands, dp, no slice fusion", "strands", "dp", options=_NO_SLICES),
         Variant("strands, decomposed", "strands", decomposed=True),
         Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
         Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
+        Variant("strands, dp for another link", "strands", "dp", misled=True),
         Variant("strands, no communication", "strands", communication=False),
         Variant("strands, not in lockstep", "not in lockstep"),
         Variant("strands, gradients stacked", "gradients stacked"),
@@ -187,6 +199,8 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
 def passes_of(variant: Variant, setting: Setting) -> tuple[Any, ...]:
     """The passes of a variant, with the costs of the setting. Raises DhelixError if there is none for it."""
     passes = list(_STRUCTURES[variant.structure])
+    other = "no-p2p" if setting.link == "nvlink" else "nvlink"
+    costs = partial(setting.costs, other if variant.misled else "")
     if variant.decomposed:
         passes.append(ReduceScatterDecomposition())
     if not variant.communication:
@@ -194,9 +208,9 @@ def passes_of(variant: Variant, setting: Setting) -> tuple[Any, ...]:
     if variant.order == "list":
         passes.append(CollectiveSchedule(setting.hardware))
     elif variant.order == "list by profile":
-        passes.append(CollectiveSchedule(setting.hardware, model=setting.costs()))
+        passes.append(CollectiveSchedule(setting.hardware, model=costs()))
     elif variant.order == "dp":
-        passes.append(StrandPairing(setting.hardware, model=setting.costs()))
+        passes.append(StrandPairing(setting.hardware, model=costs()))
     elif variant.order != "xla":
         raise DhelixError(f"no pass makes the order {variant.order!r}")
     return tuple(passes)

@@ -25,7 +25,7 @@ import optax
 
 from dhelix import strand_interleave
 from dhelix.benchmarks.strand_results import Result, Run
-from dhelix.benchmarks.strand_variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.models import preset
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
@@ -33,7 +33,7 @@ from dhelix.passes.costs import Costs
 from dhelix.passes.operator_keys import CONTROL_FLOW
 from dhelix.passes.timeline import simulate_module
 from dhelix.profiles import hardware, xla_tables
-from dhelix.runtime import trace
+from dhelix.runtime import deviceless, trace
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling.provenance import provenance
 
@@ -61,6 +61,8 @@ class Worker:
 
     def measure(self) -> None:
         self.compile_all()
+        if self.options.on_paper:
+            return self.predict_all()
         if self.programs:
             self.check()
         if self.programs:
@@ -113,15 +115,19 @@ class Worker:
         if not passes:
             lowered = jax.jit(self.training.train_step, donate_argnums=0).lower(*example)
             if variant.guided:
-                options["xla_gpu_pgle_profile_file_or_directory_path"] = self.guide(lowered.compile())
-            return lowered.compile(options), {}, 0.0
-        key = variant.structure, variant.order, variant.decomposed, variant.communication
+                options["xla_gpu_pgle_profile_file_or_directory_path"] = self.guide(self.xla(lowered, {}))
+            return self.xla(lowered, options), {}, 0.0
+        key = variant.structure, variant.order, variant.decomposed, variant.communication, variant.misled
         new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
         step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
-        compiled = step.lower(*example).compile(options)
-        report = step.report(*example) if jax.default_backend() == "gpu" else step.plan(*example)
+        compiled = self.xla(step.lower(*example), options)
+        on_gpus = self.training.mesh.devices.flat[0].platform == "gpu"
+        report = step.report(*example) if on_gpus else step.plan(*example)
         outcomes = {entry.name: entry.outcome for entry in report}
         return compiled, outcomes, sum(stage.seconds for stage in report.stages)
+
+    def xla(self, lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+        return deviceless.compile(lowered, **options) if self.options.on_paper else lowered.compile(options)
 
     def guide(self, compiled: Any) -> str:
         """A file of the instructions' times for XLA's scheduler, from the shipped profile."""
@@ -183,6 +189,11 @@ class Worker:
                 self.say(f"{program.variant.name}: no trace: {first_line(error)}")
             self.save()
 
+    def predict_all(self) -> None:
+        for program in self.programs:
+            program.result.predicted_ms = self.predict(compiled_module(program.compiled))
+            self.say(f"{program.variant.name}: {program.result.predicted_ms:.1f} ms by the evaluator")
+
     def predict(self, module: Any) -> float:
         model = self.setting.costs()
         costs: Costs = model.costs()
@@ -217,7 +228,9 @@ def make_training(options: Namespace) -> Training:
     config = preset(
         options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled
     )
-    mesh = make_mesh(1, options.tp)
+    nodes = SETTINGS[options.setting].nodes
+    shape = f"1x{nodes}x{options.tp // nodes}"
+    mesh = deviceless.mesh({"dp": 1, "tp": options.tp}, shape=shape) if options.on_paper else make_mesh(1, options.tp)
     return make_train_step(config, mesh, optax.adamw(1e-4), microbatches=options.microbatches)
 
 
@@ -227,11 +240,8 @@ def describe(options: Namespace, training: Training) -> Run:
     tokens = options.microbatches * options.seq
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels")
-    facts = {
-        "gpus": f"{on.gpus} x {on.gpu}, driver {on.driver}",
-        "machine": on.machine,
-        "platform": jax.default_backend(),
-    }
+    gpus = f"{options.tp} x {GPU}, on paper" if options.on_paper else f"{on.gpus} x {on.gpu}, driver {on.driver}"
+    facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
     return Run(
         on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},
         workload={name: getattr(options, name) for name in names},
@@ -265,6 +275,8 @@ def first_line(error: Exception) -> str:
 
 def main() -> None:
     options = Namespace(**json.loads(sys.argv[1]))
+    if options.on_paper:
+        deviceless.prepare_environment()
     if hasattr(options, "coordinator"):
         nodes = SETTINGS[options.setting].nodes
         jax.distributed.initialize(options.coordinator, nodes, options.process, local_device_ids=options.devices)

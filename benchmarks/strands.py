@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all settings; 0: no limit")
     made.add_argument("--out", type=Path, default=Path("benchmark-output"))
     made.add_argument("--name", default="", help="of the result file")
+    made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled for H200s, and what is predicted")
     made.add_argument("--dump_hlo", action="store_true")
     return made
 
@@ -122,7 +123,7 @@ def run_setting(arguments: argparse.Namespace, setting: Setting, seconds: float)
     request |= {"out": str(arguments.out), "setting": setting.name, "file": str(file), "seconds": seconds}
     processes = [
         subprocess.Popen([sys.executable, str(_WORKER), json.dumps(request | place)], env=environment)
-        for place, environment in _places(arguments, setting)
+        for place, environment in places(arguments, setting)
     ]
     deadline = time.monotonic() + seconds + _GRACE_S
     for process in processes:
@@ -139,9 +140,11 @@ def run_setting(arguments: argparse.Namespace, setting: Setting, seconds: float)
     return Run(**{**record, "results": [Result(**result) for result in record["results"]]})
 
 
-def _places(arguments: argparse.Namespace, setting: Setting) -> list[tuple[dict[str, Any], dict[str, str]]]:
+def places(arguments: argparse.Namespace, setting: Setting) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """For each process where it stands among several, and its environment."""
     base = environment(setting, arguments.out)
+    if arguments.on_paper:
+        return [({}, {**base, "JAX_PLATFORMS": "cpu,cuda"})]
     if setting.nodes == 1:
         return [({}, base)]
     with socket.socket() as free:

@@ -1,0 +1,188 @@
+"""The benchmark of strands: figures from results, tables, settings and variants, and one call on CPU devices."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dhelix.benchmarks import strands
+from dhelix.benchmarks.strand_results import Result, Run, causes, groups, read
+from dhelix.benchmarks.strand_tables import into_page, tables
+from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
+from dhelix.errors import DhelixError
+from dhelix.passes.manager import PassManager
+
+ROOT = Path(strands.__file__).parent.parent
+
+
+def result(setting: str, variant: str, ms: float, compute: float = 0.0, **facts: object) -> Result:
+    found = Result(setting, variant, [ms + 1, ms, ms - 1], [2.0, 1.0], peak_gib=10.0)
+    if compute:
+        found.span_ms, found.compute_ms, found.communication_ms, found.hidden_ms = ms, compute, 400.0, 300.0
+    return dataclasses.replace(found, **facts)  # type: ignore[arg-type]
+
+
+def run(*results: Result, machine: str = "a", **workload: object) -> Run:
+    on = {"jax": "0.11.2", "machine": machine, "gpus": "4 x H200", "date": "2026-11-21"}
+    return Run(on, {"preset": "llama-8b", "seq": 8192, **workload}, 131072, 6e15, 4, 989e12, list(results))
+
+
+MEASURED = (
+    result("default", "plain", 1080, compute=920, predicted_ms=1026.0),
+    result("default", "plain, O1", 1400),
+    result("connections1", "plain", 1070),
+    result("default", "plain, no communication", 890, compute=880),
+    result("default", "strands", 1020, compute=970),
+    result("default", "strands, dp", 1010, losses=[2.0, 1.01]),
+    result("default", "strands, dp, no slice fusion", 1005),
+    result("connections1", "strands, dp", 1000),
+    result("copy_engine1", "strands, dp", 990),
+    result("copy_engine1", "strands, dp, decomposed", 980),
+    result("default", "strands, no communication", 870, compute=870),
+)
+
+
+def test_net_hidden_is_counted_from_xlas_best_to_the_fastest_without_communication() -> None:
+    (group,) = groups([run(*MEASURED)])
+    assert group.xla is group.find("connections1", "plain")
+    assert group.communication_cost == 200
+    strands_step = group.find("default", "strands")
+    assert strands_step is not None
+    assert group.net_hidden(strands_step) == pytest.approx(0.25)
+    assert group.slow_down(strands_step) == pytest.approx(0.5)
+    assert group.launch_interval(strands_step) == pytest.approx(0.25)
+    assert strands_step.under_compute == 0.75
+    assert group.speed_up(strands_step) == pytest.approx(1070 / 1020)
+    assert group.mfu(strands_step) == pytest.approx(6e15 / (1.02 * 4 * 989e12))
+    assert group.tokens_per_second(strands_step) == pytest.approx(131072 / 1.02)
+
+
+def test_losses_are_compared_with_the_plain_program() -> None:
+    (group,) = groups([run(*MEASURED)])
+    other, bound = group.find("default", "strands, dp"), group.find("default", "plain, no communication")
+    assert other is not None and bound is not None
+    assert group.loss_difference(other) == pytest.approx(0.01)
+    assert group.loss_difference(bound) is None  # wrong by design
+
+
+def test_causes_add_up_to_the_whole_gain() -> None:
+    (group,) = groups([run(*MEASURED)])
+    found = {cause.name: cause.saved_ms for cause in causes(group)}
+    assert found == pytest.approx({
+        "copies saved": 20, "overlap, XLA's order": 40, "order": 10, "XLA's options": 5, "launch settings": 5,
+        "copy engines": 10, "reduce-scatters decomposed": 10,
+    })  # fmt: skip
+    best = group.best(OURS)
+    assert best is not None and sum(found.values()) == pytest.approx(1080 - best.median_ms)
+
+
+def test_what_was_not_run_is_no_cause() -> None:
+    (group,) = groups([run(result("default", "plain", 10), result("copy_engine", "strands, dp", 8))])
+    assert [(c.name, c.saved_ms) for c in causes(group)] == [("copy engines", 2)]
+    assert groups([run(result("default", "strands", 10))])[0].xla is None
+
+
+def test_only_one_workload_on_one_machine_over_one_link_is_compared() -> None:
+    plain = result("default", "plain", 10)
+    found = groups([
+        run(plain),
+        run(result("connections1", "plain", 9)),
+        run(plain, machine="b"),
+        run(plain, seq=4096),
+        run(result("no_p2p", "plain", 20)),
+    ])  # fmt: skip
+    assert [len(group.results) for group in found] == [2, 1, 1, 1]
+    assert [group.link for group in found] == ["nvlink", "nvlink", "nvlink", "no-p2p"]
+
+
+def test_tables_hold_the_figures_and_what_was_not_run() -> None:
+    failed = dataclasses.replace(result("default", "plain, PGLE", 0), steps_ms=[], failed="did not compile: X")
+    some = run(*MEASURED, failed)
+    some.dropped.append("setting user_buffers: 3 s were left")
+    text = tables([some])
+    assert "| default | strands | 1020.0 (1019.0-1021.0) | 1.049 | 25.0% |" in text
+    assert "1026.0 (-5.0%)" in text
+    assert "| copy_engine1 | **strands, dp, decomposed** |" in text
+    assert "XLA's best: plain (connections1), 1070.0 ms" in text
+    assert "net hidden 45.0%" in text
+    assert "- setting user_buffers: 3 s were left\n- default / plain, PGLE: did not compile: X" in text
+
+
+def test_programs_on_paper_have_predictions_alone() -> None:
+    known = [("plain", 100.0), ("strands, dp", 80.0)]
+    text = tables([run(*(Result("default", name, predicted_ms=ms) for name, ms in known))])
+    assert "| default | strands, dp | 80.0 | 1.250 |" in text
+    assert "net hidden" not in text
+
+
+def test_results_survive_a_file(tmp_path: Path) -> None:
+    some = run(*MEASURED)
+    some.write(tmp_path / "a.json")
+    assert read(tmp_path / "a.json") == some
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"results": [{"step": 1}]}', "[]"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(DhelixError, match="holds no results of benchmarks/strands.py"):
+        read(file)
+
+
+def test_tables_go_where_a_page_has_marks() -> None:
+    page = "a\n<!-- strands: x -->\nold\n<!-- end of strands: x -->\nb\n"
+    new = into_page(page, "x", "| 1 |\n")
+    assert new == "a\n<!-- strands: x -->\n\n| 1 |\n\n<!-- end of strands: x -->\nb\n"
+    assert into_page(new, "x", "| 1 |\n") == new
+    with pytest.raises(DhelixError, match="<!-- strands: y -->"):
+        into_page(page, "y", "")
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
+def test_every_variant_has_passes_for_every_setting(setting) -> None:
+    for variant in VARIANTS.values():
+        PassManager(passes_of(variant, setting))
+        assert variant.kind != XLA or not passes_of(variant, setting)
+
+
+def test_kinds_of_variants() -> None:
+    assert {VARIANTS[name].kind for name in ("plain", "plain, PGLE", "plain, no slice fusion")} == {XLA}
+    assert {VARIANTS[name].kind for name in ("strands", "plain, list", "plain, decomposed")} == {OURS}
+    assert {v.kind for v in VARIANTS.values() if not v.communication} == {BOUND}
+
+
+def test_names_are_checked() -> None:
+    assert chosen(" default, connections1 ", SETTINGS, "setting") == ["default", "connections1"]
+    assert chosen("plain; strands, dp;", VARIANTS, "variant") == ["plain", "strands, dp"]
+    with pytest.raises(DhelixError, match="no variant 'x'"):
+        chosen("plain;x", VARIANTS, "variant")
+
+
+def test_a_process_is_started_as_its_setting_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    found = strands.environment(SETTINGS["copy_engine1"], tmp_path)
+    assert (found["NCCL_CTA_POLICY"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("2", "1")
+    assert found["XLA_FLAGS"].split() == [
+        "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true", "--mine"
+    ] or "autotune" in found["XLA_FLAGS"]  # fmt: skip
+    arguments = strands.parser().parse_args([])
+    places = strands.places(arguments, SETTINGS["two_nodes"])
+    assert [(place["process"], place["devices"]) for place, _ in places] == [(0, (0, 1)), (1, (2, 3))]
+    assert len({environment["NCCL_HOSTID"] for _, environment in places}) == 2
+
+
+@pytest.mark.slow
+def test_a_call_on_cpu_devices(tmp_path: Path) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    sizes = "--preset llama-demo --layers 2 --seq 32 --vocab 64 --microbatches 3 --rounds 2 --steps 1".split()
+    rest = ["--variants", "plain;strands", "--settings", "default", "--name", "tiny", "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "strands.py"), *sizes, *rest]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "| default | plain |" in output and "| default | **strands** |" in output
+    found = read(tmp_path / "tiny.json")
+    assert [len(r.steps_ms) for r in found.results] == [2, 2]
+    assert found.results[0].losses == found.results[1].losses
+    assert found.results[1].passes["strand-duplication"] == "changed"
