@@ -33,6 +33,7 @@ from dhelix.runtime import autotune_results
 from dhelix.runtime.profiling.nodes import emulated_nodes
 
 _WORKER = Path(__file__).parent / "strand_worker.py"
+_CHOICES, _CHOSEN = "autotune.pbtxt", "autotune.part.pbtxt"
 _GRACE_S = 20.0  # that a process may take beyond its budget before it is ended
 
 
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--microbatches", type=int, default=16)
     made.add_argument("--rounds", type=int, default=3, help="turns of each variant, of --steps steps")
     made.add_argument("--steps", type=int, default=2)
-    made.add_argument("--check_steps", type=int, default=3, help="first steps, whose losses are compared")
+    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose losses are compared")
     made.add_argument("--variants", default=ESSENTIAL, help=f"or all, or of: {'; '.join(VARIANTS)}")
     made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
     made.add_argument("--channels", type=int, default=0, help="most channels of a collective; 0: NCCL's choice")
@@ -133,6 +134,7 @@ def run_setting(arguments: argparse.Namespace, setting: Setting, seconds: float)
             print(f"{setting.name}: out of time; what it has measured counts", flush=True)
             process.kill()
             process.wait()
+    keep_choices(arguments.out)
     if not file.is_file():
         return None
     record = json.loads(file.read_text())
@@ -168,13 +170,26 @@ def environment(setting: Setting, folder: Path) -> dict[str, str]:
 
 
 def _autotuning(folder: Path) -> list[str]:
-    """Flags that load what is known of XLA's choices, and leave all of them in `folder` for the next process."""
+    """Flags that load what is known of XLA's choices, and leave all that a process knows in a file of its own."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
-    file = folder / "autotune.pbtxt"
-    known = file if file.is_file() and file.stat().st_size else autotune_results.file()
+    file = folder / _CHOICES
+    known = file if file.is_file() else autotune_results.file()
     load = [f"--xla_gpu_load_autotune_results_from={known}"] if known else []
-    return [f"--xla_gpu_dump_autotune_results_to={file}", *load]
+    return [f"--xla_gpu_dump_autotune_results_to={folder / _CHOSEN}", *load]
+
+
+def keep_choices(folder: Path) -> None:
+    """What a process chose anew is there for the next one."""
+    chosen_now = folder / _CHOSEN
+    if not chosen_now.is_file():
+        return
+    known = [file for file in (autotune_results.file(), folder / _CHOICES) if file is not None and file.is_file()]
+    try:
+        (folder / _CHOICES).write_text(autotune_results.merged([*known, chosen_now]))
+    except DhelixError as error:  # compiles at the same time may have written into each other's text
+        print(f"autotuning results are not kept: {error}", flush=True)
+    chosen_now.unlink()
 
 
 if __name__ == "__main__":

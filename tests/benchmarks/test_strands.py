@@ -14,6 +14,7 @@ from dhelix.benchmarks.strand_tables import into_page, tables
 from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
 from dhelix.errors import DhelixError
 from dhelix.passes.manager import PassManager
+from dhelix.runtime import autotune_results
 
 ROOT = Path(strands.__file__).parent.parent
 
@@ -172,6 +173,21 @@ def test_a_process_is_started_as_its_setting_says(monkeypatch: pytest.MonkeyPatc
     places = strands.places(arguments, SETTINGS["two_nodes"])
     assert [(place["process"], place["devices"]) for place, _ in places] == [(0, (0, 1)), (1, (2, 3))]
     assert len({environment["NCCL_HOSTID"] for _, environment in places}) == 2
+
+
+def test_choices_of_the_autotuner_go_from_process_to_process(tmp_path: Path) -> None:
+    shipped = autotune_results.file()
+    assert shipped is not None
+    strands.keep_choices(tmp_path)  # nothing was chosen
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "autotune.part.pbtxt").write_text(shipped.read_text().splitlines()[0] + "\n")
+    strands.keep_choices(tmp_path)
+    kept = (tmp_path / "autotune.pbtxt").read_text()
+    assert kept == autotune_results.merged([shipped])
+    (tmp_path / "autotune.part.pbtxt").write_text("entries { key { dev")
+    strands.keep_choices(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["autotune.pbtxt"]
+    assert (tmp_path / "autotune.pbtxt").read_text() == kept
 
 
 @pytest.mark.slow
