@@ -34,7 +34,7 @@ MIN_SECONDS = 20e-6
 """Operators and collectives that take less are not worth a pair: launching them takes about as long."""
 ALONE_REPEATS, PAIR_REPEATS = 10, 7
 _BATCH = 120  # items
-_COLLECTIVE_PAIRS = 12
+_COLLECTIVE_PAIRS = 24  # over the same GPUs, and as many over others
 
 Progress = Callable[[int, int, str], None]
 """Called with how many items are done, how many there are, and what comes next."""
@@ -196,7 +196,7 @@ class Session:
         together = list(itertools.product(collectives, repeat=2))
         for same in (False, True):
             alike = [Item(a, b) for a, b in together if (_groups(a) == _groups(b)) is same]
-            pairs += alike[:_COLLECTIVE_PAIRS]
+            pairs += _varied(alike)[:_COLLECTIVE_PAIRS]
         return pairs
 
     def _lacks(self, key: Key | PairKey, known: Section) -> bool:
@@ -253,6 +253,15 @@ def _groups(operator: Operator) -> Groups:
     """Which GPUs a collective joins; two over the same ones serialise, over different mesh axes they may not."""
     found = find_collective(operator.instruction)
     return found.groups if found else ()
+
+
+def _varied(pairs: Sequence[Item]) -> list[Item]:
+    """Those of other kinds, or over other GPUs, than any before come first."""
+    seen: dict[object, Item] = {}
+    for pair in pairs:
+        seen.setdefault(tuple((o.key.kind, _groups(o)) for o in pair.operators), pair)
+    first = list(seen.values())
+    return first + [pair for pair in pairs if pair not in first]
 
 
 def _kind(operator: Operator) -> str:
