@@ -22,7 +22,13 @@ from dhelix.errors import DhelixError
 from dhelix.launch import dumps, timeline_plot
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
 from dhelix.launch.units import Unit, size_unit, time_unit
+from dhelix.passes.costs import CostModel, Costs
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.step_time import predict
 from dhelix.profiles import hardware as gpus
+from dhelix.profiles import storage
+from dhelix.profiles.estimates import Source
+from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.lowering import compiled_module
 
 USAGE = """\
@@ -30,11 +36,13 @@ usage: dhelix inspect DUMP [--compare OTHER] [flags]
 
 Reads a scheduled HLO module and says, for each collective, what lies under it and how much of it is exposed;
 which large buffers are copied inside loops; and how much memory the step needs. Nothing runs: times are
-estimates of a cost model.
+estimates, of a profile of the GPU where there is one, else of a roofline.
 
 DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt), or its folder: then the largest such
 module is taken. With --compare, DUMP is the program before and OTHER the one after."""
 
+AUTO, NONE = "auto", "none"
+ROOFLINE = "roofline"
 _DEFAULT_GPU = "H200"
 
 
@@ -46,6 +54,16 @@ def define_flags(values: flags.FlagValues) -> None:
         sorted(gpus.ALL),
         f"GPU that times are estimated for (default: that of the dump, else {_DEFAULT_GPU})",
         flag_values=values,
+    )
+    flags.DEFINE_string(
+        "profile",
+        AUTO,
+        "where times come from: auto (a profile of the GPU, shipped or the user's own, else a roofline), none (a"
+        " roofline), or a profile's file",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "setting", "default", list(SETTINGS), "the launch setting of the profile that counts", flag_values=values
     )
     flags.DEFINE_bool("json", False, "print everything as JSON instead of tables", flag_values=values)
     flags.DEFINE_string("png", None, "write the timeline as a picture to this file", flag_values=values)
@@ -60,7 +78,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
         raise DhelixError("give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare")
     paths = [path for path in (arguments[0], values.compare) if path is not None]
     titles = values.titles
-    found = [inspect_dump(path, values.hardware, title) for path, title in zip(paths, [*titles, "", ""], strict=False)]
+    found = [
+        inspect_dump(path, values.hardware, title, values.profile, values.setting)
+        for path, title in zip(paths, [*titles, "", ""], strict=False)
+    ]
     if values.png:
         save_png(found, values.png, values.headline)
     if values.perfetto:
@@ -74,7 +95,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
 def inspect_compiled(
     compiled: Any, hardware: str = _DEFAULT_GPU, title: str = "", source: str = "compiled step"
 ) -> Inspection:
-    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
+    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too, by the roofline's costs.
 
     Args:
       hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`.
@@ -97,14 +118,23 @@ def inspect_compiled(
     module = compiled_module(compiled)
     if not module.is_scheduled:
         raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
-    return inspect_module(module, _hardware(hardware), memory, source, title)
+    return inspect_module(module, Costs(_hardware(hardware)), ROOFLINE, memory, source, title)
 
 
-def inspect_dump(path: str | Path, hardware: str | None = None, title: str = "") -> Inspection:
+def inspect_dump(
+    path: str | Path, hardware: str | None = None, title: str = "", profile: str = NONE, setting: str = "default"
+) -> Inspection:
     """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
 
+    Args:
+      hardware: whose times are estimated; by default the GPU that the dump says.
+      title: of the picture.
+      profile: "none": the roofline's costs; "auto": those of a profile, where there is one of the hardware and the
+        setting; or a profile's file.
+      setting: launch setting of the profile.
+
     Raises:
-      DhelixError: nothing to read there, no HLO, not scheduled, or no such hardware.
+      DhelixError: nothing to read there, no HLO, not scheduled, no such hardware, or a profile without the setting.
     """
     file = dumps.find_module(path)
     module = dumps.read_module(file)
@@ -114,7 +144,23 @@ def inspect_dump(path: str | Path, hardware: str | None = None, title: str = "")
     if "cpu_after" in file.name:
         notes.append("compiled for CPU, where no collective is asynchronous: compile for GPUs to see overlap")
     gpu = _hardware(hardware or dumps.read_gpu(file, gpus.ALL) or _DEFAULT_GPU)
-    return inspect_module(module, gpu, dumps.read_memory(file), str(file), title, tuple(notes))
+    costs, cost_model = _costs(module, gpu, NONE if "cpu_after" in file.name else profile, setting)
+    return inspect_module(module, costs, cost_model, dumps.read_memory(file), str(file), title, tuple(notes))
+
+
+def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) -> tuple[Costs, str]:
+    """Costs, and where they come from in words."""
+    if profile not in (AUTO, NONE):
+        known = storage.load(profile)
+    else:
+        link = next((link for link in gpus.LINKS if gpu.name.endswith(f"-{link}")), gpus.LINKS[0])
+        known = storage.find(gpu.name.removesuffix(f"-{link}"), link) if profile == AUTO else None
+        if known is None or setting not in known.sections:
+            return Costs(gpu), ROOFLINE
+    costs = CostModel(known, setting).costs()
+    guessed = predict(module, costs).shares[Source.GUESS]
+    name = storage.file_name(known.hardware, known.link).removesuffix(".json")
+    return costs, f"profile {name} (launch setting {setting}, {guessed:.0%} guessed)"
 
 
 def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
@@ -160,7 +206,9 @@ def _hardware(name: str) -> gpus.Hardware:
 
 
 def _estimate(found: Sequence[Inspection]) -> str:
-    names = dict.fromkeys(f"{i.cost_model} cost model for {i.hardware}" for i in found)
+    names = dict.fromkeys(
+        f"{i.cost_model} cost model for {i.hardware}" if i.cost_model == ROOFLINE else i.cost_model for i in found
+    )
     return f"Times are estimates of the {', and of the '.join(names)}."
 
 

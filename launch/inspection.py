@@ -1,7 +1,7 @@
 """What a scheduled module says about its step: what collectives lie under, what is exposed, what is copied.
 
-Times are estimates: the schedule is played with the roofline's costs (`dhelix.passes.timeline`), and nothing
-is measured. They are good for comparing two programs for one hardware, and for seeing where the time goes.
+Times are estimates: the schedule is played (`dhelix.passes.timeline`) with the costs of a profile or of a roofline, and
+nothing is measured. They are good for comparing two programs for one hardware, and for seeing where the time goes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.passes.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.profiles.hardware import Hardware
 
-COST_MODEL = "roofline"
 LARGE = 16 * 2**20  # bytes: copies of smaller buffers inside loops are not worth a line
 _LANES = {Lane.COMPUTE: COMPUTE, Lane.COMM: COMMUNICATION, Lane.COMM_INTER: f"{COMMUNICATION} between nodes"}
 _SHORT = {
@@ -132,7 +131,8 @@ class Inspection:
 
 def inspect_module(
     module: HloModule,
-    hardware: Hardware,
+    costs: Costs,
+    cost_model: str = "roofline",
     memory: Memory | None = None,
     source: str = "",
     title: str = "",
@@ -141,10 +141,12 @@ def inspect_module(
     """Plays a scheduled module and says what it shows.
 
     Args:
+      costs: of its instructions.
+      cost_model: where these come from, for people to read.
       source: where the module comes from, for people to read.
       title: of the picture; by default the module's name.
     """
-    costs = Costs(hardware)
+    hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
     places = dict(_places(module))
     instructions = {i.name: i for computation in places for i in computation.instructions}
@@ -154,7 +156,7 @@ def inspect_module(
         source=source or module.name,
         module=module.name,
         instructions=module.instruction_count,
-        cost_model=COST_MODEL,
+        cost_model=cost_model,
         hardware=hardware.name,
         step_ms=1e3 * timeline.seconds,
         compute_ms=1e3 * timeline.compute,

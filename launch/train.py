@@ -54,6 +54,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("plain", help="without the passes")
     switch("interleave", help="with interleaved strands (the default)")
     switch("verify", help="compare the first step with the plain one")
+    text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")
     number("save_every", None, "steps between checkpoints (default: one at the end)", 1)
@@ -102,6 +103,8 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
         raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
+    if chosen["plain"] and chosen["plan"]:
+        raise DhelixError("--plan is for interleaved strands; leave out --plain or --plan")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")

@@ -55,6 +55,7 @@ class Options:
     seed: int = 0
     plain: bool = False
     verify: bool = False
+    plan: str | None = None
     data: str | None = None
     checkpoint_dir: str | None = None
     save_every: int | None = None
@@ -128,7 +129,7 @@ def prepare(options: Options) -> Run:
     corpus = data.load(options.data)
     corpus.check(config.seq)
     training, batch = make_training(options, config, jax.devices())
-    return Run(options, training, corpus, batch, make_step(training, options.plain, options.verify))
+    return Run(options, training, corpus, batch, make_step(training, options.plain, options.verify, options.plan))
 
 
 def configuration(options: Options) -> LlamaConfig:
@@ -154,11 +155,14 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
     return training, batch
 
 
-def make_step(training: Training, plain: bool, verify: bool = False) -> Any:
-    """The train step to call: as it was written, or interleaved. Either way it takes over its state."""
+def make_step(training: Training, plain: bool, verify: bool = False, plan: str | None = None) -> Any:
+    """The train step to call: as it was written, or interleaved. Either way it takes over its state.
+
+    Raises DhelixError if `plan`, a file, is no plan.
+    """
     if plain:
         return jax.jit(training.train_step, donate_argnums=0)
-    return strand_interleave(training.train_step, verify=verify, donate_argnums=0)
+    return strand_interleave(training.train_step, verify=verify, plan=plan, donate_argnums=0)
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:

@@ -201,7 +201,7 @@ def test_the_largest_module_of_a_folder_and_says_which(dump: Dump, capsys: pytes
 
 
 def test_tables(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dhelix_inspect(dump() / f"{NAME}.txt", "--hardware=A40") == 0
+    assert dhelix_inspect(dump() / f"{NAME}.txt", "--hardware=A40") == 0  # of which there is no profile
     text = capsys.readouterr().out
     assert "estimates of the roofline cost model for A40" in text
     for word in ("all-gather-start.1", "all-reduce.1", "GEMM", "copy.1", "exposed", "memory: peak"):
@@ -240,6 +240,21 @@ def test_compare(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert trace.stat().st_size > 0
     assert dhelix_inspect(before, "--compare", after, "--json") == 0
     assert set(json.loads(capsys.readouterr().out)) == {"before", "after"}
+
+
+def test_times_of_a_profile(dump: Dump, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is one of the hardware, its link and the setting; else the roofline's, unless it was asked for."""
+    monkeypatch.delenv("DHELIX_PROFILES", raising=False)
+    found = inspect.inspect_dump(dump(), "H200", profile="auto", setting="connections1")
+    assert found.cost_model.startswith("profile h200-nvlink (launch setting connections1, ")
+    assert found.step_ms > found.compute_ms > 0.0 and len(found.collectives) == 2
+    assert inspect.inspect_dump(dump(), "H200-no-p2p", profile="auto").cost_model.startswith("profile h200-no-p2p (")
+    assert inspect.inspect_dump(dump(), "A40", profile="auto").cost_model == "roofline"
+    assert inspect.inspect_dump(dump(), "H200").cost_model == "roofline"
+    assert dhelix_inspect(dump(), "--hardware=H200") == 0
+    assert "estimates of the profile h200-nvlink" in " ".join(capsys.readouterr().out.split())
+    assert dhelix_inspect(dump(), "--profile", "missing.json") == 1
+    assert "missing.json: cannot be read" in capsys.readouterr().err
 
 
 def test_a_compiled_step() -> None:
