@@ -1,65 +1,127 @@
 """Orders of a body's operators: what one takes, whether it fits, and how to make it better by moving operators.
 
-An order is a tuple of operators by number (`Body.operators`). Every instruction of the body follows from it
-(`Body.sequence`), and `OrderSearch.seconds` is what the evaluator says of those.
+An order is a tuple of operators by number (`Body.operators`), of the whole body or of a part of it. Every instruction
+follows from an order of the whole (`Body.sequence`), and `seconds` is what the evaluator says of that.
 
 1. `segment`: P of equation 2, two segments from idle lanes to idle lanes. Compute of one strand leads, a collective
    starts as soon as it can; the better of the two ways to lead counts.
 2. `allowed`: after which operators of both strands there may be a barrier: what they need has run, and what lives then
    fits into memory. What lives between segments does not depend on the order inside.
 3. `improve`: local search. Single operators move to other places, and an order that is faster by the evaluator and
-   fits is the next start, until no move helps or the steps are used up. Steps are operators played, so that the
-   result does not depend on how fast the host is.
+   fits is the next start. Where no move helps, a few random ones are made at once and the search goes on from there,
+   until its steps are used up. Steps are instructions played, so that the result is the same on every host.
 """
 
 import math
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from dhelix.passes.buffers import LiveSet
-from dhelix.passes.collectives import is_done
+from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.operator_keys import CONTROL_FLOW
 from dhelix.passes.orders import Limits, few_in_flight
-from dhelix.passes.strand_sequences import Body, Operator
+from dhelix.passes.strand_sequences import Body, Operator, lay
 from dhelix.passes.timeline import Player
 
 Order = tuple[int, ...]
 
 _REACH = 12  # places that an operator is moved by at once
 _GAIN = 1e-6  # share of the time that counts as faster
+_KICK = 3  # random moves that leave a local optimum
 
 
 class OrderSearch:
-    """Orders of one body."""
+    """Orders of a body, or of the operators `numbers` of it, which then begin and end with idle lanes."""
 
-    def __init__(self, body: Body, costs: Mapping[Instruction, Cost], limits: Limits) -> None:
+    def __init__(
+        self,
+        body: Body,
+        costs: Mapping[Instruction, Cost],
+        limits: Limits,
+        numbers: Collection[int] | None = None,
+    ) -> None:
         self.body, self.costs, self.limits = body, costs, limits
-        self.timed = {i for i in body.order if is_done(i) or costs[i].seconds > 0.0 or i.opcode in CONTROL_FLOW}
-        self.parts = [[i for i in part if i in self.timed] for part in body.parts]
-        self.compute = {i: costs[i].seconds for i in body.order if costs[i].lane is Lane.COMPUTE}
-        self.compute.update((i, 0.0) for i in body.order if i.opcode in CONTROL_FLOW)
-        self.users: list[list[int]] = [[] for _ in body.operators]
-        for operator in body.operators:
-            for needed in operator.needs:
-                self.users[needed].append(operator.number)
+        self.numbers = sorted(range(len(body.operators)) if numbers is None else numbers)
+        self.is_whole = len(self.numbers) == len(body.operators)
+        self.timed = self._timed(body.timed if numbers is None else self._members())
+        self.parts = {n: [i for i in body.parts[n] if i in self.timed] for n in self.numbers}
+        self.floor = {i: self._floor(i) for i in self.timed}
+        self.users: dict[int, list[int]] = {n: [] for n in self.numbers}
+        for number in self.numbers:
+            for needed in body.operators[number].needs:
+                if needed in self.users:
+                    self.users[needed].append(number)
+        self.played = 0  # instructions, by `seconds`
         self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}
 
-    def sequence(self, order: Iterable[int]) -> list[Instruction]:
-        """All instructions, with no more collectives in flight than allowed."""
-        laid = self.body.sequence(order)
-        return few_in_flight(laid, self.body.before, self.costs, self.limits.max_in_flight)
+    def _members(self) -> dict[Instruction, None]:
+        """Instructions of a part of the body, in XLA's order."""
+        mine = {i for n in self.numbers for i in (*self.body.parts[n], self.body.heads[n])}
+        mine |= {self.body.ends[n] for n in self.numbers if n in self.body.ends}
+        return {i: None for i in sorted(mine, key=self.body.place.__getitem__)}
 
-    def seconds(self, order: Iterable[int], stop: float = math.inf) -> float:
-        """The whole body, without barriers; infinite as soon as it is clear that it takes `stop` or more."""
+    def _timed(self, members: Iterable[Instruction]) -> dict[Instruction, list[Instruction]]:
+        mine = {i: None for i in members if i in self.body.timed}
+        return {i: [b for b in self.body.timed[i] if b in mine] for i in mine}
+
+    def _floor(self, instruction: Instruction) -> float:
+        """Seconds of compute that it takes at least."""
+        cost = self.costs[instruction]
+        return 0.0 if cost.lane is not Lane.COMPUTE or instruction.opcode in CONTROL_FLOW else cost.seconds
+
+    def sequence(self, order: Iterable[int]) -> list[Instruction]:
+        """All instructions of the whole body, with no more collectives in flight than allowed.
+
+        Ends stand as late as possible, which is best where a collective takes longer than was thought. Where that
+        needs too much memory they stand where the collective has ended, by when its operand is free.
+        """
+        late = few_in_flight(self.body.sequence(order), self.body.before, self.costs, self.limits.max_in_flight)
+        memory, computation = self.limits.memory, self.body.computation
+        if memory.peak(computation, late) <= self.limits.bytes:
+            return late
+        early = self._with_early_ends(late)
+        return min(late, early, key=lambda sequence: memory.peak(computation, sequence))
+
+    def _with_early_ends(self, sequence: Sequence[Instruction]) -> list[Instruction]:
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
-        rest = sum(self.compute.values())
-        for instruction in self.sequence(order):
-            if instruction in self.timed:
-                player.play(instruction)
-                rest -= self.compute.get(instruction, 0.0)
-                if player.now + rest >= stop:
-                    return math.inf
+        ends = {start_of(i): i for i in sequence if is_done(i)}
+        laid: dict[Instruction, None] = {}
+        flying: list[Instruction] = []
+        for instruction in sequence:
+            lay(instruction, self.body.before, laid)
+            player.play(instruction)
+            flying += [instruction] if instruction in ends else []
+            for start in [s for s in flying if s not in player.under_way]:
+                if all(b in laid for b in self.body.before[ends[start]]):
+                    laid[ends[start]] = None
+                    flying.remove(start)
+        return list(laid)
+
+    def _timed_sequence(self, order: Iterable[int]) -> list[Instruction]:
+        """What of `sequence` takes time, and ends."""
+        laid: dict[Instruction, None] = {}
+        timed = self.timed
+        for number in order:
+            lay(self.body.heads[number], timed, laid)
+            for instruction in self.parts[number]:
+                if instruction not in laid and all(b in laid for b in timed[instruction]):
+                    laid[instruction] = None
+        for instruction in timed:
+            lay(instruction, timed, laid)
+        return few_in_flight(list(laid), timed, self.costs, self.limits.max_in_flight)
+
+    def seconds(self, order: Order, stop: float = math.inf) -> float:
+        """The whole, without barriers; infinite as soon as it is clear that it takes `stop` or more."""
+        player = Player(self.costs, self.limits.hardware, self.limits.bodies)
+        rest = sum(self.floor.values())
+        for instruction in self._timed_sequence(order):
+            player.play(instruction)
+            self.played += 1
+            rest -= self.floor[instruction]
+            if player.now + rest >= stop:
+                return math.inf
         player.drain()
         return player.now
 
@@ -68,18 +130,19 @@ class OrderSearch:
         return self.limits.memory.peak(self.body.computation, self.sequence(order))
 
     def fits(self, order: Iterable[int]) -> bool:
-        return self.peak(order) <= self.limits.bytes
+        return not self.is_whole or self.peak(order) <= self.limits.bytes
 
     def allowed(self, first: Sequence[Operator], second: Sequence[Operator]) -> Callable[[int, int], bool]:
-        """States in which all that was needed has run, and what lives then fits into memory."""
+        """States in which all that was needed has run and, for a whole body, what lives then fits into memory."""
         place = {o.number: n for n, o in enumerate(second)}
         other = {o.number: n for n, o in enumerate(first)}
         of_second = _most(max((place[n] + 1 for n in o.needs if n in place), default=0) for o in first)
         of_first = _most(max((other[n] + 1 for n in o.needs if n in other), default=0) for o in second)
-        live = [self._live(first[:i], second) for i in range(len(first) + 1)]
+        live = [self._live(first[:i], second) for i in range(len(first) + 1)] if self.is_whole else None
 
         def allowed(i: int, j: int) -> bool:
-            return of_second[i] <= j and of_first[j] <= i and live[i][j] <= self.limits.bytes
+            needed = of_second[i] <= j and of_first[j] <= i
+            return needed and (live is None or live[i][j] <= self.limits.bytes)
 
         return allowed
 
@@ -121,12 +184,18 @@ class OrderSearch:
             elif self.body.operators[head].lane is Lane.COMPUTE:
                 rest = (tuple(n for n in segment if n != head) for segment in (leading, following))
                 seconds, order = self._lay(*rest)
-                operator = self.body.operators[head]
-                known = operator.light + operator.seconds + seconds, (head, *order)
+                known = self._alone(head) + seconds, (head, *order)
             else:
                 known = self._play(leading + following)
             self._segments[leading, following] = known
         return known
+
+    def _alone(self, number: int) -> float:
+        """Seconds of an operator that computes, with what travels with it, from idle lanes."""
+        player = Player(self.costs, self.limits.hardware, self.limits.bodies)
+        for instruction in self.parts[number]:
+            player.play(instruction)
+        return player.now
 
     def _play(self, numbers: Order) -> tuple[float, Order]:
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
@@ -134,6 +203,9 @@ class OrderSearch:
         laid: list[int] = []
         while left:
             chosen = self._next(left, player.under_way)
+            if not player.under_way and self.body.operators[chosen].lane is Lane.COMPUTE:
+                seconds, order = self._lay(tuple(left), ())
+                return player.now + seconds, (*laid, *order)
             for number in self.body.waits[chosen]:
                 player.play(self.body.ends[number])
             for instruction in self.parts[chosen]:
@@ -153,37 +225,57 @@ class OrderSearch:
                 return number
         return free[0] if free else ready[0]
 
-    def improve(self, order: Order, steps: int) -> Order:
-        """`order` with single operators moved, as long as that is faster and fits, by playing up to `steps`."""
-        best, best_seconds = order, self.seconds(order)
-        seen = {best}
-        tries, improved = steps // max(len(best), 1), True
-        operators = sorted(self.body.operators, key=lambda o: (o.lane is Lane.COMPUTE, o.number))
-        while improved and tries:
-            improved = False
-            for operator in operators:
-                for moved in self._moved(best, operator):
-                    if not tries or moved in seen:
-                        continue
-                    seen.add(moved)
-                    tries -= 1
-                    seconds = self.seconds(moved, best_seconds * (1.0 - _GAIN))
-                    if seconds < best_seconds * (1.0 - _GAIN) and self.fits(moved):
-                        best, best_seconds, improved = moved, seconds, True
-                        break
+    def improve(self, starts: Sequence[Order], steps: int) -> Order:
+        """The fastest order found from `starts`, of which one or more fit, by playing about `steps` instructions."""
+        draw = random.Random(0)
+        until = self.played + steps
+        best, best_seconds = starts[0], math.inf
+        waiting = list(starts)
+        while waiting or self.played < until:
+            found, seconds = self._climb(waiting.pop(0) if waiting else self._kicked(best, draw), until)
+            if seconds < best_seconds * (1.0 - _GAIN):
+                best, best_seconds = found, seconds
         return best
 
-    def _moved(self, order: Order, operator: Operator) -> Iterator[Order]:
-        """Orders with `operator` elsewhere, nearest places first, where its needs and its users' are kept."""
+    def _kicked(self, order: Order, draw: random.Random) -> Order:
+        """`order` with a few operators moved, wherever that leads."""
+        for _ in range(_KICK):
+            ways = list(self._moved(order, draw.choice(self.numbers)))
+            order = draw.choice(ways) if ways else order
+        return order
+
+    def _climb(self, order: Order, until: int) -> tuple[Order, float]:
+        """`order` with single operators moved, as long as that is faster and fits."""
+        best, seconds = order, self.seconds(order) if self.fits(order) else math.inf
+        seen = {best}
+        operators = sorted(self.numbers, key=lambda n: (self.body.operators[n].lane is Lane.COMPUTE, n))
+        improved = True
+        while improved:
+            improved = False
+            for number in operators:
+                for moved in self._moved(best, number):
+                    if self.played >= until:
+                        return best, seconds
+                    if moved in seen:
+                        continue
+                    seen.add(moved)
+                    found = self.seconds(moved, seconds * (1.0 - _GAIN))
+                    if found < seconds * (1.0 - _GAIN) and self.fits(moved):
+                        best, seconds, improved = moved, found, True
+                        break
+        return best, seconds
+
+    def _moved(self, order: Order, number: int) -> Iterator[Order]:
+        """Orders with one operator elsewhere, nearest places first, where its needs and its users' are kept."""
         place = {n: k for k, n in enumerate(order)}
-        here = place[operator.number]
+        here = place[number]
         rest = order[:here] + order[here + 1 :]
-        low = max((place[n] + 1 for n in operator.needs), default=0)
-        high = min((place[n] - 1 for n in self.users[operator.number]), default=len(rest))
+        low = max((place[n] + 1 for n in self.body.operators[number].needs if n in place), default=0)
+        high = min((place[n] - 1 for n in self.users[number]), default=len(rest))
         for distance in range(1, _REACH + 1):
             for there in (here - distance, here + distance):
                 if low <= there <= high:
-                    yield (*rest[:there], operator.number, *rest[there:])
+                    yield (*rest[:there], number, *rest[there:])
 
 
 def _most(values: Iterator[int]) -> list[int]:

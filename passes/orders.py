@@ -207,7 +207,8 @@ def _improve(
         "bytes": peak,
         "bytes_limit": limits.bytes,
     }
-    faster = min_gain is None or after.seconds <= before.seconds * (1.0 - min_gain)
+    called = sum(i.end - i.start for i in before.intervals if i.body is not None)  # their orders are settled
+    faster = min_gain is None or after.seconds <= before.seconds - min_gain * (before.seconds - called)
     if new == old or peak > max(peak_before, limits.bytes) or not (faster or peak_before > limits.bytes):
         context.note("stood down: no order plays better than XLA's", **facts)
         return

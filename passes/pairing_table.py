@@ -10,6 +10,7 @@ and strand (the paper's dual-coloured blocks). Time grows with (operators of one
 segment + 1) squared.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ def pair(
     cost: SegmentCost,
     max_segment: int,
     allowed: Callable[[int, int], bool] = lambda i, j: True,
+    less_than: float = math.inf,
 ) -> Plan | None:
     """The fastest way to cut two sequences into segments and pair them (DHelix section 4.2, equation 2).
 
@@ -50,9 +52,10 @@ def pair(
         lane is busy in both of them, by which segments are left out that cannot be part of a fastest plan.
       max_segment: longest segment.
       allowed: whether there may be a barrier after the first i operators and j of the other sequence.
+      less_than: seconds that a plan must stay below to be of use.
 
     Returns:
-      The plan; None where no plan is allowed.
+      The plan; None where none is allowed and of use.
     """
     bounds = _Bounds(first, second)
     best: dict[tuple[int, int], tuple[float, SegmentPair | None]] = {(0, 0): (0.0, None)}
@@ -62,18 +65,19 @@ def pair(
             if not (i or j) or not allowed(i, j):
                 continue
             found: tuple[float, SegmentPair | None] | None = None
+            enough = less_than - bounds.busy(i, len(first), j, len(second))
             tries = [
                 (best[i - a, j - b][0] + bounds.busy(i - a, i, j - b, j), a + b, a)
                 for a, b in shapes
                 if (i - a, j - b) in best
             ]
             for least, size, a in sorted(tries):
-                if found is not None and least >= found[0]:
+                if least >= (enough if found is None else found[0]):
                     break
                 b = size - a
                 seconds = cost(first[i - a : i], second[j - b : j])
                 until = best[i - a, j - b][0] + seconds
-                if found is None or until < found[0]:
+                if until < (enough if found is None else found[0]):
                     found = until, SegmentPair((i - a, i), (j - b, j), seconds)
             if found is not None:
                 best[i, j] = found

@@ -20,6 +20,7 @@ so that what one strand sends lies under what the other computes:
 `plan_body` returns all that as data. Everything is deterministic: costs and sequence in, order out.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +38,9 @@ from dhelix.passes.strand_sequences import Body, find_strands
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, Hardware
 
-_STARTS = 2  # orders that are improved
-_STEPS = 25_000  # operators that the improvement of one plays, over all orders that it tries
+_STARTS = 3  # orders that are improved
+_STEPS = 40_000  # instructions that the improvement plays, over all orders that it tries
+_STEPS_EACH = 800  # the same for each operator, where they are few
 _STATES = 10_000  # of the table; longer strands, those of unrolled layers, would take more than seconds
 
 
@@ -107,8 +109,8 @@ def plan_body(
     body = find_strands(computation, sequence, costs, limits, strands)
     search = OrderSearch(body, costs, limits)
     starts, barriers = _starts(search, max_segment, listed)
-    improved = min((search.improve(s, _STEPS) for s in starts[:_STARTS]), key=search.seconds)
-    orders = {"xla": list(sequence), "list": listed, "paired": body.sequence(improved)}
+    improved = search.improve(starts[:_STARTS], min(_STEPS, _STEPS_EACH * len(body.operators)))
+    orders = {"xla": list(sequence), "list": listed, "paired": search.sequence(improved)}
     seconds, peaks = {}, {}
     for name, order in orders.items():
         seconds[name] = simulate(computation, order, costs, limits.hardware, limits.bodies).seconds
@@ -162,7 +164,8 @@ def _starts(search: OrderSearch, max_segment: int, listed: Sequence[Instruction]
         for first in body.first.candidates():
             for second in body.second.candidates():
                 allowed = search.allowed(first, second)
-                plan = pair(first, second, lambda f, s: search.segment(f, s)[0], max_segment, allowed)
+                less_than = min(planned, default=math.inf)
+                plan = pair(first, second, lambda f, s: search.segment(f, s)[0], max_segment, allowed, less_than)
                 if plan is not None:
                     planned.append(plan.seconds)
                     paired = [(first[slice(*s.first)], second[slice(*s.second)]) for s in plan.segments]

@@ -21,6 +21,7 @@ operator is preceded by what it needs of the rest, ends of collectives among the
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.costs import Cost, Lane
@@ -92,6 +93,8 @@ class Body:
       parts: what counts as the operator in the search: what travels with it, and its head.
       ends: done of each operator that is a pair; `waits`: operators that are pairs and that it reads, through
         instructions that travel.
+      before: what must come before each instruction.
+      timed: instructions that take time, and ends; what of these must come before each, through those that take none.
     """
 
     computation: Computation
@@ -104,29 +107,40 @@ class Body:
     first: Strand
     second: Strand
     before: Mapping[Instruction, Sequence[Instruction]]
+    timed: Mapping[Instruction, Sequence[Instruction]]
+
+    @cached_property
+    def place(self) -> dict[Instruction, int]:
+        """Of each instruction in XLA's order."""
+        return {i: n for n, i in enumerate(self.order)}
 
     def sequence(self, numbers: Iterable[int]) -> list[Instruction]:
         """All instructions, with the operators in the order of `numbers`, which keeps their needs."""
         laid: dict[Instruction, None] = {}
         for number in numbers:
-            self._lay(self.heads[number], laid)
+            lay(self.heads[number], self.before, laid)
             for instruction in self.parts[number]:  # also what follows the head and holds memory until it ran
-                if all(b in laid for b in self.before[instruction]):
-                    laid[instruction] = None
+                if instruction in self.timed and all(b in laid for b in self.timed[instruction]):
+                    lay(instruction, self.before, laid)
         for instruction in self.order:
-            self._lay(instruction, laid)
+            lay(instruction, self.before, laid)
         return list(laid)
 
-    def _lay(self, instruction: Instruction, laid: dict[Instruction, None]) -> None:
-        """`instruction`, after what must come before it."""
-        stack = [instruction]
-        while stack:
-            current = stack[-1]
-            missing = [b for b in self.before[current] if b not in laid]
-            if missing:
-                stack += reversed(missing)
-            else:
-                laid[stack.pop()] = None
+
+def lay(
+    instruction: Instruction, before: Mapping[Instruction, Sequence[Instruction]], laid: dict[Instruction, None]
+) -> None:
+    """`instruction`, after what must come `before` it."""
+    if instruction in laid:
+        return
+    stack = [instruction]
+    while stack:
+        current = stack[-1]
+        missing = [b for b in before[current] if b not in laid]
+        if missing:
+            stack += reversed(missing)
+        else:
+            laid[stack.pop()] = None
 
 
 def find_strands(
@@ -255,7 +269,19 @@ class _Maker:
             first,
             second,
             self.before,
+            self._timed(),
         )
+
+    def _timed(self) -> dict[Instruction, tuple[Instruction, ...]]:
+        """What takes time, or is an end, and what of that must come before; what takes none hands on."""
+        found: dict[Instruction, tuple[Instruction, ...]] = {}
+        takes_time = {i for i in self.sequence if is_done(i) or self.seconds[i] > 0.0 or i in self.number}
+        for instruction in self.sequence:
+            earlier: dict[Instruction, None] = {}
+            for b in self.before[instruction]:
+                earlier.update({b: None} if b in takes_time else dict.fromkeys(found[b]))
+            found[instruction] = tuple(earlier)
+        return {i: found[i] for i in self.sequence if i in takes_time}
 
     def _needs(self) -> dict[Instruction, frozenset[int]]:
         """Operators that come before each instruction, through the rest but not through other operators."""
