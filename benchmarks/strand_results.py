@@ -169,10 +169,9 @@ class Group:
 
     def alone(self, result: Result) -> Result | None:
         """The same structure without communication; under another setting if not under this one."""
-        structure = "strands" if VARIANTS[result.variant].structure else "plain"
-        variant = f"{structure}, no communication"
-        here = self.find(result.setting, variant)
-        return here or next((r for r in self.results if r.variant == variant), None)
+        structure = VARIANTS[result.variant].structure
+        bounds = [r for r in self.results if r.kind == BOUND and VARIANTS[r.variant].structure == structure]
+        return next((r for r in bounds if r.setting == result.setting), None) or next(iter(bounds), None)
 
     def launch_interval(self, result: Result) -> float | None:
         """The rest of what is not hidden, when compute does not run: exposed communication and pauses."""
@@ -234,6 +233,7 @@ def causes(group: Group) -> list[Cause]:
     start = next((r for r in group.results if r.variant == "plain"), None)
     if start is None:
         return []
+    unrolled = [r for r in group.results if VARIANTS[r.variant].structure == "unrolled" and r.kind == OURS]
     ours = [r for r in group.results if VARIANTS[r.variant].structure == "strands" and r.kind == OURS]
     whole = [r for r in ours if not VARIANTS[r.variant].decomposed]
     here = [r for r in whole if r.setting == start.setting]
@@ -244,6 +244,7 @@ def causes(group: Group) -> list[Cause]:
         ("launch settings", [r for r in whole if not SETTINGS[r.setting].copy_engines]),
         ("copy engines", whole),
         ("reduce-scatters decomposed", ours),
+        ("layers unrolled", ours + unrolled),
     )
     found, before = [], start
     for name, candidates in steps:

@@ -19,6 +19,7 @@ from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
 from dhelix.passes.gradient_accumulation import GradientAccumulation
+from dhelix.passes.layer_unrolling import LayerUnrolling
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
@@ -170,6 +171,11 @@ VARIANTS: dict[str, Variant] = {
         Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
         Variant("strands, dp for another link", "strands", "dp", misled=True),
         Variant("strands, no communication", "strands", communication=False),
+        Variant("strands, unrolled", "unrolled"),
+        Variant("strands, unrolled, list by profile", "unrolled", "list by profile"),
+        Variant("strands, unrolled, dp", "unrolled", "dp"),
+        Variant("strands, unrolled, dp, decomposed", "unrolled", "dp", decomposed=True),
+        Variant("strands, unrolled, no communication", "unrolled", communication=False),
         Variant("strands, not in lockstep", "not in lockstep"),
         Variant("strands, gradients stacked", "gradients stacked"),
         Variant("strands, two buffers", "two buffers"),
@@ -193,6 +199,7 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
+    "unrolled": (*_less("activation-sharing"), LayerUnrolling()),
 }
 
 

@@ -41,7 +41,9 @@ def test_each_device_keeps_its_own_part() -> None:
     assert changed is not None
     assert len(report.passes[0].notes) == 5
     compiled = lowering.with_hlo(lowered, changed).compile()
-    assert all(kind not in (compiled.as_text() or "") for kind in ("all-gather(", "all-reduce(", "all-to-all(", "permute("))
+    assert all(
+        kind not in (compiled.as_text() or "") for kind in ("all-gather(", "all-reduce(", "all-to-all(", "permute(")
+    )
     gathered, scattered, summed, exchanged, sent = compiled(x)
     repeated = np.tile(np.asarray(x), 4)
     np.testing.assert_array_equal(gathered, repeated)
