@@ -31,7 +31,14 @@ _MOST_SEGMENTS = 12  # more are not readable side by side
 _INCHES, _DPI = 13.0, 160
 _CHARACTER = 0.0051  # of the width, at the font size of labels
 _VISIBLE = 0.0025  # of the width, that a part of a block must have to be drawn
-_WORDS = {"reduce-scatter": "RS", "all-gather": "AG", "all-to-all": "A2A", "all-reduce": "AR"}
+_UPRIGHT = 13  # characters that a row is high
+_WORDS = {
+    "attention backward": "attention bwd",
+    "reduce-scatter": "RS",
+    "all-gather": "AG",
+    "all-to-all": "A2A",
+    "all-reduce": "AR",
+}
 
 
 @dataclass(frozen=True)
@@ -184,18 +191,19 @@ def _draw_block(axis: Any, block: Block, busy: list[Interval], span: float) -> N
 
 
 def _write(axis: Any, block: Block, middle: float, span: float) -> None:
-    """The label across the block, upright where it is narrow, or none where there is no room."""
+    """The label beside what is hatched, upright where that is narrow, or none where there is no room."""
     words, kind = [block.label], block.label.rstrip("0123456789 ")
     if kind in _WORDS:
         words.append(_WORDS[kind] + block.label[len(kind) :])
-    room = (block.end - block.start) / span / _CHARACTER
+    end = min(block.end, block.start + block.alone)
+    room = (end - block.start) / span / _CHARACTER
     text = next((w for w in words if len(w) + 1 < room), None)
     colour = _INK if block.light else "white"
     style = {"ha": "center", "va": "center", "fontsize": 8, "color": colour, "zorder": 5, "clip_on": True}
-    x = (block.start + block.end) / 2
+    x = (block.start + end) / 2
     if text is not None:
         axis.text(x, middle, text, **style)
-    elif room > 1.6:
+    elif room > 1.6 and len(words[-1]) <= _UPRIGHT:
         axis.text(x, middle, words[-1], rotation=90, **{**style, "fontsize": 7})
 
 
