@@ -34,7 +34,8 @@ from dhelix.runtime.profiling.nodes import emulated_nodes
 
 _WORKER = Path(__file__).parent / "strand_worker.py"
 _CHOICES, _CHOSEN = "autotune.pbtxt", "autotune.part.pbtxt"
-_GRACE_S = 20.0  # that a process may take beyond its budget before it is ended
+_GRACE_S = 20.0  # that a process may take beyond the budget before it is ended
+_ENDLESS = 1e6  # seconds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -81,16 +82,15 @@ def measure(arguments: argparse.Namespace) -> Path:
     began, longest = time.monotonic(), 0.0
     runs: list[Run] = []
     dropped: list[str] = []
-    for setting in map(SETTINGS.__getitem__, arguments.settings):
-        left = arguments.budget_s - (time.monotonic() - began) if arguments.budget_s else 1e6
+    for number, setting in enumerate(map(SETTINGS.__getitem__, arguments.settings)):
+        left = arguments.budget_s - (time.monotonic() - began) if arguments.budget_s else _ENDLESS
         if left < 0.8 * longest or left < 1:
-            dropped.append(
-                f"setting {setting.name}: {left:.0f} s of the budget were left, the longest took {longest:.0f} s"
-            )
+            reason = f"{left:.0f} s of the budget were left, and the longest took {longest:.0f} s"
+            dropped.append(f"setting {setting.name}: {reason}")
             print(f"dropped {dropped[-1]}", flush=True)
             continue
         start = time.monotonic()
-        run = run_setting(arguments, setting, left)
+        run = run_setting(arguments, setting, left / (len(arguments.settings) - number), left)
         longest = max(longest, time.monotonic() - start)
         if run is None:
             dropped.append(f"setting {setting.name}: its process gave no results")
@@ -116,30 +116,46 @@ def _file_name(arguments: argparse.Namespace) -> str:
     return "strands_" + "_".join(parts) + "_unrolled" * arguments.unrolled
 
 
-def run_setting(arguments: argparse.Namespace, setting: Setting, seconds: float) -> Run | None:
-    """The results of one setting's process or processes; None if there are none. What came late is missing in them."""
+def run_setting(arguments: argparse.Namespace, setting: Setting, share: float, left: float) -> Run | None:
+    """The results of one setting's process or processes; None if there are none.
+
+    Args:
+      share: seconds after which they shall leave out what they can.
+      left: seconds after which they are ended.
+    """
     file = arguments.out / f"{setting.name}.part.json"
     file.unlink(missing_ok=True)
     request = {k: v for k, v in vars(arguments).items() if k != "settings"}
-    request |= {"out": str(arguments.out), "setting": setting.name, "file": str(file), "seconds": seconds}
+    request |= {"out": str(arguments.out), "setting": setting.name, "file": str(file), "seconds": share}
     processes = [
         subprocess.Popen([sys.executable, str(_WORKER), json.dumps(request | place)], env=environment)
         for place, environment in places(arguments, setting)
     ]
-    deadline = time.monotonic() + seconds + _GRACE_S
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 1.0))
-        except subprocess.TimeoutExpired:
-            print(f"{setting.name}: out of time; what it has measured counts", flush=True)
-            process.kill()
-            process.wait()
+    problem = wait(processes, time.monotonic() + left + _GRACE_S)
     keep_choices(arguments.out)
+    if problem:
+        print(f"{setting.name}: {problem}; what was measured until then counts", flush=True)
     if not file.is_file():
         return None
     record = json.loads(file.read_text())
     file.unlink()
-    return Run(**{**record, "results": [Result(**result) for result in record["results"]]})
+    run = Run(**{**record, "results": [Result(**result) for result in record["results"]]})
+    return dataclasses.replace(run, dropped=[*run.dropped, f"setting {setting.name}: {problem}"]) if problem else run
+
+
+def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
+    """Until all have ended, one has failed (the others would wait for it for ever), or it is too late; then why."""
+    problem = ""
+    while not problem and any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            problem = "out of time"
+        time.sleep(0.1)
+        codes = [process.returncode for process in processes if process.returncode]
+        problem = problem or (f"a process ended with code {codes[0]}" if codes else "")
+    for process in processes:
+        process.kill()
+        process.wait()
+    return problem or next((f"a process ended with code {p.returncode}" for p in processes if p.returncode), "")
 
 
 def places(arguments: argparse.Namespace, setting: Setting) -> list[tuple[dict[str, Any], dict[str, str]]]:

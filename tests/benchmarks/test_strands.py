@@ -4,11 +4,12 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from dhelix.benchmarks import strands
+from dhelix.benchmarks import strand_worker, strands
 from dhelix.benchmarks.strand_results import Result, Run, causes, groups, read
 from dhelix.benchmarks.strand_tables import into_page, tables
 from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
@@ -188,6 +189,36 @@ def test_choices_of_the_autotuner_go_from_process_to_process(tmp_path: Path) -> 
     strands.keep_choices(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["autotune.pbtxt"]
     assert (tmp_path / "autotune.pbtxt").read_text() == kept
+
+
+def test_a_process_that_fails_ends_the_others() -> None:
+    def start(code: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code])
+
+    began = time.monotonic()
+    later = began + 60
+    sleeper = "import time; time.sleep(60)"
+    assert strands.wait([start("raise SystemExit(3)"), start(sleeper)], later) == "a process ended with code 3"
+    assert strands.wait([start(sleeper)], began) == "out of time"
+    assert strands.wait([start("")], later) == ""
+    assert time.monotonic() - began < 50
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_programs_on_paper_are_predicted(tmp_path: Path) -> None:
+    options = strands.parser().parse_args(
+        "--preset llama-demo --layers 2 --seq 128 --vocab 64 --microbatches 3 --on_paper --threads 2".split()
+    )
+    options.variants = ["plain", "plain, PGLE", "strands, dp", "strands, no communication"]
+    options.setting, options.seconds, options.out, options.file = "default", 1e6, tmp_path, tmp_path / "r.json"
+    worker = strand_worker.Worker(options)
+    worker.measure()
+    worker.save()
+    found = read(tmp_path / "r.json").results
+    assert [r.failed for r in found] == [""] * 4
+    assert all(r.predicted_ms and r.peak_gib for r in found)
+    assert (tmp_path / "default.pgle.pbtxt").read_text().startswith("costs {")
 
 
 @pytest.mark.slow
