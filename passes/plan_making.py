@@ -5,18 +5,21 @@
     plan = make_plan(module, schedule, model, target, "llama-8b, 8 layers")
 
 Bodies are the computations with two strands and those whose order is not XLA's; what is left out keeps XLA's order.
-First come those with two strands, of several that which takes most of the step.
+First come those with two strands, of several that which takes most of the step. Ends of collectives are operators of a
+plan only where they come earlier than they must, which is how a schedule keeps memory down.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from dhelix.passes.body_plan import PlannedSegment, segments_of
 from dhelix.passes.buffers import Memory
+from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import CostModel, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.orders import Limits
 from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget, Prediction
 from dhelix.passes.plan_operators import PlanOperators
+from dhelix.passes.planned_order import planned_sequence
 from dhelix.passes.step_time import predict
 from dhelix.passes.strand_sequences import find_strands
 from dhelix.passes.timeline import Timeline, simulate_module
@@ -45,8 +48,10 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
             if body.second.operators or sequence != original[computation]:
                 segments = segments_of(body, sequence, costs, limits)
                 operators = PlanOperators(computation, costs.operator_keys)
+                ends = _early_ends(computation, original[computation], sequence, segments, limits.memory)
                 strands = 2 if body.second.operators else 1
-                found.append((strands, _body(operators, segments, runs[computation], costs)))
+                planned = _body(operators, sequence, ends, segments, runs[computation], costs)
+                found.append((strands, planned))
     found.sort(key=lambda entry: (-entry[0], -entry[1].runs * entry[1].predicted_us, entry[1].fingerprint))
     return PairingPlan(program, target, tuple(body for _, body in found), prediction(timeline, module, costs))
 
@@ -75,23 +80,49 @@ def executions(module: HloModule) -> dict[Computation, int]:
     return runs
 
 
-def _body(operators: PlanOperators, segments: Sequence[PlannedSegment], runs: int, costs: Costs) -> PlanBody:
-    heads = [o.head for segment in segments for o in segment.operators]
-    names = operators.names(heads)
-    table = tuple(
-        PlanOperator(names[head], *operators.identities[head]) for head in sorted(heads, key=lambda h: names[h])
-    )
-    return PlanBody(
-        operators.describe(),
-        operators.fingerprint,
-        runs,
-        table,
-        tuple(_segment(segment, names, costs) for segment in segments),
-    )
+def _early_ends(
+    computation: Computation,
+    original: Sequence[Instruction],
+    sequence: Sequence[Instruction],
+    segments: Sequence[PlannedSegment],
+    memory: Memory,
+) -> set[Instruction]:
+    """Ends of collectives that stand before more operators in `sequence` than they must."""
+    heads = {o.head: "" for segment in segments for o in segment.operators}
+    late = _heads_before(planned_sequence(computation, original, heads, memory), heads)
+    return {end for end, count in _heads_before(sequence, heads).items() if count < late[end]}
 
 
-def _segment(segment: PlannedSegment, names: Mapping[Instruction, str], costs: Costs) -> PlanSegment:
+def _heads_before(sequence: Sequence[Instruction], heads: Collection[Instruction]) -> dict[Instruction, int]:
+    """How many of `heads` stand before each end of one of them."""
+    found: dict[Instruction, int] = {}
+    count = 0
+    for instruction in sequence:
+        count += instruction in heads
+        if is_done(instruction) and start_of(instruction) in heads:
+            found[instruction] = count
+    return found
+
+
+def _body(
+    operators: PlanOperators,
+    sequence: Sequence[Instruction],
+    ends: Collection[Instruction],
+    segments: Sequence[PlannedSegment],
+    runs: int,
+    costs: Costs,
+) -> PlanBody:
+    heads = {o.head for segment in segments for o in segment.operators}
+    launched = [i for i in sequence if i in heads or i in ends]
+    names = operators.names(launched)
+    table = (PlanOperator(names[i], *operators.identities[i]) for i in sorted(launched, key=lambda i: names[i]))
+    firsts = [launched.index(segment.operators[0].head) for segment in segments]
+    parts = [launched[a:b] for a, b in zip([0, *firsts[1:]], [*firsts[1:], len(launched)], strict=True)]
+    planned = (_segment(s, [names[i] for i in part], costs) for s, part in zip(segments, parts, strict=True))
+    return PlanBody(operators.describe(), operators.fingerprint, runs, tuple(table), tuple(planned))
+
+
+def _segment(segment: PlannedSegment, run: Sequence[str], costs: Costs) -> PlanSegment:
     alone = sum(o.seconds for o in segment.operators)
     guessed = sum(o.seconds for o in segment.operators if costs[o.head].source is Source.GUESS)
-    run = tuple(names[o.head] for o in segment.operators)
-    return PlanSegment(run, 1e6 * segment.seconds, None, guessed / alone if alone else 0.0)
+    return PlanSegment(tuple(run), 1e6 * segment.seconds, None, guessed / alone if alone else 0.0)

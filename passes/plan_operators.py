@@ -8,7 +8,8 @@ another order where other costs count. What stays is what the program computes. 
   - its occurrence among the instructions of its computation with that key, counted by how many operators its data
     comes through, then by JAX's name, then as XLA wrote them down. The schedule plays no part in it.
 
-Names for people say the strand, what the operator does, and a number where there are several: `beta all-gather 2`.
+Names for people say the strand, what the operator does, and a number where there are several: `beta all-gather 2`. The
+end of a collective, where compute waits for it, is called by its start: `beta end of all-gather 2`.
 """
 
 from collections import Counter
@@ -16,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
-from dhelix.passes.collectives import is_done
+from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.passes.strand_partition import BACKWARD_NAME
 from dhelix.profiles.keys import CollectiveKey, Key
 
+_END = "end of "
 _RECOMPUTED = "rematted_computation"
 _WORK = {"gemm": "product", "grouped-gemm": "product", "attention": "attention", "attention-backward": "attention"}
 _STRANDS = {"strand_alpha/": "alpha", "strand_beta/": "beta"}
@@ -31,22 +33,24 @@ class PlanOperators:
     """The operators of one computation.
 
     Attributes:
-      instructions: by key and occurrence, from 1.
+      identities: key and occurrence, from 1, of all that takes time, and of ends of collectives.
+      instructions: by these.
     """
 
     def __init__(self, computation: Computation, keys: OperatorKeys) -> None:
         self.computation, self._keys = computation, keys
         self._texts = {i: text for i in computation.instructions if (text := operator_text(i, keys))}
-        self.instructions: dict[tuple[str, int], Instruction] = {}
+        self.identities: dict[Instruction, tuple[str, int]] = {}
         counts: Counter[str] = Counter()
         for instruction in self._in_order():
             text = self._texts[instruction]
             counts[text] += 1
-            self.instructions[text, counts[text]] = instruction
-
-    @cached_property
-    def identities(self) -> dict[Instruction, tuple[str, int]]:
-        return {instruction: identity for identity, instruction in self.instructions.items()}
+            self.identities[instruction] = text, counts[text]
+        for instruction in computation.instructions:
+            if is_done(instruction) and start_of(instruction) in self._texts:
+                text, occurrence = self.identities[start_of(instruction)]
+                self.identities[instruction] = f"{_END}{text}", occurrence
+        self.instructions = {identity: instruction for instruction, identity in self.identities.items()}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -64,14 +68,18 @@ class PlanOperators:
         return f"{who}: {', '.join(parts)}"
 
     def names(self, heads: Sequence[Instruction]) -> dict[Instruction, str]:
-        """A name for each of `heads`, unique among them."""
-        ordered = sorted(heads, key=self._rank.__getitem__)
+        """A name for each of `heads`, unique among them and the starts of those that are ends."""
+        ends = {head: start_of(head) for head in heads if is_done(head)}
+        ordered = sorted({head for head in heads if head not in ends} | set(ends.values()), key=self._rank.__getitem__)
         plain = {head: " ".join(filter(None, (self.strand(head), self._label(head)))) for head in ordered}
         counts, given = Counter(plain.values()), Counter[str]()
         names = {}
         for head, name in plain.items():
             given[name] += 1
             names[head] = f"{name} {given[name]}" if counts[name] > 1 else name
+        for end, start in ends.items():
+            strand, _, label = names[start].rpartition(self._label(start))
+            names[end] = f"{strand}{_END}{self._label(start)}{label}"
         return names
 
     def strand(self, instruction: Instruction) -> str:
@@ -139,7 +147,10 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
     if is_done(instruction):
         return ""
     if instruction.opcode in CONTROL_FLOW:
-        inside = Counter(operator_text(i, keys) for called in instruction.called for i in called.instructions)
+        called = (
+            instruction.called[:1] if instruction.opcode == "while" else instruction.called
+        )  # without the condition
+        inside = Counter(operator_text(i, keys) for c in called for i in c.instructions)
         del inside[""]
         digest = blake2b(repr(sorted(inside.items())).encode(), digest_size=5).hexdigest()
         return f"{instruction.opcode}:{digest}" if inside else ""

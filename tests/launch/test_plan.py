@@ -1,0 +1,155 @@
+"""`dhelix plan`: a dump of two strands, and a preset that is compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.errors import DhelixError
+from dhelix.launch import cli, plan_picture, plan_step, trainer
+from dhelix.launch.dumps import Memory
+from dhelix.launch.plan_search import MemoryLimit, search
+from dhelix.launch.plan_step import Program
+from dhelix.passes import pairing_plan_json
+from dhelix.passes.costs import CostModel
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.pairing_plan import PlanSegment
+from dhelix.profiles.profile import Profile, Section
+from dhelix.tests.passes import two_strands
+
+Plan = Callable[..., Any]
+
+# Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
+MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    path = tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations.txt"
+    path.write_text(two_strands.text())
+    return path
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plan:
+    """Runs `dhelix plan`; returns status, stdout and stderr."""
+    monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["plan", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return stopped.value.code or 0, captured.out, captured.err  # type: ignore[return-value]
+
+    return run
+
+
+def test_json_of_a_dump(dump: Path, plan: Plan, tmp_path: Path) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    status, text, progress = plan(
+        dump, "--link=no-p2p", "--setting=default,connections1", "--json", f"--out={out}", f"--picture={picture}"
+    )
+    found = json.loads(text)
+    assert status == 0 and "connections1 is planned" in progress
+    for name in ("makespan_us", "compute_us", "communication_us", "solve_seconds"):
+        assert found[name] > 0.0
+    for name in ("hidden_fraction", "guessed_fraction"):
+        assert 0.0 <= found[name] <= 1.0
+    assert [c["setting"] for c in found["candidates"]] == ["default", "connections1"]
+    assert found["makespan_us"] == pytest.approx(min(c["makespan_us"] for c in found["candidates"]), abs=0.01)
+    assert set(found["memory"]) >= {"plain", "interleaved", "limit"}
+    gathers = [(c["kind"], c["lane"], c["bytes"], c["runs"]) for c in found["collectives"]]
+    assert gathers == [("all-gather", "comm", 32 << 20, 1)] * 2
+    for row in found["collectives"]:
+        assert row["time_us"] == pytest.approx(row["hidden_us"] + row["exposed_us"], abs=0.1)
+        assert sum(b["us"] for b in row["beneath"]) == pytest.approx(row["hidden_us"], abs=0.1)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = pairing_plan_json.load(out)
+    assert written.target.setting == found["setting"] and written.target.link == "no-p2p"
+    assert written.bodies[0].name == "both strands: 2 collectives, 5 products"
+
+
+def test_tables_of_a_dump(dump: Path, plan: Plan) -> None:
+    status, text, _ = plan(dump, "--link=no-p2p", "--setting=connections1", "--top=1")
+    assert status == 0
+    for words in ("One step under each launch setting", "Collectives under connections1", "and 1 more", "beta gemm"):
+        assert words in text
+    assert "What runs with what: both strands" in text
+    assert "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+
+
+def program(memory: Memory | None = None) -> Program:
+    return Program("two strands", HloModule.from_text(two_strands.text()).to_bytes(), 4, "H200", memory)
+
+
+def test_what_is_predicted_is_what_the_plan_gives() -> None:
+    found = search(program(), MODEL, "dp", MemoryLimit(None))
+    assert found.seconds < found.seconds_xla
+    assert found.plan.predicted.makespan_us == pytest.approx(1e6 * found.seconds)
+    assert sum(s.predicted_us for s in found.plan.bodies[0].segments) == pytest.approx(1e6 * found.seconds, rel=1e-4)
+
+
+def test_the_picture_has_both_strands_and_what_they_send() -> None:
+    found = search(program(), MODEL, "dp", MemoryLimit(None))
+    drawn = plan_picture.picture(found)
+    assert {b.row for b in drawn.blocks} == {"alpha compute", "alpha send", "beta compute", "beta send"}
+    assert len(drawn.segments) == len(found.plan.bodies[0].segments) + 1
+    assert drawn.segments[-1] == pytest.approx(1e6 * found.seconds, rel=1e-4)
+    compute = sorted((b.start, b.end) for b in drawn.blocks if not b.sends)
+    assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(compute, compute[1:], strict=False))
+    assert any(b.end - b.start > 1.05 * b.alone for b in drawn.blocks)  # slow-down is there to see
+
+
+def test_a_memory_limit_of_the_user_is_hard_and_the_default_is_not() -> None:
+    step = program(Memory(1 << 30, 0, 0, 1 << 28, "test"))
+    assert MemoryLimit.of(None, None).beside_arguments(step, 1 << 20) is None
+    default = MemoryLimit.of(None, step)
+    assert default.bytes == int(1.03 * (1.25 * 2**30))
+    assert default.beside_arguments(step, 1 << 40) == 1 << 40
+    assert MemoryLimit.of(1.25, None).beside_arguments(step, 1 << 40) == 1 << 28
+    with pytest.raises(DhelixError, match="the smallest limit that would do is"):
+        search(step, MODEL, "dp", MemoryLimit.of(1.0, None))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give one step"),
+        (("a", "--preset=llama-8b"), "give one step"),
+        (("missing",), "no such file"),
+        (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
+        (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),
+        (("DUMP", "--profile=missing.json"), "cannot be read"),
+        (("DUMP", "--link=no-p2p", "--setting=default", "--out=missing/plan.json"), "cannot be written"),
+    ],
+)
+def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...], said: str) -> None:
+    status, _, errors = plan(*(str(dump) if a == "DUMP" else a for a in arguments))
+    assert status == 1 and said in errors.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: Plan, tmp_path: Path) -> None:
+    """Without a GPU, from the shipped profile; then edited, and compiled again."""
+    out = tmp_path / "plan.json"
+    status, text, _ = plan(
+        "--preset=llama-8b", "--layers=2", "--mesh=tp=4", "--microbatches=3", "--setting=connections1", "--json",
+        f"--out={out}",
+    )  # fmt: skip
+    found = json.loads(text)
+    assert status == 0 and found["guessed_fraction"] < 0.05
+    assert found["makespan_us"] < min(found["xla_order_us"], found["plain_us"])
+    assert found["memory"]["interleaved"] <= found["memory"]["limit"]
+    made = pairing_plan_json.load(out)
+    body = made.bodies[0]
+    assert len([name for name in body.order if name.startswith("beta ")]) >= 11
+    options = trainer.Options("llama-8b", layers=2, mesh="tp=4", microbatches=3)
+    circle = made.with_body(replace(body, segments=(PlanSegment(tuple(reversed(body.order))),)))
+    with pytest.raises(DhelixError, match="must come first"):
+        plan_step.confirmed(options, circle)
