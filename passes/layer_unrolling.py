@@ -115,25 +115,34 @@ def _pair_micro_batches(strands: Instruction) -> None:
         strands.operands = [outside.tuple(state)]
     body = Builder(loop.body.module.new_computation("two_micro_batches"))
     parameter = body.parameter(0, strands.shape)
-    state = [body.element(parameter, k) for k in range(loop.size)]
-    for _ in range(2):
-        state = _iteration(body, loop, state)
-    body.finish(body.tuple(state))
+    before = [body.element(parameter, k) for k in range(loop.size)]
+    after = _iteration(body, loop, _iteration(body, loop, before))
+    body.finish(body.tuple([before[k] if k in loop.invariants else after[k] for k in range(loop.size)]))
     body.computation.sort()
     strands.called = [body.computation, loop.condition]
     outside.computation.sort()
 
 
 def _iteration(builder: Builder, loop: WhileLoop, state: list[Instruction]) -> list[Instruction]:
-    """One iteration of `loop` from `state`; returns the state after it."""
+    """One iteration of `loop` from `state`. Returns the state after it, behind a barrier as the loop's end is one.
+
+    Also behind it: arrays of which each iteration takes its part, or the next one could begin at any time.
+    """
     copies = {read: state[k] for read, k in loop.reads.items()}
     skipped = {loop.body.parameters[0], loop.body.root}
     copy_instructions(builder, [i for i in loop.body.instructions if i not in skipped], copies)
-    results = [copies[value] for value in loop.body.root.operands]
-    changing = [k for k, value in enumerate(results) if value is not state[k] and shapes.is_floating(value.shape)]
-    for k, value in zip(changing, builder.barrier([results[k] for k in changing]), strict=True):
-        results[k] = value
-    return results
+    after = [copies[value] for value in loop.body.root.operands]
+    changing = [k for k in range(loop.size) if k not in loop.invariants and shapes.is_floating(after[k].shape)]
+    changing += sorted(_taken_apart(loop))
+    for k, value in zip(changing, builder.barrier([after[k] for k in changing]), strict=True):
+        after[k] = value
+    return after
+
+
+def _taken_apart(loop: WhileLoop) -> set[int]:
+    """Invariants that the body slices, at an index that is not the same in each iteration."""
+    slices = [i for i in loop.body.instructions if i.opcode == "dynamic-slice" and _slot(i) is None]
+    return {loop.reads[i.operands[0]] for i in slices if i.operands[0] in loop.reads} & loop.invariants
 
 
 def _put_in_place(loop: Instruction, state: list[Instruction]) -> None:
