@@ -9,6 +9,7 @@ traced step of each.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -270,7 +271,12 @@ def add_trace(result: Result, report: trace.TraceReport) -> None:
 
 
 def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:400]
+    """What went wrong, in one line; of an error of a pass, which XLA hands on with its traceback, that error's."""
+    text = str(error)
+    if "Traceback (most recent call last)" in text:
+        raised = [line for line in text.splitlines() if re.match(r"[\w.]+: \S", line)]
+        return (raised[-1] if raised else text)[:400]
+    return f"{type(error).__name__}: {text}".partition("\n")[0][:400]
 
 
 def main() -> None:
