@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from dhelix.errors import DhelixError
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
+FINALLY = "finally"
+
 
 class PlanError(DhelixError):
     """A file is no plan, or a plan cannot be carried out."""
@@ -66,6 +68,8 @@ class PlanBody:
       fingerprint: of what it runs; finds it in a program.
       runs: how often a step runs it, in the program that the plan was made for.
       operators: those that segments name, each once.
+      small: what takes microseconds and is no operator: by the operator that it runs before (`FINALLY`: after all), its
+        keys and occurrences. What is not ready by then waits until it is, so it follows where operators are moved to.
     """
 
     name: str
@@ -73,6 +77,7 @@ class PlanBody:
     runs: int
     operators: tuple[PlanOperator, ...]
     segments: tuple[PlanSegment, ...]
+    small: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
 
     @property
     def order(self) -> tuple[str, ...]:

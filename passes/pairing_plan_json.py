@@ -19,13 +19,17 @@
     "operators": {
     "beta all-gather 1": ["all-gather 67108864B 4x1 groups=1 nccl", 1],
     "alpha wgrad 1": ["gemm bf16,bf16->bf16:tn:cublaslt 3584x4096x8192", 1]
+    },
+    "small": {
+    "alpha wgrad 1": [["fusion loop-convert:95a1b1d22c 2048x4096", 1]]
     }
     }
     ]
     }
 
 To edit is to move names within `run`, and from one segment's `run` to another's; every operator stands there once.
-Times are for reading. Equal plans give equal text. Unknown fields are errors, so that a slip of the pen is noticed.
+`small` is what takes microseconds, with the operator that it runs before; leave it as it is. Times are for reading.
+Equal plans give equal text. Unknown fields are errors, so that a slip of the pen is noticed.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.passes.pairing_plan import (
+    FINALLY,
     PairingPlan,
     PlanBody,
     PlanError,
@@ -111,6 +116,7 @@ def _body_text(body: PlanBody) -> str:
         f'"runs": {body.runs}',
         f'"segments": {_lines("[", map(_segment_text, body.segments), "]")}',
         f'"operators": {_lines("{", operators, "}")}',
+        f'"small": {_lines("{", (f"{_json(name)}: {_json(rows)}" for name, rows in body.small), "}")}',
     ]
     return "{\n" + ",\n".join(parts) + "\n}"
 
@@ -195,28 +201,45 @@ def _prediction(value: Checked) -> Prediction:
 
 
 def _body(row: Checked) -> PlanBody:
-    fields = _fields(row, "name fingerprint runs segments operators")
+    fields = _fields(row, "name fingerprint runs segments operators", "small")
     fingerprint = fields["fingerprint"].text()
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise fields["fingerprint"].error("must be 16 hexadecimal digits")
     operators = _operators(fields["operators"])
     segments = _segments(fields["segments"], operators)
-    return PlanBody(fields["name"].text(), fingerprint, fields["runs"].integer(1), tuple(operators.values()), segments)
+    small = _small(fields["small"], operators) if "small" in fields else ()
+    runs = fields["runs"].integer(1)
+    return PlanBody(fields["name"].text(), fingerprint, runs, tuple(operators.values()), segments, small)
 
 
 def _operators(value: Checked) -> dict[str, PlanOperator]:
     found: dict[str, PlanOperator] = {}
     taken: dict[tuple[str, int], str] = {}
     for name, row in value.mapping().items():
-        parts = row.sequence(2)
-        if len(parts) != 2:
-            raise row.error("must be [operator key, occurrence]")
-        key, occurrence = parts[0].text(), parts[1].integer(1)
+        key, occurrence = _identity(row)
         if (key, occurrence) in taken:
             raise PlanError(f"{row.place}: the same operator as {ascii(taken[key, occurrence])}: correct one of them")
         taken[key, occurrence] = name
         found[name] = PlanOperator(name, key, occurrence)
     return found
+
+
+def _identity(row: Checked) -> tuple[str, int]:
+    parts = row.sequence(2)
+    if len(parts) != 2:
+        raise row.error("must be [operator key, occurrence]")
+    return parts[0].text(), parts[1].integer(1)
+
+
+def _small(
+    value: Checked, operators: Mapping[str, PlanOperator]
+) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+    found = []
+    for name, rows in value.mapping().items():
+        if name not in operators and name != FINALLY:
+            raise PlanError(f"{rows.place}: none of the body's operators is called so: correct it, or {_KIND.again}")
+        found.append((name, tuple(_identity(row) for row in rows.sequence())))
+    return tuple(found)
 
 
 def _segments(value: Checked, operators: Mapping[str, PlanOperator]) -> tuple[PlanSegment, ...]:

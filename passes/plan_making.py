@@ -17,7 +17,7 @@ from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import CostModel, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.orders import Limits
-from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget, Prediction
+from dhelix.passes.pairing_plan import FINALLY, PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget, Prediction
 from dhelix.passes.plan_operators import PlanOperators
 from dhelix.passes.planned_order import planned_sequence
 from dhelix.passes.step_time import predict
@@ -119,7 +119,23 @@ def _body(
     firsts = [launched.index(segment.operators[0].head) for segment in segments]
     parts = [launched[a:b] for a, b in zip([0, *firsts[1:]], [*firsts[1:], len(launched)], strict=True)]
     planned = (_segment(s, [names[i] for i in part], costs) for s, part in zip(segments, parts, strict=True))
-    return PlanBody(operators.describe(), operators.fingerprint, runs, tuple(table), tuple(planned))
+    small = _small(operators, sequence, names)
+    return PlanBody(operators.describe(), operators.fingerprint, runs, tuple(table), tuple(planned), small)
+
+
+def _small(
+    operators: PlanOperators, sequence: Sequence[Instruction], names: Mapping[Instruction, str]
+) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+    """What takes time and is no operator, with the one that it runs before."""
+    found: list[tuple[str, tuple[tuple[str, int], ...]]] = []
+    since: list[tuple[str, int]] = []
+    for instruction in sequence:
+        if instruction not in names:
+            since += [operators.identities[instruction]] if operators.takes_time(instruction) else []
+        elif since:
+            found.append((names[instruction], tuple(since)))
+            since = []
+    return (*found, (FINALLY, tuple(since))) if since else tuple(found)
 
 
 def _segment(segment: PlannedSegment, run: Sequence[str], costs: Costs) -> PlanSegment:

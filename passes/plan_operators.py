@@ -82,6 +82,10 @@ class PlanOperators:
             names[end] = f"{strand}{_END}{self._label(start)}{label}"
         return names
 
+    def takes_time(self, instruction: Instruction) -> bool:
+        """Whether it has a key, or is control flow with something inside."""
+        return instruction in self._texts
+
     def strand(self, instruction: Instruction) -> str:
         """`alpha`, `beta`, or empty where neither name nor users say.
 

@@ -3,9 +3,10 @@
 Matches: scheduled computations whose collectives, products and attentions are those of a body of the plan
 (`PlanOperators.fingerprint`), each of which stands for every computation with these operators.
 
-Makes of it: the instructions in another order. Operators come in the plan's order; each is preceded by what it needs
-and has not run, so ends of collectives stand as late as possible, and followed by what nothing else waits for and it
-makes possible, such as writes of residuals, so that nothing lives longer than it must:
+Makes of it: the instructions in another order. Operators come in the plan's order, and what takes microseconds before
+the operator that the plan says, if it can run by then. What the plan does not name comes where an operator needs it, so
+ends of collectives stand as late as possible; or, if none does, as soon as it can, so that nothing lives longer than it
+must:
 
     plan    beta all-gather 1, alpha wgrad 1, beta gemm
     order   slice, all-gather-start, wgrad, dynamic-update-slice (of wgrad), all-gather-done, gemm
@@ -17,8 +18,9 @@ Legal: data flow, control dependencies, the order of side effects and of accesse
 plan is refused, XLA's order stays; with `strict` it raises. Linear in instructions.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.buffers import Memory
@@ -28,7 +30,7 @@ from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.operator_keys import OperatorKeys
 from dhelix.passes.orders import dependencies
-from dhelix.passes.pairing_plan import PairingPlan, PlanBody
+from dhelix.passes.pairing_plan import FINALLY, PairingPlan, PlanBody
 from dhelix.passes.plan_operators import PlanOperators
 from dhelix.profiles.hardware import describe
 
@@ -55,8 +57,10 @@ class PlannedOrder:
         before = memory.peak(module.entry, module.schedule[module.entry])
         original = dict(module.schedule)
         for body, computation, operators in self._places(module):
-            heads = _heads(body, operators)
-            module.schedule[computation] = planned_sequence(computation, module.schedule[computation], heads, memory)
+            heads, sequence = _heads(body, operators), module.schedule[computation]
+            module.schedule[computation] = planned_sequence(
+                computation, sequence, heads, memory, _small(body, operators)
+            )
             verify_sequence(computation, module.schedule[computation])
             context.note("ordered as planned", computation=computation.name, body=body.name, operators=len(heads))
         memory.forget()
@@ -108,33 +112,64 @@ def _heads(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
     return heads
 
 
+def _small(body: PlanBody, operators: PlanOperators) -> dict[str, list[Instruction]]:
+    """What the program has of the body's small ones; another compiler may fuse them otherwise."""
+    found = {}
+    for name, identities in body.small:
+        instructions = (operators.instructions.get(identity) for identity in identities)
+        found[name] = [i for i in instructions if i is not None]
+    return found
+
+
 def planned_sequence(
-    computation: Computation, sequence: Sequence[Instruction], heads: Mapping[Instruction, str], memory: Memory
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    heads: Mapping[Instruction, str],
+    memory: Memory,
+    small: Mapping[str, Sequence[Instruction]] = MappingProxyType({}),
 ) -> list[Instruction]:
     """All instructions of `computation`, with `heads` in this order.
 
     Args:
       sequence: a legal order of them.
       heads: operators with their names in the plan.
+      small: what runs before each, by its name, or later if it is not ready; what is left out, when it is needed.
 
     Raises PassRefusal if one of `heads` must come before another that stands before it.
     """
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, memory):
         before[later].append(earlier)
-    layer = _Layer(before, _trailing(sequence, before, heads))
+    placed = {i for instructions in small.values() for i in instructions}
+    layer = _Layer(before, _trailing(sequence, before, heads) - placed)
+    needs = _needs(sequence, before, heads)
     turn = {head: n for n, head in enumerate(heads)}
-    for number, head in enumerate(heads):
+    waiting: list[Instruction] = []
+    for number, (head, name) in enumerate(heads.items()):
+        waiting += small.get(name, ())
+        for instruction in [i for i in waiting if needs[i] <= layer.laid.keys()]:
+            waiting.remove(instruction)
+            layer.lay(instruction)
         for instruction in layer.lay(head):
             if turn.get(instruction, -1) > number:
                 raise PassRefusal(
-                    f"the plan runs {heads[head]!r} before {heads[instruction]!r}, which must come first: move one of"
+                    f"the plan runs {name!r} before {heads[instruction]!r}, which must come first: move one of"
                     " them, or make the plan again with `dhelix plan`"
                 )
-    for instruction in sequence:
-        for _ in layer.lay(instruction):
-            pass
+    for instruction in (*waiting, *small.get(FINALLY, ()), *sequence):
+        layer.lay(instruction)
     return list(layer.laid)
+
+
+def _needs(
+    sequence: Sequence[Instruction], before: Mapping[Instruction, Sequence[Instruction]], heads: Collection[Instruction]
+) -> dict[Instruction, frozenset[Instruction]]:
+    """Operators that come before each instruction, through what is none."""
+    found: dict[Instruction, frozenset[Instruction]] = {}
+    for instruction in sequence:
+        direct = (frozenset((b,)) if b in heads else found[b] for b in before[instruction])
+        found[instruction] = frozenset().union(*direct)
+    return found
 
 
 def _trailing(

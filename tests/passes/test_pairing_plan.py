@@ -32,6 +32,7 @@ BODY = PlanBody(
         PlanSegment(("beta all-gather 1", "alpha wgrad"), 352.125, 349.0, 0.25),
         PlanSegment(("beta all-gather 2",), 190.0),
     ),
+    (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
 TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", decomposed=True)
 PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
@@ -109,6 +110,7 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         (body(operators={"a": [GATHER, 1], "b": [GATHER, 1]}), "the same operator as 'a'"),
         (body(operators={"a": [GATHER, 0]}), "bodies.0.operators.a.1 must be a whole number from 1"),
         (body(operators={"a": GATHER}), "must be a list"),
+        (body(small={"beta gemm": []}), "small.beta gemm: none of the body's operators is called so"),
     ],
 )
 def test_errors_say_where_and_what_to_do(text: str, said: str) -> None:

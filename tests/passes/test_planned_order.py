@@ -87,6 +87,18 @@ def test_operators_that_the_plan_does_not_name_come_when_they_are_needed() -> No
     ]  # fmt: skip
 
 
+def test_what_is_small_runs_where_the_plan_says_or_when_it_can() -> None:
+    module = module_of()
+    plan = plan_of(module, *PAIRED)
+    fw = next(i for i in module.entry.instructions if i.name == "fw")
+    identity = operators_of(module).identities[fw]
+    for name, after in (("bg", "f2"), ("b2", "f2"), ("finally", "b2")):  # fw reads f2
+        body = replace(plan.bodies[0], small=((name, (identity, ("copy x 1", 1))),))
+        order = run(plan.with_body(body), module_of())
+        timed = [i for i in order if not i.endswith("_done")]
+        assert timed[timed.index("fw") - 1] == after
+
+
 def test_a_plan_for_another_program() -> None:
     plan = plan_of(module_of(), *PAIRED)
     other = module_of(FORWARD, ["f2", "fw"])
