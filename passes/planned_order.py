@@ -56,8 +56,8 @@ class PlannedOrder:
         memory = Memory(module)
         before = memory.peak(module.entry, module.schedule[module.entry])
         original = dict(module.schedule)
-        for body, computation, operators in self._places(module):
-            heads, sequence = _heads(body, operators), module.schedule[computation]
+        for body, computation, operators in find_bodies(self.plan, module):
+            heads, sequence = heads_of(body, operators), module.schedule[computation]
             module.schedule[computation] = planned_sequence(
                 computation, sequence, heads, memory, _small(body, operators)
             )
@@ -66,24 +66,6 @@ class PlannedOrder:
         memory.forget()
         self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
         return any(module.schedule[c] != order for c, order in original.items())
-
-    def _places(self, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
-        """Where the bodies of the plan are; each must be somewhere."""
-        target = self.plan.target
-        keys = OperatorKeys(describe(target.hardware, target.link).gpus_per_node, target.collectives)
-        wanted = {body.fingerprint: body for body in self.plan.bodies}
-        found = [
-            (wanted[operators.fingerprint], computation, operators)
-            for computation in module.computations
-            if computation in module.schedule and (operators := PlanOperators(computation, keys)).fingerprint in wanted
-        ]
-        missing = [body.name for body in self.plan.bodies if all(body is not placed for placed, _, _ in found)]
-        if missing:
-            raise PassRefusal(
-                f"the plan is for another program ({self.plan.program}): nothing here is its body {missing[0]!r};"
-                f" {_AGAIN}"
-            )
-        return found
 
     def _check_memory(self, needed: int, before: int) -> None:
         limit = int(before * (1.0 + self.memory_slack)) if self.memory_limit is None else self.memory_limit
@@ -94,8 +76,28 @@ class PlannedOrder:
             )
 
 
-def _heads(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
-    """The instructions that the body's operators are, in its order, and what it calls them."""
+def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
+    """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if one of them is nowhere."""
+    keys = OperatorKeys(describe(plan.target.hardware, plan.target.link).gpus_per_node, plan.target.collectives)
+    wanted = {body.fingerprint: body for body in plan.bodies}
+    found = [
+        (wanted[operators.fingerprint], computation, operators)
+        for computation in module.computations
+        if computation in module.schedule and (operators := PlanOperators(computation, keys)).fingerprint in wanted
+    ]
+    missing = [body.name for body in plan.bodies if all(body is not placed for placed, _, _ in found)]
+    if missing:
+        raise PassRefusal(
+            f"the plan is for another program ({plan.program}): nothing here is its body {missing[0]!r}; {_AGAIN}"
+        )
+    return found
+
+
+def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
+    """The instructions that the body's operators are, in its order, and what it calls them.
+
+    Raises PassRefusal if the program lacks one.
+    """
     of_name = {o.name: o for o in body.operators}
     heads = {}
     for name in body.order:

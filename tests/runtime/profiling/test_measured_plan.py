@@ -1,0 +1,64 @@
+"""Predictions of a plan beside what its segments took; executions come from the evaluator, iteration by iteration."""
+
+import pytest
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.collectives import is_start
+from dhelix.passes.costs import CostModel
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.manager import PassContext
+from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plan_making import make_plan
+from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.passes.timeline import evaluate
+from dhelix.profiles.profile import Profile, Section
+from dhelix.runtime.profiling.executions import Execution
+from dhelix.runtime.profiling.measured_plan import of_executions
+from dhelix.tests.passes import two_strands
+
+MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[PairingPlan, HloModule]:
+    module = HloModule.from_text(two_strands.text())
+    original = dict(module.schedule)
+    StrandPairing(model=MODEL, memory_slack=1.0).run(module, PassContext())
+    return make_plan(module, original, MODEL, PlanTarget.of("H200", "no-p2p", "default"), "two strands"), module
+
+
+def executions(module: HloModule, iterations: int, stretched: float = 1.0) -> list[Execution]:
+    """The schedule again and again, each time as the evaluator plays it, in a time that is `stretched`."""
+    timeline = evaluate(module.schedule[module.entry], MODEL.costs())
+    return [
+        Execution(
+            i.instruction, stretched * (n * timeline.seconds + i.start), stretched * (n * timeline.seconds + i.end)
+        )
+        for n in range(iterations)
+        for i in timeline.intervals
+    ]
+
+
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_a_step_that_runs_as_predicted_is_measured_so(planned: tuple[PairingPlan, HloModule], iterations: int) -> None:
+    plan, module = planned
+    (body,) = of_executions(plan, module, executions(module, iterations, stretched=1.5)).bodies
+    measured = [s.measured_us for s in body.segments]
+    assert all(m is not None for m in measured)
+    assert sum(m or 0.0 for m in measured) == pytest.approx(1.5 * body.predicted_us, rel=0.01)
+    for segment in body.segments[:-1]:  # launches come before starts, by what runs at that moment
+        assert segment.measured_us == pytest.approx(1.5 * segment.predicted_us, rel=0.1)
+    assert body.order == plan.bodies[0].order
+
+
+def test_segments_in_which_nothing_computes_have_no_time(planned: tuple[PairingPlan, HloModule]) -> None:
+    plan, module = planned
+    starts = [i.name for i in module.entry.instructions if is_start(i)]
+    seen = [e for e in executions(module, 3) if e.name in starts]
+    assert all(s.measured_us is None for s in of_executions(plan, module, seen).bodies[0].segments)
+
+
+def test_another_program_is_refused(planned: tuple[PairingPlan, HloModule]) -> None:
+    other = HloModule.from_text("HloModule m, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
+    with pytest.raises(PassRefusal, match="for another program"):
+        of_executions(planned[0], other, [])
