@@ -15,17 +15,14 @@ from typing import Any
 
 from dhelix.benchmarks.no_communication import NoCommunication
 from dhelix.errors import DhelixError
-from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
-from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.layer_unrolling import LayerUnrolling
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
-from dhelix.passes.strand_duplication import StrandDuplication
-from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
+from dhelix.runtime.schedules import default_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 GPU = "H200"
@@ -186,7 +183,7 @@ ESSENTIAL = (
     "plain, no communication; strands, no communication"
 )
 
-_STRANDS = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
+_STRANDS = default_passes("xla")  # what the decorator runs, and the order left to XLA
 
 
 def _less(name: str) -> tuple[Any, ...]:

@@ -192,7 +192,7 @@ def test_choices_of_the_autotuner_go_from_process_to_process(tmp_path: Path) -> 
 
 
 def test_errors_of_passes_are_told_in_one_line() -> None:
-    traceback = 'Traceback (most recent call last):\n  File "x", line 3, in f\n    raise E("no")\nx.PassRefusal: loop: no\n'
+    traceback = 'Traceback (most recent call last):\n  File "x", line 3\n    raise E("no")\nx.PassRefusal: loop: no\n'
     assert strand_worker.first_line(RuntimeError(f"INTERNAL: {traceback}\nAt:\n  x(3): f")) == "x.PassRefusal: loop: no"
     assert strand_worker.first_line(ValueError("a\nb")) == "ValueError: a"
 
