@@ -96,6 +96,11 @@ class Buffers:
         }
 
     @cached_property
+    def calling(self) -> list[Instruction]:
+        """Instructions that run other computations."""
+        return [i for i in self.computation.instructions if i.opcode in ("while", "call", "conditional")]
+
+    @cached_property
     def touch_counts(self) -> dict[int, int]:
         """How often each buffer is touched; what lives on is touched once more, at the end."""
         counts = dict.fromkeys(self.live_out, 1)
@@ -224,11 +229,7 @@ class Memory:
 
     def peak(self, computation: Computation, sequence: Sequence[Instruction]) -> int:
         live = LiveSet(self, computation)
-        peak = 0
-        for instruction in sequence:
-            peak = max(peak, live.needed(instruction))
-            live.place(instruction)
-        return peak
+        return max(map(live.place, sequence), default=0)
 
     def beside(self, computation: Computation) -> int:
         """What lives outside `computation` while the module's entry runs it, at the worst of its calls."""
@@ -243,11 +244,8 @@ class Memory:
 
     def inner(self, computation: Computation) -> dict[Instruction, int]:
         """What the callees of instructions that run others need for themselves."""
-        return {
-            i: max((self._called_peak(c) for c in i.called), default=0)
-            for i in computation.instructions
-            if i.opcode in ("while", "call", "conditional")
-        }
+        calling = self.buffers[computation].calling
+        return {i: max((self._called_peak(c) for c in i.called), default=0) for i in calling}
 
     def _called_peak(self, computation: Computation) -> int:
         if computation not in self._peaks:
@@ -284,14 +282,19 @@ class LiveSet:
             total += self._size(buffer) * (int(not born) - int(dies))
         return total
 
-    def place(self, instruction: Instruction) -> None:
+    def place(self, instruction: Instruction) -> int:
+        """Places it next. Returns what lives while it runs."""
+        freed = 0
         for buffer in self._touches.get(instruction, ()):
             if buffer not in self._born:
                 self._born.add(buffer)
                 self.bytes += self._size(buffer)
             self._left[buffer] -= 1
             if not self._left[buffer]:
-                self.bytes -= self._size(buffer)
+                freed += self._size(buffer)
+        needed = self.bytes + self._inner.get(instruction, 0)
+        self.bytes -= freed
+        return needed
 
 
 def leaf_count(shape: Any) -> int:

@@ -23,17 +23,19 @@ This is the baseline beside the dynamic programming of DHelix section 4.2.
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dhelix.passes.buffers import LiveSet
 from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import Cost, CostModel, Costs, Lane
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.orders import Limits, apply_order, best_order, dependencies
+from dhelix.passes.orders import Limits, apply_order, dependencies
 from dhelix.passes.timeline import Player, simulate
 from dhelix.profiles.hardware import H200, Hardware
 
 _CALLS = ("while", "call", "conditional")
+_LAID = 200_000  # instructions, over all tries
 _TRIED = 8  # candidates that are tried for memory before the oldest one is taken
 
 
@@ -76,14 +78,19 @@ def list_order(
     One that needs too much memory is tried again with instructions held nearer to their old places.
     """
     graph = _Graph.of(computation, sequence, costs, limits)
-    orders = [list(sequence)]
-    if limits.memory.peak(computation, sequence) > limits.bytes:
-        orders.append(_frugal_order(graph, limits))
+    fitting = [list(sequence)] if limits.memory.peak(computation, sequence) <= limits.bytes else []
+    left = max(_LAID, 2 * len(sequence))
     for by_path in (True, False):
-        windows = (len(sequence) // part for part in (1, 8, 32, 128))
-        tries = (_Layer(graph, costs, limits, by_path, window).lay() for window in windows)
-        orders += [laid for laid in tries if laid is not None][:1]
-    return best_order(computation, orders, costs, limits)
+        for part in (1, 8, 32, 128):
+            layer = _Layer(graph, costs, limits, by_path, len(sequence) // part)
+            laid = layer.lay() if left >= len(sequence) else None
+            left -= len(layer.laid)
+            if laid is not None:
+                fitting.append(laid)
+                break
+    if not fitting:
+        return min(list(sequence), _frugal_order(graph, limits), key=partial(limits.memory.peak, computation))
+    return min(fitting, key=lambda o: simulate(computation, o, costs, limits.hardware, limits.bodies).seconds)
 
 
 def _frugal_order(graph: "_Graph", limits: Limits) -> list[Instruction]:

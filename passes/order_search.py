@@ -26,6 +26,7 @@ from dhelix.passes.strand_sequences import Body, Operator, lay
 from dhelix.passes.timeline import Player
 
 Order = tuple[int, ...]
+Timed = tuple[float, Order]  # seconds of the whole, and the order
 
 _REACH = 12  # places that an operator is moved by at once
 _GAIN = 1e-6  # share of the time that counts as faster
@@ -134,10 +135,7 @@ class OrderSearch:
 
     def allowed(self, first: Sequence[Operator], second: Sequence[Operator]) -> Callable[[int, int], bool]:
         """States in which all that was needed has run and, for a whole body, what lives then fits into memory."""
-        place = {o.number: n for n, o in enumerate(second)}
-        other = {o.number: n for n, o in enumerate(first)}
-        of_second = _most(max((place[n] + 1 for n in o.needs if n in place), default=0) for o in first)
-        of_first = _most(max((other[n] + 1 for n in o.needs if n in other), default=0) for o in second)
+        of_second, of_first = needed_of(first, second), needed_of(second, first)
         live = [self._live(first[:i], second) for i in range(len(first) + 1)] if self.is_whole else None
 
         def allowed(i: int, j: int) -> bool:
@@ -225,17 +223,23 @@ class OrderSearch:
                 return number
         return free[0] if free else ready[0]
 
-    def improve(self, starts: Sequence[Order], steps: int) -> Order:
-        """The fastest order found from `starts`, of which one or more fit, by playing about `steps` instructions."""
+    def fitting(self, orders: Iterable[Order]) -> list[Timed]:
+        """Those of `orders` that fit, fastest first, with their seconds."""
+        fitting = [order for order in dict.fromkeys(orders) if self.fits(order)]
+        return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
+
+    def improve(self, starts: Sequence[Timed], steps: int) -> Order:
+        """The fastest order found from `starts`, which fit, by playing about `steps` instructions."""
         draw = random.Random(0)
         until = self.played + steps
-        best, best_seconds = starts[0], math.inf
-        waiting = list(starts)
-        while waiting or self.played < until:
-            found, seconds = self._climb(waiting.pop(0) if waiting else self._kicked(best, draw), until)
-            if seconds < best_seconds * (1.0 - _GAIN):
-                best, best_seconds = found, seconds
-        return best
+        best = starts[0]
+        for start in starts:
+            best = min(best, self._climb(start, until), key=lambda timed: timed[0])
+        while self.played < until:
+            kicked = self._kicked(best[1], draw)
+            if self.fits(kicked):
+                best = min(best, self._climb((self.seconds(kicked), kicked), until), key=lambda timed: timed[0])
+        return best[1]
 
     def _kicked(self, order: Order, draw: random.Random) -> Order:
         """`order` with a few operators moved, wherever that leads."""
@@ -244,9 +248,9 @@ class OrderSearch:
             order = draw.choice(ways) if ways else order
         return order
 
-    def _climb(self, order: Order, until: int) -> tuple[Order, float]:
-        """`order` with single operators moved, as long as that is faster and fits."""
-        best, seconds = order, self.seconds(order) if self.fits(order) else math.inf
+    def _climb(self, start: Timed, until: int) -> Timed:
+        """`start` with single operators moved, as long as that is faster and fits."""
+        seconds, best = start
         seen = {best}
         operators = sorted(self.numbers, key=lambda n: (self.body.operators[n].lane is Lane.COMPUTE, n))
         improved = True
@@ -255,7 +259,7 @@ class OrderSearch:
             for number in operators:
                 for moved in self._moved(best, number):
                     if self.played >= until:
-                        return best, seconds
+                        return seconds, best
                     if moved in seen:
                         continue
                     seen.add(moved)
@@ -263,7 +267,7 @@ class OrderSearch:
                     if found < seconds * (1.0 - _GAIN) and self.fits(moved):
                         best, seconds, improved = moved, found, True
                         break
-        return best, seconds
+        return seconds, best
 
     def _moved(self, order: Order, number: int) -> Iterator[Order]:
         """Orders with one operator elsewhere, nearest places first, where its needs and its users' are kept."""
@@ -278,9 +282,10 @@ class OrderSearch:
                     yield (*rest[:there], number, *rest[there:])
 
 
-def _most(values: Iterator[int]) -> list[int]:
-    """Running maxima, from 0."""
+def needed_of(mine: Sequence[Operator], others: Sequence[Operator]) -> list[int]:
+    """How many of `others` the first 0, 1, ... of `mine` need."""
+    place = {o.number: n for n, o in enumerate(others)}
     found = [0]
-    for value in values:
-        found.append(max(found[-1], value))
+    for operator in mine:
+        found.append(max(found[-1], *(place[n] + 1 for n in operator.needs if n in place), 0))
     return found

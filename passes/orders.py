@@ -105,20 +105,6 @@ def _missing(
     return list(found)
 
 
-def best_order(
-    computation: Computation,
-    orders: Sequence[list[Instruction]],
-    costs: Mapping[Instruction, Cost],
-    limits: Limits,
-) -> list[Instruction]:
-    """The fastest of `orders` that keeps within memory, or if none does what needs least; the first of equals."""
-    peaks = [limits.memory.peak(computation, order) for order in orders]
-    fitting = [order for order, peak in zip(orders, peaks, strict=True) if peak <= limits.bytes]
-    if not fitting:
-        return orders[peaks.index(min(peaks))]
-    return min(fitting, key=lambda o: simulate(computation, o, costs, limits.hardware, limits.bodies).seconds)
-
-
 def apply_order(
     module: HloModule,
     context: PassContext,

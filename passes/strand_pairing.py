@@ -30,18 +30,21 @@ from dhelix.passes.body_plan import BodyPlan, segments_of
 from dhelix.passes.collective_schedule import list_order
 from dhelix.passes.costs import Cost, CostModel, Costs
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.layer_search import orders_by_layer
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import Order, OrderSearch
 from dhelix.passes.orders import Limits, apply_order
 from dhelix.passes.pairing_table import pair
-from dhelix.passes.strand_sequences import Body, find_strands
+from dhelix.passes.strand_sequences import Body, Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, Hardware
 
 _STARTS = 3  # orders that are improved
 _STEPS = 40_000  # instructions that the improvement plays, over all orders that it tries
 _STEPS_EACH = 800  # the same for each operator, where they are few
-_STATES = 10_000  # of the table; longer strands, those of unrolled layers, would take more than seconds
+_TRIES = 20  # orders that it could play at least, or it is not begun
+_STEPS_LAYER = 20_000  # the same for a layer of a long body
+_LONG = 120  # operators; bodies with more are solved layer by layer
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,15 @@ def plan_body(
     listed = list_order(computation, sequence, costs, limits)
     body = find_strands(computation, sequence, costs, limits, strands)
     search = OrderSearch(body, costs, limits)
-    starts, barriers = _starts(search, max_segment, listed)
-    improved = search.improve(starts[:_STARTS], min(_STEPS, _STEPS_EACH * len(body.operators)))
+    found, barriers = _find_orders(search, max_segment)
+    number = {head: n for n, head in enumerate(body.heads)}
+    if len(number) <= _LONG:
+        found += [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
+    starts = search.fitting(found)[:_STARTS]
+    steps = min(_STEPS, _STEPS_EACH * len(number))
+    improved = starts[0][1] if starts else found[-1]
+    if starts and len(number) * _TRIES <= steps:
+        improved = search.improve(starts, steps)
     orders = {"xla": list(sequence), "list": listed, "paired": search.sequence(improved)}
     seconds, peaks = {}, {}
     for name, order in orders.items():
@@ -154,21 +164,29 @@ def order_from_heads(body: Body, heads: Sequence[Instruction]) -> list[Instructi
     return body.sequence([number[head] for head in heads])
 
 
-def _starts(search: OrderSearch, max_segment: int, listed: Sequence[Instruction]) -> tuple[list[Order], float | None]:
-    """Of the plans' orders, XLA's and `listed` those that fit, fastest first, and the seconds of the best plan."""
+def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], float | None]:
+    """Orders from equation 2, and the seconds of the best plan; long bodies have none, but one for each layer."""
     body = search.body
-    number = {head: n for n, head in enumerate(body.heads)}
-    orders = [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
-    planned: list[float] = []
-    if len(body.first.operators) * max(len(body.second.operators), 1) <= _STATES:
-        for first in body.first.candidates():
-            for second in body.second.candidates():
-                allowed = search.allowed(first, second)
-                less_than = min(planned, default=math.inf)
-                plan = pair(first, second, lambda f, s: search.segment(f, s)[0], max_segment, allowed, less_than)
-                if plan is not None:
-                    planned.append(plan.seconds)
-                    paired = [(first[slice(*s.first)], second[slice(*s.second)]) for s in plan.segments]
-                    orders.append(tuple(n for segments in paired for n in search.segment(*segments)[1]))
-    fitting = [o for o in dict.fromkeys(orders) if search.fits(o)] or orders[:1]
-    return sorted(fitting, key=search.seconds), min(planned, default=None)
+
+    def solve(part: OrderSearch, first: Sequence[Operator], second: Sequence[Operator]) -> Order:
+        orders, _ = _paired(part, body.first.part(first), body.second.part(second), max_segment)
+        return part.improve(part.fitting(orders)[:1], _STEPS_LAYER)
+
+    if len(body.operators) <= _LONG:
+        return _paired(search, body.first, body.second, max_segment)
+    return orders_by_layer(body, search.costs, search.limits, solve), None
+
+
+def _paired(search: OrderSearch, first: Strand, second: Strand, max_segment: int) -> tuple[list[Order], float | None]:
+    """The fastest plan of each pair of candidates, as orders; the seconds of the best."""
+    orders: list[Order] = []
+    best = math.inf
+    for one in first.candidates():
+        for other in second.candidates():
+            allowed = search.allowed(one, other)
+            plan = pair(one, other, lambda f, s: search.segment(f, s)[0], max_segment, allowed, best)
+            if plan is not None:
+                best = plan.seconds
+                paired = [(one[slice(*s.first)], other[slice(*s.second)]) for s in plan.segments]
+                orders.append(tuple(n for segments in paired for n in search.segment(*segments)[1]))
+    return orders, best if orders else None

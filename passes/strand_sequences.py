@@ -66,6 +66,9 @@ class Strand:
     operators: tuple[Operator, ...]
     floating: frozenset[int]
 
+    def part(self, operators: Sequence[Operator]) -> "Strand":
+        return Strand(tuple(operators), self.floating & {o.number for o in operators})
+
     def candidates(self) -> list[tuple[Operator, ...]]:
         """XLA's order, floating operators early, floating operators late; without repetitions."""
         chain = [o for o in self.operators if o.number not in self.floating]
@@ -238,7 +241,7 @@ class _Maker:
         self.computation, self.sequence, self.costs, self.seconds = computation, sequence, costs, seconds
         self.before, self.heads = before, heads
         self.number = {head: n for n, head in enumerate(heads)}
-        self.needs = self._needs()
+        self.needs = _nearest(sequence, before, self.number)
         self.carrier = self._carriers()
 
     def body(self, parts: Sequence[Sequence[Instruction]]) -> Body:
@@ -253,7 +256,7 @@ class _Maker:
                 self.costs[head].lane,
                 self.seconds[head],
                 sum(self.seconds[i] for i in travelling[number] if i is not head),
-                self.needs[head],
+                frozenset(self.needs[head]),
             )
             for number, head in enumerate(self.heads)
         )
@@ -272,26 +275,11 @@ class _Maker:
             self._timed(),
         )
 
-    def _timed(self) -> dict[Instruction, tuple[Instruction, ...]]:
+    def _timed(self) -> dict[Instruction, list[Instruction]]:
         """What takes time, or is an end, and what of that must come before; what takes none hands on."""
-        found: dict[Instruction, tuple[Instruction, ...]] = {}
-        takes_time = {i for i in self.sequence if is_done(i) or self.seconds[i] > 0.0 or i in self.number}
-        for instruction in self.sequence:
-            earlier: dict[Instruction, None] = {}
-            for b in self.before[instruction]:
-                earlier.update({b: None} if b in takes_time else dict.fromkeys(found[b]))
-            found[instruction] = tuple(earlier)
-        return {i: found[i] for i in self.sequence if i in takes_time}
-
-    def _needs(self) -> dict[Instruction, frozenset[int]]:
-        """Operators that come before each instruction, through the rest but not through other operators."""
-        found: dict[Instruction, frozenset[int]] = {}
-        for instruction in self.sequence:
-            direct: set[int] = set()
-            for earlier in self.before[instruction]:
-                direct |= {self.number[earlier]} if earlier in self.number else found[earlier]
-            found[instruction] = frozenset(direct)
-        return found
+        timed = {i: i for i in self.sequence if is_done(i) or self.seconds[i] > 0.0 or i in self.number}
+        found = _nearest(self.sequence, self.before, timed)
+        return {i: list(found[i]) for i in timed}
 
     def _carriers(self) -> dict[Instruction, int]:
         """With which operator each instruction travels; ends of pairs do with none."""
@@ -311,15 +299,10 @@ class _Maker:
 
     def _waits(self, ends: Mapping[int, Instruction]) -> tuple[tuple[int, ...], ...]:
         """Pairs whose done each operator needs, directly or through what travels."""
-        pairs = {done: number for number, done in ends.items()}
-        through: dict[Instruction, frozenset[int]] = {}
-        for instruction in self.sequence:
-            found = {pairs[instruction]} if instruction in pairs else set()
-            for earlier in self.before[instruction]:
-                if earlier not in self.number:
-                    found |= through[earlier]
-            through[instruction] = frozenset(found)
-        return tuple(tuple(sorted(through[head])) for head in self.heads)
+        marks: dict[Instruction, int | None] = dict.fromkeys(self.heads)
+        marks.update((done, number) for number, done in ends.items())
+        found = _nearest(self.sequence, self.before, marks)
+        return tuple(tuple(sorted(found[head])) for head in self.heads)
 
     def _strands(self, operators: Sequence[Operator], parts: Sequence[Sequence[Instruction]]) -> tuple[Strand, Strand]:
         """What is in neither part goes with the first operator that needs it, and with the first strand if none."""
@@ -348,3 +331,25 @@ class _Maker:
                 if all(u in found for u in own_users):
                     found.add(operator.number)
         return found
+
+
+def _nearest[Mark](
+    sequence: Sequence[Instruction],
+    before: Mapping[Instruction, Sequence[Instruction]],
+    marks: Mapping[Instruction, Mark | None],
+) -> dict[Instruction, Mapping[Mark, None]]:
+    """Marks of what must come before each instruction, through what has none; a mark of None is left out."""
+    found: dict[Instruction, Mapping[Mark, None]] = {}
+    for instruction in sequence:
+        earlier = before[instruction]
+        if len(earlier) == 1 and earlier[0] not in marks:
+            found[instruction] = found[earlier[0]]  # most hand on what they are given
+            continue
+        merged: dict[Mark, None] = {}
+        for b in earlier:
+            if b not in marks:
+                merged.update(found[b])
+            elif (mark := marks[b]) is not None:
+                merged[mark] = None
+        found[instruction] = merged
+    return found
