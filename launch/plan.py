@@ -32,7 +32,6 @@ from dhelix.passes.costs import CostModel
 from dhelix.profiles import hardware, storage
 from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless
-from dhelix.runtime.schedules import SCHEDULES
 
 USAGE = """\
 usage: dhelix plan --preset NAME | DUMP [flags]
@@ -47,6 +46,7 @@ people and for `dhelix train --plan` or strand_interleave(plan=...).
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
 
 _DEFAULT_GPU = "H200"
+_SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -68,7 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
     )
-    choice("schedule", "dp", [name for name in SCHEDULES if name != "xla"], "how the order is found")
+    choice("schedule", "dp", _SCHEDULES, "how the order is found")
     text("profile", None, "the profile's file (default: the shipped one and the user's own)")
     limit = "GiB that the step may need on a GPU, arguments and all (default: what the plain step needs, and 3 %)"
     flags.DEFINE_float("memory_limit", None, limit, lower_bound=0.0, flag_values=values)

@@ -4,7 +4,7 @@ A plan outlives the program it was made from: XLA names instructions anew in eac
 another order where other costs count. What stays is what the program computes. So an operator is called by
 
   - its key (`passes/operator_keys.py`). Control flow has none in a profile, and is called by its opcode and a digest of
-    the keys inside;
+    the collectives, products and attentions inside;
   - its occurrence among the instructions of its computation with that key, counted by how many operators its data
     comes through, then by JAX's name, then as XLA wrote them down. The schedule plays no part in it.
 
@@ -21,9 +21,9 @@ from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.passes.strand_partition import BACKWARD_NAME
-from dhelix.profiles.keys import CollectiveKey, Key
+from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key
 
-_END = "end of "
+END = "end of "
 _RECOMPUTED = "rematted_computation"
 _WORK = {"gemm": "product", "grouped-gemm": "product", "attention": "attention", "attention-backward": "attention"}
 _STRANDS = {"strand_alpha/": "alpha", "strand_beta/": "beta"}
@@ -49,7 +49,7 @@ class PlanOperators:
         for instruction in computation.instructions:
             if is_done(instruction) and start_of(instruction) in self._texts:
                 text, occurrence = self.identities[start_of(instruction)]
-                self.identities[instruction] = f"{_END}{text}", occurrence
+                self.identities[instruction] = f"{END}{text}", occurrence
         self.instructions = {identity: instruction for instruction, identity in self.identities.items()}
 
     @cached_property
@@ -79,7 +79,7 @@ class PlanOperators:
             names[head] = f"{name} {given[name]}" if counts[name] > 1 else name
         for end, start in ends.items():
             strand, _, label = names[start].rpartition(self._label(start))
-            names[end] = f"{strand}{_END}{self._label(start)}{label}"
+            names[end] = f"{strand}{END}{self._label(start)}{label}"
         return names
 
     def takes_time(self, instruction: Instruction) -> bool:
@@ -151,15 +151,25 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
     if is_done(instruction):
         return ""
     if instruction.opcode in CONTROL_FLOW:
-        called = (
-            instruction.called[:1] if instruction.opcode == "while" else instruction.called
-        )  # without the condition
-        inside = Counter(operator_text(i, keys) for c in called for i in c.instructions)
-        del inside[""]
-        digest = blake2b(repr(sorted(inside.items())).encode(), digest_size=5).hexdigest()
-        return f"{instruction.opcode}:{digest}" if inside else ""
+        inside = _inside(instruction, keys)
+        work = sorted(text for text in inside.elements() if is_work(text))
+        return f"{instruction.opcode}:{blake2b(repr(work).encode(), digest_size=5).hexdigest()}" if inside else ""
     key = keys[instruction]
     return "" if key is None else str(key)
+
+
+def is_work(text: str) -> bool:
+    """Whether `operator_text` is that of a collective, a product, attention, or control flow: no fusion and no copy."""
+    kind = text.partition(" ")[0]
+    return kind in _WORK or kind in COLLECTIVE_KINDS or kind.partition(":")[0] in CONTROL_FLOW
+
+
+def _inside(instruction: Instruction, keys: OperatorKeys) -> Counter[str]:
+    """What control flow runs, in texts; conditions of loops apart."""
+    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+    found = Counter(operator_text(i, keys) for c in called for i in c.instructions)
+    del found[""]
+    return found
 
 
 def _kind(key: Key | None) -> str:

@@ -31,7 +31,7 @@ from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.operator_keys import OperatorKeys
 from dhelix.passes.orders import dependencies
 from dhelix.passes.pairing_plan import FINALLY, PairingPlan, PlanBody
-from dhelix.passes.plan_operators import PlanOperators
+from dhelix.passes.plan_operators import END, PlanOperators, is_work
 from dhelix.profiles.hardware import describe
 
 _AGAIN = "make a plan for it with `dhelix plan`"
@@ -58,6 +58,7 @@ class PlannedOrder:
         original = dict(module.schedule)
         for body, computation, operators in find_bodies(self.plan, module):
             heads, sequence = heads_of(body, operators), module.schedule[computation]
+            self._tell_missing(body, heads, context)
             module.schedule[computation] = planned_sequence(
                 computation, sequence, heads, memory, _small(body, operators)
             )
@@ -66,6 +67,17 @@ class PlannedOrder:
         memory.forget()
         self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
         return any(module.schedule[c] != order for c, order in original.items())
+
+    def _tell_missing(self, body: PlanBody, heads: Mapping[Instruction, str], context: PassContext) -> None:
+        placed = set(heads.values())
+        missing = [name for name in body.order if name not in placed]
+        if missing and context.strict:
+            raise PassRefusal(
+                f"the program has no {missing[0]!r}, as the plan's body {body.name!r} calls it: correct the plan's"
+                f" operators, or {_AGAIN}"
+            )
+        if missing:
+            context.note("fusions and copies of the plan that are not here", body=body.name, operators=missing)
 
     def _check_memory(self, needed: int, before: int) -> None:
         limit = int(before * (1.0 + self.memory_slack)) if self.memory_limit is None else self.memory_limit
@@ -96,21 +108,25 @@ def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Co
 def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
     """The instructions that the body's operators are, in its order, and what it calls them.
 
-    Raises PassRefusal if the program lacks one.
+    Fusions and copies that the program does not have are left out: their sizes, and what XLA fuses, depend on the
+    number of layers and on the compiler.
+
+    Raises PassRefusal if the program lacks another operator.
     """
     of_name = {o.name: o for o in body.operators}
     heads = {}
     for name in body.order:
         operator = of_name[name]
         instruction = operators.instructions.get((operator.key, operator.occurrence))
-        if instruction is None:
+        if instruction is not None:
+            heads[instruction] = name
+        elif is_work(operator.key.removeprefix(END)):
             count = sum(key == operator.key for key, _ in operators.instructions)
             what = f"only {count} of these" if count else "none of these"
             raise PassRefusal(
                 f"the plan's {name!r} is number {operator.occurrence} of {operator.key!r}, and the body {body.name!r}"
                 f" of the program has {what}: correct the plan's operators, or {_AGAIN}"
             )
-        heads[instruction] = name
     return heads
 
 

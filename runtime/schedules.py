@@ -4,6 +4,8 @@
     dp                  backward beside forward     pairing by dynamic programming (DHelix section 4.2)
     list                backward beside forward     list scheduling of collectives
     xla                 backward beside forward     XLA's own
+    round_robin         backward beside forward     operators of both in turn (Wavelet+), a baseline
+    intra_batch         none                        the search of dp inside one micro-batch, a baseline
     a plan              backward beside forward     the plan's
 
 Orders rest on measured costs where there are any: `Choice.manager` looks up the profile of the GPUs that a program is
@@ -30,6 +32,7 @@ from dhelix.passes.manager import Pass, PassManager, say_once
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing
@@ -38,7 +41,7 @@ from dhelix.profiles.hardware import gpu_name
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings
 
-SCHEDULES = ("dp", "list", "xla")
+SCHEDULES = ("dp", "list", "xla", "round_robin", "intra_batch")
 AUTO = "auto"
 _STRUCTURE = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
 
@@ -54,12 +57,14 @@ def default_passes(
       memory_limit: bytes that the step may need beside its arguments; None: what XLA's order needs, and 3 %.
     """
     check_schedule(schedule)
-    orders: dict[str, tuple[Pass, ...]] = {
-        "dp": (StrandPairing(model=model, memory_limit=memory_limit),),
-        "list": (CollectiveSchedule(model=model, memory_limit=memory_limit),),
-        "xla": (),
+    passes: dict[str, tuple[Pass, ...]] = {
+        "dp": (*_STRUCTURE, StrandPairing(model=model, memory_limit=memory_limit)),
+        "list": (*_STRUCTURE, CollectiveSchedule(model=model, memory_limit=memory_limit)),
+        "xla": _STRUCTURE,
+        "round_robin": (*_STRUCTURE, RoundRobin(model=model, memory_limit=memory_limit)),
+        "intra_batch": (IntraBatch(model=model, memory_limit=memory_limit),),
     }
-    return (*_STRUCTURE, *orders[schedule])
+    return passes[schedule]
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:

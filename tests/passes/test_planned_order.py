@@ -116,10 +116,26 @@ def test_an_operator_that_the_program_does_not_have() -> None:
     module = module_of()
     plan = plan_of(module, *PAIRED)
     body = plan.bodies[0]
-    for change, said in (({"occurrence": 9}, "number 9 of .* has only"), ({"key": "x"}, "none of these")):
-        wrong = replace(body, operators=(replace(body.operators[0], **change), *body.operators[1:]))
+    gather = next(n for n, o in enumerate(body.operators) if o.name == "fg")
+    for change, said in (({"occurrence": 9}, "number 9 of .* has only"), ({"key": "all-gather x"}, "none of these")):
+        operators = list(body.operators)
+        operators[gather] = replace(operators[gather], **change)
         with pytest.raises(PassRefusal, match=said):
-            run(plan.with_body(wrong), module)
+            run(plan.with_body(replace(body, operators=tuple(operators))), module)
+
+
+def test_a_fusion_that_the_program_does_not_have_is_left_out_and_named() -> None:
+    """Their sizes, and what XLA fuses, depend on the number of layers and on the compiler."""
+    module = module_of()
+    plan = plan_of(module, *PAIRED)
+    body = plan.bodies[0]
+    assert body.operators[0].name == "f1"
+    other = replace(body, operators=(replace(body.operators[0], key="fusion loop-add:0 8"), *body.operators[1:]))
+    context = PassContext()
+    assert PlannedOrder(plan.with_body(other)).run(module, context)
+    assert [n.facts["operators"] for n in context.notes if "not here" in n.message] == [["f1"]]
+    with pytest.raises(PassRefusal, match="has no 'f1'"):
+        PlannedOrder(plan.with_body(other)).run(module_of(), PassContext(strict=True))
 
 
 def test_a_plan_over_the_memory_limit_says_what_would_do() -> None:
