@@ -54,6 +54,7 @@ from dhelix.passes.replay_operators import (
     content,
     is_constant,
     is_index,
+    library_workspaces,
     memory_space,
 )
 
@@ -126,7 +127,7 @@ def split(items: Sequence[Item], limit: int) -> tuple[tuple[Item, ...], ...]:
     needed: Counter[Buffer] = Counter()
     for item in items:
         together = needed | item.buffers
-        if groups and _bytes(together) <= limit:
+        if groups and sum(b.bytes * n for b, n in together.items()) <= limit:
             groups[-1].append(item)
             needed = together
         else:
@@ -215,6 +216,7 @@ class _Writer:
         self.marking = marking  # whose devices take part in marks; None: there are none
         self.module, self.entry = module, module.entry
         self.builder = Builder(module.entry)
+        self.workspaces = library_workspaces(module.entry)
         self.entry.instructions = list(self.entry.parameters)
         self.sequence = list(self.entry.instructions)
         self.arguments = arguments_of(self.entry)
@@ -333,7 +335,7 @@ class _Writer:
     ) -> _Instance:
         """`operator` with its inputs, read from arguments that are `free`; copies are called `copy`."""
         if operator not in self.templates:
-            self.templates[operator] = bring(self.module, operator)
+            self.templates[operator] = bring(self.module, operator, self.workspaces)
         template = self.templates[operator]
         inputs = (
             self._input(source.shape, source, iter(copied), free, copy)
@@ -394,7 +396,3 @@ def _calling(computation: Computation) -> Computation:
     outer.finish(outer.make("call", computation.root.shape, parameters, called=[computation]))
     module.schedule[outer.computation] = list(outer.computation.instructions)
     return outer.computation
-
-
-def _bytes(buffers: Counter[Buffer]) -> int:
-    return sum(buffer.bytes * count for buffer, count in buffers.items())

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -161,8 +161,8 @@ def find_operators(
     return tuple(found.values()), tuple(why for key, why in refused.items() if key not in found)
 
 
-def bring(module: HloModule, operator: Operator) -> Template:
-    """A template of `operator` in another module than the step's."""
+def bring(module: HloModule, operator: Operator, workspaces: Mapping[str, Any]) -> Template:
+    """A template of `operator` in another module than the step's, whose library calls have these workspaces."""
     core = operator.core
     computation = module.new_computation("replayed")
     builder = Builder(computation)
@@ -170,6 +170,8 @@ def bring(module: HloModule, operator: Operator) -> Template:
     called = [_bring(module, c) for c in core.called]
     root = builder.copy(core, [parameters[o] for o in operator.operands], called)
     root.proto.ClearField("metadata")
+    if (workspace := workspaces.get(call_signature(root))) is not None:
+        root.shape.tuple_shapes[-1].CopyFrom(workspace)
     module.schedule[builder.finish(root)] = list(computation.instructions)
     buffers = Buffers(computation)
     written = set(buffers.accesses[root].writes)
@@ -181,6 +183,21 @@ def bring(module: HloModule, operator: Operator) -> Template:
         for parameter in parameters.values()
     )
     return Template(computation, copied, *_start_like(operator))
+
+
+def library_workspaces(placeholder: Computation) -> dict[str, Any]:
+    """The shape of the workspace, by `call_signature`, of each library call that `LibraryCalls` made known.
+
+    XLA keeps cuDNN's graphs by the call with its workspace. That of a step compiled without a GPU is empty.
+    """
+    calls = (i for i in placeholder.instructions if i.opcode == "custom-call" and shapes.is_tuple(i.shape))
+    return {call_signature(call): call.shape.tuple_shapes[-1] for call in calls}
+
+
+def call_signature(call: Instruction) -> str:
+    """What tells library calls apart: all but the workspace, the last of the results."""
+    arrays = [o.shape for o in call.operands] + list(call.shape.tuple_shapes[:-1])
+    return " ".join((call.opcode, call.proto.custom_call_target, *map(shapes.text, arrays)))
 
 
 def arguments_of(placeholder: Computation) -> dict[Buffer, list[Instruction]]:

@@ -8,7 +8,7 @@ from dhelix.passes.hlo import HloModule, Instruction, shapes
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.replay import Item, Program, placeholder_name
 from dhelix.passes.replay_library_calls import LibraryCalls
-from dhelix.passes.replay_operators import Operator, find_operators
+from dhelix.passes.replay_operators import Operator, bring, find_operators, library_workspaces
 from dhelix.profiles.keys import Key, OperatorKey
 
 STEP = """
@@ -135,3 +135,15 @@ def test_each_operator_is_put_in_once_and_others_not_at_all(operators: dict[str,
 
 def test_without_attention_the_placeholder_stays_as_it_is(operators: dict[str, Operator]) -> None:
     assert with_calls(Item(operators["gemm"]), Item(operators["moved"], operators["gemm"])) is None
+
+
+def test_a_replayed_call_has_the_workspace_that_xla_gave_it(operators: dict[str, Operator]) -> None:
+    """A step compiled without a GPU says 0, and no graph of cuDNN would be found for that."""
+    module = with_calls(Item(operators["forward"]))
+    assert module is not None
+    (call,) = calls(module)
+    call.shape.tuple_shapes[-1].dimensions[0] = 4096
+    template = bring(module, operators["forward"], library_workspaces(module.entry))
+    assert shapes.text(template.core.shape).replace(" ", "") == "(bf16[1,256,8,64],f32[1,8,256],u8[4096])"
+    other = bring(module, operators["backward"], library_workspaces(module.entry))
+    assert shapes.same(other.core.shape, operators["backward"].core.shape)
