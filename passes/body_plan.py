@@ -62,7 +62,7 @@ class BodyPlan:
       strands: 2, or 1 where no two parts are independent.
       order: all instructions.
       chosen: whose order that is: "xla", "list" or "paired".
-      seconds_xla, seconds_list, seconds_paired: what the evaluator says of the three, infinite for one over the limit.
+      seconds_xla, seconds_list, seconds_paired: what the evaluator says of the three, also where one does not fit.
       seconds_barriers: the best plan of equation 2, which has a barrier after each pair of segments; None without.
       bytes: that live at once in `order`, and `bytes_limit`: may live.
     """

@@ -195,7 +195,10 @@ def _improve(
     }
     called = sum(i.end - i.start for i in before.intervals if i.body is not None)  # their orders are settled
     faster = min_gain is None or after.seconds <= before.seconds - min_gain * (before.seconds - called)
-    if new == old or peak > max(peak_before, limits.bytes) or not (faster or peak_before > limits.bytes):
+    if peak > max(peak_before, limits.bytes):
+        context.note("stood down: the order needs more memory than allowed", **facts)
+        return
+    if new == old or not (faster or peak_before > limits.bytes):
         context.note("stood down: no order plays better than XLA's", **facts)
         return
     schedule[computation] = new

@@ -33,15 +33,15 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.layer_search import orders_by_layer
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import Order, OrderSearch
-from dhelix.passes.orders import Limits, apply_order
+from dhelix.passes.orders import Limits, apply_order, few_in_flight
 from dhelix.passes.pairing_table import pair
-from dhelix.passes.strand_sequences import Body, Operator, Strand, find_strands
+from dhelix.passes.strand_sequences import Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, Hardware
 
 _STARTS = 3  # orders that are improved
 _STEPS = 40_000  # instructions that the improvement plays, over all orders that it tries
-_STEPS_EACH = 800  # the same for each operator, where they are few
+_STEPS_SHORT = 20  # the same for each move of an operator past another, where operators are few
 _TRIES = 20  # orders that it could play at least, or it is not begun
 _STEPS_LAYER = 20_000  # the same for a layer of a long body
 _LONG = 120  # operators; bodies with more are solved layer by layer
@@ -55,6 +55,7 @@ class StrandPairing:
       hardware: whose costs and rates count where there is no `model`.
       memory_limit, memory_slack, min_gain, model: as of `CollectiveSchedule`.
       max_segment: operators of one strand in a segment.
+      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
     """
 
     hardware: Hardware = H200
@@ -63,6 +64,7 @@ class StrandPairing:
     min_gain: float = 0.01
     model: CostModel | None = None
     max_segment: int = 3
+    max_in_flight: int | None = None
 
     name = "strand-pairing"
     stage = Stage.POST_SCHEDULER
@@ -70,11 +72,14 @@ class StrandPairing:
     def __post_init__(self) -> None:
         if self.max_segment < 1:
             raise DhelixError(f"max_segment={self.max_segment} leaves no segments; give 1 or more, such as 3")
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise DhelixError(f"max_in_flight={self.max_in_flight} allows no collective; give 1 or more, or None")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         costs = Costs(self.hardware) if self.model is None else self.model.costs()
         order = partial(pairing_order, max_segment=self.max_segment, context=context)
-        return apply_order(module, context, order, costs, self.memory_limit, self.memory_slack, self.min_gain)
+        limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
+        return apply_order(module, context, order, costs, *limits)
 
 
 def pairing_order(
@@ -103,6 +108,8 @@ def plan_body(
 ) -> BodyPlan:
     """The fastest order found for one computation: a pairing of its strands, `list_order`, or `sequence`.
 
+    Where none of the three keeps within memory it is the one that needs least.
+
     Args:
       sequence: XLA's order.
       max_segment: operators of one strand in a segment.
@@ -116,17 +123,22 @@ def plan_body(
     if len(number) <= _LONG:
         found += [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
     starts = search.fitting(found)[:_STARTS]
-    steps = min(_STEPS, _STEPS_EACH * len(number))
+    steps = min(_STEPS, _STEPS_SHORT * len(number) ** 2)
     improved = starts[0][1] if starts else found[-1]
     if starts and len(number) * _TRIES <= steps:
         improved = search.improve(starts, steps)
-    orders = {"xla": list(sequence), "list": listed, "paired": search.sequence(improved)}
+    most = limits.max_in_flight
+    orders = {
+        "xla": few_in_flight(sequence, body.before, costs, most),
+        "list": few_in_flight(listed, body.before, costs, most),
+        "paired": search.sequence(improved),
+    }
     seconds, peaks = {}, {}
     for name, order in orders.items():
         seconds[name] = simulate(computation, order, costs, limits.hardware, limits.bodies).seconds
         peaks[name] = limits.memory.peak(computation, order)
-    fitting = [name for name in orders if name == "xla" or peaks[name] <= limits.bytes]
-    chosen = min(fitting, key=lambda name: seconds[name])
+    fitting = [name for name in orders if peaks[name] <= limits.bytes]
+    chosen = min(fitting, key=lambda name: seconds[name]) if fitting else min(peaks, key=lambda name: peaks[name])
     return BodyPlan(
         computation,
         2 if body.second.operators else 1,
@@ -140,28 +152,6 @@ def plan_body(
         peaks[chosen],
         limits.bytes,
     )
-
-
-def order_from_heads(body: Body, heads: Sequence[Instruction]) -> list[Instruction]:
-    """All instructions of `body`, with the operators in the order of `heads`: how a plan made by hand becomes an order.
-
-    Raises DhelixError where operators are missing or unknown, or one stands before another that it needs.
-    """
-    number = {head: n for n, head in enumerate(body.heads)}
-    seen: set[int] = set()
-    for head in heads:
-        if head not in number or number[head] in seen:
-            what = "is no operator" if head not in number else "stands there twice"
-            raise DhelixError(f"plan of {body.computation.name}: {head.name} {what}; make the plan again")
-        missing = sorted(body.operators[number[head]].needs - seen)
-        if missing:
-            needed = body.heads[missing[0]].name
-            raise DhelixError(f"plan of {body.computation.name}: {head.name} needs {needed}: put it before")
-        seen.add(number[head])
-    if len(seen) < len(body.heads):
-        lost = next(h.name for h in body.heads if number[h] not in seen)
-        raise DhelixError(f"plan of {body.computation.name} lacks {lost}; make the plan again")
-    return body.sequence([number[head] for head in heads])
 
 
 def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], float | None]:

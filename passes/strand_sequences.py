@@ -13,13 +13,14 @@ A scheduled body of 260 instructions becomes two chains that share nothing but w
 2. *Operators*: a collective (its start, its done), or an instruction that takes at least 20 us, or 0.3 % of the
    body's time. Whatever takes less travels with the first operator that needs it, or the last that it needs.
 3. *Floating* operators are those that nothing but the loop state waits for: weight gradients, writes of residuals.
-   `Strand.candidates` are the orders that matter: XLA's, floating ones as early as can be, and at the end.
+   `Strand.candidates` are the orders that matter: XLA's, floating ones behind collectives of their own strand, so
+   that they lie under these (the paper's dual-coloured blocks), and at the end.
 
 Any order of operators that keeps `Operator.needs` becomes an order of all instructions (`Body.sequence`): an
 operator is preceded by what it needs of the rest, ends of collectives among them, so they stand as late as possible.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,21 +71,27 @@ class Strand:
         return Strand(tuple(operators), self.floating & {o.number for o in operators})
 
     def candidates(self) -> list[tuple[Operator, ...]]:
-        """XLA's order, floating operators early, floating operators late; without repetitions."""
-        chain = [o for o in self.operators if o.number not in self.floating]
-        late = (*chain, *(o for o in self.operators if o.number in self.floating))
+        """XLA's order, floating operators behind collectives, to lie under them, and late; without repetitions."""
+        beneath, late = (self._placed(lanes) for lanes in ((Lane.COMM, Lane.COMM_INTER), ()))
+        return list(dict.fromkeys((self.operators, beneath, late)))
+
+    def _placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:
+        """Floating operators behind the first operator on `lanes` after which they can run; the others at the end."""
         mine = {o.number for o in self.operators}
-        early: list[Operator] = []
+        waiting = [o for o in self.operators if o.number in self.floating]
+        order: list[Operator] = []
         laid: set[int] = set()
-        for operator in chain:
-            early.append(operator)
+        for operator in self.operators:
+            if operator.number in self.floating:
+                continue
+            order.append(operator)
             laid.add(operator.number)
-            for other in self.operators:
-                if other.number not in laid and other.number in self.floating and other.needs & mine <= laid:
-                    early.append(other)
+            for other in list(waiting) if operator.lane in lanes else ():
+                if other.needs & mine <= laid:
+                    order.append(other)
                     laid.add(other.number)
-        early += [o for o in late if o.number not in laid]
-        return list(dict.fromkeys((self.operators, tuple(early), late)))
+                    waiting.remove(other)
+        return (*order, *waiting)
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,61 @@
-"""A small scheduled program of two strands, as XLA would write it: gathers, products, a sum that floats.
+"""Programs with two strands, for tests of their orders."""
 
-`text(turned=True)` is the same program in another schedule and with other names.
-"""
+import dataclasses
 
-_BIG, _PART = "bf16[4096,4096]{1,0}", "bf16[1024,4096]{1,0}"
-_NAME = 'metadata={{op_name="jit(step)/strand_{}/while/body/{}"}}'
+from hypothesis import strategies as st
+
+from dhelix.passes.buffers import Memory
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.orders import Limits
+from dhelix.profiles.hardware import H200_NO_P2P
+from dhelix.tests.passes.schedules import Done, Op, Program, Start, programs
+
+FORWARD = [Op("f1", 1.0, ("p",)), Start("fg", 4.0, "f1"), Done("fg"), Op("f2", 4.0, ("fg_done",))]
+BACKWARD = [Op("b1", 4.0, ("p",)), Start("bg", 4.0, "b1"), Done("bg"), Op("b2", 1.0, ("bg_done",))]
+BOTH = [*FORWARD, *BACKWARD]
+
+# A gather of one strand that could lie under the product of the other.
+PRODUCTS = """HloModule m, is_scheduled=true
+gather {
+  q = bf16[2048,4096] parameter(0)
+  ROOT g = bf16[8192,4096] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}, channel_id=1, use_global_device_ids=true
+}
+ENTRY e {
+  x = bf16[2048,4096] parameter(0)
+  w = bf16[4096,4096] parameter(1)
+  y = bf16[8192,4096] parameter(2)
+  start = ((bf16[2048,4096]), bf16[8192,4096]) async-start(x), calls=gather
+  done = bf16[8192,4096] async-done(start)
+  forward = bf16[8192,4096] dot(done, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  backward = bf16[8192,4096] dot(y, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT result = (bf16[8192,4096], bf16[8192,4096]) tuple(forward, backward)
+}"""  # noqa: E501
 
 
-def _strand(strand: str, backward: bool) -> list[str]:
-    inside = "transpose(jvp())/dot_general" if backward else "jvp()/dot_general"
-    of_gather, of_product = (_NAME.format(strand, what) for what in ("all_gather", inside))
-    start = f"(({_PART}), {_BIG}) async-start"
-    product = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    lines = [
-        f"{strand}_x = {_BIG} dot({strand}, w), {product}, {of_product}",
-        f"{strand}_mine = {_PART} slice({strand}_x), slice={{[0:1024], [0:4096]}}",
-        f"{strand}_gather = {start}({strand}_mine), calls={strand}_called, {of_gather}",
-        f"{strand}_gathered = {_BIG} async-done({strand}_gather)",
-        f"{strand}_y = {_BIG} dot({strand}_gathered, w), {product}, {of_product}",
-    ]
-    if backward:
-        lines.append(f"{strand}_w = {_BIG} dot({strand}_x, {strand}), {product}, {of_product}")
-    return lines
+def limits_of(module: HloModule, slack: float = 0.0) -> Limits:
+    """Without peer-to-peer, and `slack` more memory than the entry needs."""
+    memory = Memory(module)
+    peak = memory.peak(module.entry, module.schedule[module.entry])
+    return Limits(H200_NO_P2P, int(peak * (1.0 + slack)), memory)
 
 
-def text(turned: bool = False) -> str:
-    strands = [_strand("beta", backward=False), _strand("alpha", backward=True)]
-    lines = [line for strand in (reversed(strands) if turned else strands) for line in strand]
-    how = "replica_groups={{0,1,2,3}}, dimensions={0}"
-    called = "\n".join(
-        f"{s}_called {{\n  {s}_p = {_PART} parameter(0)\n"
-        f"  ROOT {s}_ag = {_BIG} all-gather({s}_p), channel_id={n}, {how}\n}}\n"
-        for n, s in enumerate(("alpha", "beta"), 1)
-    )
-    body = "\n".join(f"  {line}" for line in lines)
-    parameters = "\n".join(f"  {name} = {_BIG} parameter({n})" for n, name in enumerate(("w", "alpha", "beta")))
-    result = f"  ROOT out = ({_BIG}, {_BIG}, {_BIG}) tuple(alpha_y, alpha_w, beta_y)"
-    found = f"HloModule jit_step, is_scheduled=true\n\n{called}\nENTRY main {{\n{parameters}\n{body}\n{result}\n}}\n"
-    return found.replace("alpha_", "a_").replace("beta_", "b_") if turned else found
+@st.composite
+def two_strands(draw: st.DrawFn) -> tuple[Program, list[str]]:
+    """Two random programs, one after the other."""
+    program, results = draw(programs())
+    other, more = draw(programs())
+
+    def named(value: str) -> str:
+        return value if value == "p" else f"z{value}"
+
+    for step in other:
+        if isinstance(step, Op):
+            program = [
+                *program,
+                dataclasses.replace(step, name=named(step.name), operands=(*map(named, step.operands),)),
+            ]
+        elif isinstance(step, Start):
+            program = [*program, dataclasses.replace(step, name=named(step.name), operand=named(step.operand))]
+        else:
+            program = [*program, Done(named(step.start))]
+    return program, list(dict.fromkeys([*results, *map(named, more)]))

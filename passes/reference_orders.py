@@ -1,0 +1,88 @@
+"""Orders to compare strand pairing with: baselines of DHelix section 6.1, on the same programs and costs.
+
+`RoundRobin`: Wavelet+. Two strands, whose operators take turns in XLA's order, whatever they cost:
+
+    forward     norm   all-gather   product   attention   ...        norm, wgrad, all-gather, product, product, ...
+    backward    wgrad  product      product   reduce-scatter         one of each at a time; the longer rest follows
+
+A collective thus runs beside the one operator of the other strand that comes next, or until something needs it. Where
+the next operator waits for one of the other strand, that one goes on. Bodies without two strands keep XLA's order.
+
+`IntraBatch`: no second micro-batch. The whole search of `passes/strand_pairing.py` on a program without strands: what
+order alone hides inside one micro-batch. The paper's intra-batch baseline also splits products, which no order does.
+
+Legality and memory are as for any order (`passes/orders.py`). `RoundRobin` is applied even where it is predicted to be
+slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from dhelix.passes.costs import Cost, CostModel, Costs
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.order_search import OrderSearch
+from dhelix.passes.orders import Limits, apply_order
+from dhelix.passes.strand_pairing import pairing_order
+from dhelix.passes.strand_sequences import find_strands
+from dhelix.profiles.hardware import H200, Hardware
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """Operators of two strands in turn; attributes as of `CollectiveSchedule`, costs only say what is an operator."""
+
+    hardware: Hardware = H200
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+    model: CostModel | None = None
+
+    name = "round-robin"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        costs = Costs(self.hardware) if self.model is None else self.model.costs()
+        return apply_order(module, context, round_robin, costs, self.memory_limit, self.memory_slack, min_gain=None)
+
+
+@dataclass(frozen=True)
+class IntraBatch:
+    """The search of `StrandPairing` with all operators as one strand; attributes as there."""
+
+    hardware: Hardware = H200
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+    min_gain: float = 0.01
+    model: CostModel | None = None
+    max_segment: int = 3
+    max_in_flight: int | None = None
+
+    name = "intra-batch"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        costs = Costs(self.hardware) if self.model is None else self.model.costs()
+        order = partial(pairing_order, max_segment=self.max_segment, strands=1, context=context)
+        limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
+        return apply_order(module, context, order, costs, *limits)
+
+
+def round_robin(
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    limits: Limits,
+) -> list[Instruction]:
+    """Operators of both strands in turn, forward first; `sequence` where there are no two strands."""
+    body = find_strands(computation, sequence, costs, limits)
+    if not body.second.operators:
+        return list(sequence)
+    waiting = [list(body.first.operators), list(body.second.operators)]
+    laid: dict[int, None] = {}
+    turn = 0
+    while any(waiting):
+        able = [s for s in (turn, 1 - turn) if waiting[s] and waiting[s][0].needs <= laid.keys()]
+        laid[waiting[able[0]].pop(0).number] = None
+        turn = 1 - able[0]
+    return OrderSearch(body, costs, limits).sequence(laid)
