@@ -1,7 +1,8 @@
 """Planned order: the schedule that a plan says, in a program that the plan fits.
 
 Matches: scheduled computations whose collectives, products and attentions are those of a body of the plan
-(`PlanOperators.fingerprint`), each of which stands for every computation with these operators.
+(`PlanOperators.fingerprint`), each of which stands for every computation with these operators. The first body must be
+there; a program with more layers lacks others, whose operators have other sizes, and those keep XLA's order.
 
 Makes of it: the instructions in another order. Operators come in the plan's order, and what takes microseconds before
 the operator that the plan says, if it can run by then. What the plan does not name comes where an operator needs it, so
@@ -56,28 +57,31 @@ class PlannedOrder:
         memory = Memory(module)
         before = memory.peak(module.entry, module.schedule[module.entry])
         original = dict(module.schedule)
+        found: dict[str, Collection[str]] = {}
         for body, computation, operators in find_bodies(self.plan, module):
             heads, sequence = heads_of(body, operators), module.schedule[computation]
-            self._tell_missing(body, heads, context)
+            found[body.fingerprint] = heads.values()
             module.schedule[computation] = planned_sequence(
                 computation, sequence, heads, memory, _small(body, operators)
             )
             verify_sequence(computation, module.schedule[computation])
             context.note("ordered as planned", computation=computation.name, body=body.name, operators=len(heads))
+        self._check_complete(found, context)
         memory.forget()
         self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
         return any(module.schedule[c] != order for c, order in original.items())
 
-    def _tell_missing(self, body: PlanBody, heads: Mapping[Instruction, str], context: PassContext) -> None:
-        placed = set(heads.values())
-        missing = [name for name in body.order if name not in placed]
-        if missing and context.strict:
-            raise PassRefusal(
-                f"the program has no {missing[0]!r}, as the plan's body {body.name!r} calls it: correct the plan's"
-                f" operators, or {_AGAIN}"
-            )
-        if missing:
-            context.note("fusions and copies of the plan that are not here", body=body.name, operators=missing)
+    def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
+        """Says what of the plan the program does not have: `heads` are names of operators that were found, by body."""
+        bodies = [body.name for body in self.plan.bodies if body.fingerprint not in heads]
+        operators = [
+            name for b in self.plan.bodies for name in b.order if name not in heads.get(b.fingerprint, b.order)
+        ]
+        if (bodies or operators) and context.strict:
+            missing = f"body {bodies[0]!r}" if bodies else f"{operators[0]!r}"
+            raise PassRefusal(f"the program has no {missing} of the plan: correct the plan's operators, or {_AGAIN}")
+        if bodies or operators:
+            context.note("the rest of the plan is not in this program", bodies=bodies, operators=operators)
 
     def _check_memory(self, needed: int, before: int) -> None:
         limit = int(before * (1.0 + self.memory_slack)) if self.memory_limit is None else self.memory_limit
@@ -89,7 +93,7 @@ class PlannedOrder:
 
 
 def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
-    """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if one of them is nowhere."""
+    """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if the first is not there."""
     keys = OperatorKeys(describe(plan.target.hardware, plan.target.link).gpus_per_node, plan.target.collectives)
     wanted = {body.fingerprint: body for body in plan.bodies}
     found = [
@@ -97,10 +101,10 @@ def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Co
         for computation in module.computations
         if computation in module.schedule and (operators := PlanOperators(computation, keys)).fingerprint in wanted
     ]
-    missing = [body.name for body in plan.bodies if all(body is not placed for placed, _, _ in found)]
-    if missing:
+    if plan.bodies and all(body is not plan.bodies[0] for body, _, _ in found):
         raise PassRefusal(
-            f"the plan is for another program ({plan.program}): nothing here is its body {missing[0]!r}; {_AGAIN}"
+            f"the plan is for another program ({plan.program}): nothing here is its body {plan.bodies[0].name!r};"
+            f" {_AGAIN}"
         )
     return found
 

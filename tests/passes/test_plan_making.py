@@ -14,7 +14,7 @@ from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.timeline import simulate_module
 from dhelix.profiles.profile import Profile, Section
-from dhelix.tests.passes import two_strands
+from dhelix.tests.passes import strand_module
 
 # Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("connections1")), "connections1")
@@ -22,7 +22,7 @@ TARGET = PlanTarget.of("H200", "no-p2p", "connections1")
 
 
 def module() -> HloModule:
-    return HloModule.from_text(two_strands.text())
+    return HloModule.from_text(strand_module.text())
 
 
 def plan() -> tuple[PairingPlan, HloModule]:

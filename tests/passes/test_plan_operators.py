@@ -3,14 +3,14 @@
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.operator_keys import OperatorKeys
 from dhelix.passes.plan_operators import PlanOperators
-from dhelix.tests.passes import two_strands
+from dhelix.tests.passes import strand_module
 
 
 def operators(text: str) -> PlanOperators:
     return PlanOperators(HloModule.from_text(text).entry, OperatorKeys())
 
 
-HERE, TURNED = operators(two_strands.text()), operators(two_strands.text(turned=True))
+HERE, TURNED = operators(strand_module.text()), operators(strand_module.text(turned=True))
 
 
 def names(found: PlanOperators) -> dict[str, str]:
@@ -52,11 +52,11 @@ def test_occurrences_count_from_one() -> None:
 def test_the_fingerprint_is_of_collectives_and_products_alone() -> None:
     assert HERE.fingerprint == TURNED.fingerprint
     without_product = (
-        two_strands.text().replace("a_w = ", "a_w = ").replace(" tuple(alpha_y, alpha_w,", " tuple(alpha_y, w,")
+        strand_module.text().replace("a_w = ", "a_w = ").replace(" tuple(alpha_y, alpha_w,", " tuple(alpha_y, w,")
     )
     lines = [line for line in without_product.splitlines() if not line.startswith("  alpha_w = ")]
     assert operators("\n".join(lines)).fingerprint != HERE.fingerprint
-    with_copy = two_strands.text().replace("  ROOT out", "  more = bf16[4096,4096]{1,0} copy(w)\n  ROOT out")
+    with_copy = strand_module.text().replace("  ROOT out", "  more = bf16[4096,4096]{1,0} copy(w)\n  ROOT out")
     assert operators(with_copy).fingerprint == HERE.fingerprint
 
 

@@ -106,6 +106,18 @@ def test_a_plan_for_another_program() -> None:
         run(plan, other)
 
 
+def test_bodies_beside_the_first_may_be_missing() -> None:
+    plan = plan_of(module_of(), *PAIRED)
+    two = replace(plan, bodies=(*plan.bodies, replace(plan.bodies[0], name="other", fingerprint="0" * 16)))
+    context = PassContext()
+    assert PlannedOrder(two).run(module_of(), context)
+    assert [n.facts["bodies"] for n in context.notes if "not in this program" in n.message] == [["other"]]
+    with pytest.raises(PassRefusal, match="has no body 'other' of the plan"):
+        PlannedOrder(two).run(module_of(), PassContext(strict=True))
+    with pytest.raises(PassRefusal, match="for another program"):
+        run(replace(two, bodies=two.bodies[::-1]), module_of())
+
+
 def test_a_plan_edited_into_a_circle() -> None:
     module = module_of()
     with pytest.raises(PassRefusal, match="runs 'f2' before 'fg', which must come first"):
@@ -133,8 +145,8 @@ def test_a_fusion_that_the_program_does_not_have_is_left_out_and_named() -> None
     other = replace(body, operators=(replace(body.operators[0], key="fusion loop-add:0 8"), *body.operators[1:]))
     context = PassContext()
     assert PlannedOrder(plan.with_body(other)).run(module, context)
-    assert [n.facts["operators"] for n in context.notes if "not here" in n.message] == [["f1"]]
-    with pytest.raises(PassRefusal, match="has no 'f1'"):
+    assert [n.facts["operators"] for n in context.notes if "not in this program" in n.message] == [["f1"]]
+    with pytest.raises(PassRefusal, match="has no 'f1' of the plan"):
         PlannedOrder(plan.with_body(other)).run(module_of(), PassContext(strict=True))
 
 

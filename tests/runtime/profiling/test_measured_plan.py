@@ -14,14 +14,14 @@ from dhelix.passes.timeline import evaluate
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measured_plan import of_executions
-from dhelix.tests.passes import two_strands
+from dhelix.tests.passes import strand_module
 
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
 
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[PairingPlan, HloModule]:
-    module = HloModule.from_text(two_strands.text())
+    module = HloModule.from_text(strand_module.text())
     original = dict(module.schedule)
     StrandPairing(model=MODEL, memory_slack=1.0).run(module, PassContext())
     return make_plan(module, original, MODEL, PlanTarget.of("H200", "no-p2p", "default"), "two strands"), module
