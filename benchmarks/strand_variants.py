@@ -7,9 +7,8 @@ every setting, so that XLA has each setting that we have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +18,7 @@ from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
 from dhelix.passes.layer_unrolling import LayerUnrolling
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
@@ -154,12 +154,13 @@ VARIANTS: dict[str, Variant] = {
         Variant("plain, no communication", communication=False),
         Variant("plain, list", order="list"),
         Variant("plain, list by profile", order="list by profile"),
-        Variant("plain, intra_batch", order="dp"),  # the search where there is one strand: overlap by order alone
+        Variant("plain, intra_batch", order="intra_batch"),
         Variant("plain, decomposed", decomposed=True),
         Variant("strands", "strands"),
         Variant("strands, list", "strands", "list"),
         Variant("strands, list by profile", "strands", "list by profile"),
         Variant("strands, dp", "strands", "dp"),
+        Variant("strands, round_robin", "strands", "round_robin"),
         Variant("strands, no slice fusion", "strands", options=_NO_SLICES),
         Variant("strands, overlapped copies", "strands", options=_COPIES),
         Variant("strands, dp, no slice fusion", "strands", "dp", options=_NO_SLICES),
@@ -198,26 +199,26 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "two buffers": _less("activation-sharing"),
     "unrolled": (*_less("activation-sharing"), LayerUnrolling()),
 }
+_ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
+    "xla": lambda hardware, model: (),
+    "list": lambda hardware, model: (CollectiveSchedule(hardware),),
+    "list by profile": lambda hardware, model: (CollectiveSchedule(hardware, model=model),),
+    "dp": lambda hardware, model: (StrandPairing(hardware, model=model),),
+    "intra_batch": lambda hardware, model: (IntraBatch(hardware, model=model),),
+    "round_robin": lambda hardware, model: (RoundRobin(hardware, model=model),),
+}
 
 
 def passes_of(variant: Variant, setting: Setting) -> tuple[Any, ...]:
-    """The passes of a variant, with the costs of the setting. Raises DhelixError if there is none for it."""
+    """The passes of a variant, with the costs of the setting."""
     passes = list(_STRUCTURES[variant.structure])
-    other = "no-p2p" if setting.link == "nvlink" else "nvlink"
-    costs = partial(setting.costs, other if variant.misled else "")
     if variant.decomposed:
         passes.append(ReduceScatterDecomposition())
     if not variant.communication:
         passes.append(NoCommunication())
-    if variant.order == "list":
-        passes.append(CollectiveSchedule(setting.hardware))
-    elif variant.order == "list by profile":
-        passes.append(CollectiveSchedule(setting.hardware, model=costs()))
-    elif variant.order == "dp":
-        passes.append(StrandPairing(setting.hardware, model=costs()))
-    elif variant.order != "xla":
-        raise DhelixError(f"no pass makes the order {variant.order!r}")
-    return tuple(passes)
+    other = "no-p2p" if setting.link == "nvlink" else "nvlink"
+    order = _ORDERS[variant.order]
+    return (*passes, *order(setting.hardware, setting.costs(other if variant.misled else "")))
 
 
 def chosen(names: str, known: Mapping[str, Any], what: str) -> list[str]:
