@@ -111,6 +111,8 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     options = None if arguments else trainer.Options(**{f: chosen[f] for f in _STEP})
     dump = plan_step.of_dump(arguments[0]) if arguments else None
     models = _models(chosen, (dump.hardware if dump else None) or _DEFAULT_GPU)
+    if options is not None:
+        say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
     copying = [m for m in models if m.implementation == "symmetric"] if options else []
     with _Work(console, len(models) + len(copying) + (0 if options is None else 3 + bool(copying))) as work:
         if options is None:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.launch.plan_step import Program
+from dhelix.launch.units import bytes_text
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collectives import find_collective
 from dhelix.passes.costs import CostModel, Costs
@@ -143,11 +145,16 @@ def search(program: Program, model: CostModel, schedule: str, limit: MemoryLimit
     memory_limit = limit.beside_arguments(program, bytes_before)
     original = dict(module.schedule)
     begun = time.perf_counter()
-    for one in default_passes(schedule, model, memory_limit):
-        if one.stage is Stage.POST_SCHEDULER:
-            one.run(module, PassContext(strict=True))
+    try:
+        for one in default_passes(schedule, model, memory_limit):
+            if one.stage is Stage.POST_SCHEDULER:
+                one.run(module, PassContext(strict=True))
+    except PassRefusal as refusal:
+        beside = program.memory.peak - program.memory.temporaries if program.memory else 0
+        raise DhelixError(f"{refusal.reason}; arguments and results take {bytes_text(beside)} more") from None
     solved = time.perf_counter() - begun
-    target = PlanTarget.of(model.profile.hardware, model.profile.link, model.setting, program.decomposed)
+    profile = model.profile
+    target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, memory_limit)
     found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()

@@ -98,6 +98,7 @@ class PlanTarget:
       collectives: how they run (`profiles.keys.IMPLEMENTATIONS`).
       decomposed: reduce-scatters are all-to-alls and sums (`passes/reduce_scatter_decomposition.py`).
       environment, xla_flags: the setting, spelled out.
+      memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
     """
 
     hardware: str = "H200"
@@ -107,13 +108,16 @@ class PlanTarget:
     decomposed: bool = False
     environment: tuple[tuple[str, str], ...] = ()
     xla_flags: tuple[str, ...] = ()
+    memory_limit: int = 0
 
     @classmethod
-    def of(cls, hardware: str, link: str, setting: str, decomposed: bool = False) -> PlanTarget:
+    def of(
+        cls, hardware: str, link: str, setting: str, decomposed: bool = False, memory_limit: int | None = None
+    ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
-        environment = tuple(sorted(known.environment.items()))
-        return cls(hardware, link, setting, known.implementation, decomposed, environment, known.xla_flags)
+        start = tuple(sorted(known.environment.items())), known.xla_flags
+        return cls(hardware, link, setting, known.implementation, decomposed, *start, memory_limit or 0)
 
 
 @dataclass(frozen=True)

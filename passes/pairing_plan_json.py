@@ -4,7 +4,7 @@
     "schema": 1,
     "program": "llama-8b: 8 layers, sequence 8192, 16 micro-batches, interleaved, dp 1 x tp 4",
     "made_for": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "collectives": "nccl",
-                 "reduce_scatter": "whole"},
+                 "reduce_scatter": "whole", "memory_limit": 0},
     "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
     "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004},
     "bodies": [
@@ -61,6 +61,7 @@ _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
 _REDUCE_SCATTER = {False: "whole", True: "all-to-all and sum"}
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _MAX_MICROSECONDS = 1e12
+_MAX_BYTES = 2**62
 
 
 def load(path: str | Path) -> PairingPlan:
@@ -92,6 +93,7 @@ def dumps(plan: PairingPlan) -> str:
         "setting": target.setting,
         "collectives": target.collectives,
         "reduce_scatter": _REDUCE_SCATTER[target.decomposed],
+        "memory_limit": target.memory_limit,
     }
     start_with = {"environment": dict(target.environment), "xla_flags": list(target.xla_flags)}
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
@@ -180,7 +182,7 @@ def _fields(value: Checked, required: str, optional: str = "") -> Mapping[str, C
 
 
 def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
-    fields = _fields(made_for, "hardware link setting collectives reduce_scatter")
+    fields = _fields(made_for, "hardware link setting collectives reduce_scatter", "memory_limit")
     start = _fields(start_with, "environment xla_flags")
     whole = {words: flag for flag, words in _REDUCE_SCATTER.items()}
     return PlanTarget(
@@ -191,6 +193,7 @@ def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
         whole[_one_of(fields["reduce_scatter"], whole)],
         tuple(sorted((name, value.text()) for name, value in start["environment"].mapping().items())),
         tuple(flag.text() for flag in start["xla_flags"].sequence()),
+        fields["memory_limit"].integer(0, _MAX_BYTES) if "memory_limit" in fields else 0,
     )
 
 

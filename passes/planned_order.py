@@ -43,7 +43,8 @@ class PlannedOrder:
     """Carries out a plan.
 
     Attributes:
-      memory_limit, memory_slack: as of `CollectiveSchedule`; more is refused.
+      memory_limit: bytes beside the arguments; more is refused. None: what the plan was allowed when it was made, or
+        what XLA's order needs and `memory_slack`, whichever is more.
     """
 
     plan: PairingPlan
@@ -84,7 +85,9 @@ class PlannedOrder:
             context.note("the rest of the plan is not in this program", bodies=bodies, operators=operators)
 
     def _check_memory(self, needed: int, before: int) -> None:
-        limit = int(before * (1.0 + self.memory_slack)) if self.memory_limit is None else self.memory_limit
+        limit = self.memory_limit
+        if limit is None:
+            limit = max(int(before * (1.0 + self.memory_slack)), self.plan.target.memory_limit)
         if needed > limit:
             raise PassRefusal(
                 f"the plan needs {needed} bytes of temporaries by estimate, and {limit} are allowed: give memory_limit="

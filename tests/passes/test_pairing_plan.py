@@ -34,7 +34,7 @@ BODY = PlanBody(
     ),
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
-TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", decomposed=True)
+TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", decomposed=True, memory_limit=1 << 33)
 PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
 TEXT = pairing_plan_json.dumps(PLAN)
 

@@ -158,6 +158,8 @@ def test_a_plan_over_the_memory_limit_says_what_would_do() -> None:
     with pytest.raises(PassRefusal, match="needs (8..) bytes .* memory_limit=8.. or more"):
         run(plan, module_of(program, ["a2", "b2", "c_done"]))
     assert run(plan, module, memory_limit=900)[:2] == ["a", "b"]
+    allowed = replace(plan, target=replace(plan.target, memory_limit=900))
+    assert run(allowed, module_of(program, ["a2", "b2", "c_done"]))[:2] == ["a", "b"]
 
 
 def test_a_refused_plan_leaves_the_program_as_it_was() -> None:
