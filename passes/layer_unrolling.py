@@ -31,7 +31,8 @@ from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_use
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strand_duplication import ALPHA, LAYERS
+from dhelix.passes.strand_duplication import ALPHA, BETA, LAYERS
+from dhelix.passes.work import loop_work
 
 _INDICES = (shapes.S32, shapes.U32, shapes.S64, shapes.U64, shapes.PRED)
 
@@ -41,7 +42,7 @@ class LayerUnrolling:
     """Options: `most_layers`, of a loop that is unrolled; whether one iteration does two micro-batches."""
 
     most_layers: int = 16
-    pair_micro_batches: bool = True
+    pair_micro_batches: bool = False
 
     name = "layer-unrolling"
     stage = Stage.LOWERED
@@ -49,27 +50,33 @@ class LayerUnrolling:
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
         for computation in list(module.computations):
-            for loop in [i for i in computation.instructions if i.opcode == "while"]:
-                merged = [i for i in loop.called[0].instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
-                if len(merged) != 1:
+            for loop in [i for i in computation.instructions if i.opcode == "while" and not _is_merged(i)]:
+                merged = [i for i in loop.called[0].instructions if _is_merged(i)]
+                if not merged:
                     continue
-                layers = proved_trip_count(merged[0])
+                layers = proved_trip_count(max(merged, key=loop_work))
                 if layers is None or layers > self.most_layers:
-                    context.note(f"layer loop not unrolled: more than {self.most_layers} layers", merged[0])
+                    context.note(f"layers not unrolled: more than {self.most_layers}", loop)
                     continue
-                _unroll_strands(loop, merged[0], layers, context)
+                _unroll_strands(loop, layers, context)
                 if self.pair_micro_batches:
                     _pair_micro_batches(loop)
                 changed = True
         return changed
 
 
-def _unroll_strands(strands: Instruction, merged: Instruction, layers: int, context: PassContext) -> None:
+def _is_merged(instruction: Instruction) -> bool:
+    return instruction.opcode == "while" and instruction.name.startswith(LAYERS)
+
+
+def _unroll_strands(strands: Instruction, layers: int, context: PassContext) -> None:
     outside, body = strands.computation, strands.called[0]
-    _unroll(merged, in_step=True)
-    for loop in [i for i in outside.instructions if i.opcode == "while" and i.op_name.startswith(f"{ALPHA}/")]:
-        if proved_trip_count(loop) == layers:  # those of F(0) and B(M-1)
-            _unroll(loop, in_step=False)
+    for computation in (body, outside):  # outside are F(0) and B(M-1)
+        drop_dead(computation)
+        for loop in [i for i in computation.instructions if i.opcode == "while" and i is not strands]:
+            named = any(f"{strand}/" in loop.op_name for strand in (ALPHA, BETA))
+            if (_is_merged(loop) or named) and proved_trip_count(loop) == layers:
+                _unroll(loop, in_step=_is_merged(loop))
     for computation in (body, outside):
         _read_what_was_written(computation)
         drop_dead(computation)
@@ -153,7 +160,7 @@ def _put_in_place(loop: Instruction, state: list[Instruction]) -> None:
     replace_all_uses(computation, values | {loop: Builder(computation).tuple(state)})
     gone = {loop, *reads}
     computation.instructions = [i for i in computation.instructions if i not in gone]
-    drop_dead(computation)
+    computation.sort()
 
 
 def _handed_on(loop: WhileLoop) -> list[int]:

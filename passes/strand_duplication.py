@@ -18,7 +18,14 @@ Contract
               reordered, F(i) and B(i) run once per micro-batch.
     Leaves    everything else as it was; raises PassRefusal with the reason and the instruction.
 
-Why it is legal: B(i-1) and F(i) share nothing that either writes (`strand_partition`, rules 1-3).
+Other pairings, as baselines: two micro-batches that go the same way. An iteration is F(i), F(i+1), B(i), B(i+1), and
+    "forward-forward"       merges the layer loops of F(i) and F(i+1),
+    "backward-backward"     those of B(i) and B(i+1),
+    "same-direction"        both.
+Strand alpha is the earlier micro-batch. Where M is odd, the first one runs alone. The residuals of both are alive.
+
+Why it is legal: B(i-1) and F(i) share nothing that either writes (`strand_partition`, rules 1-3); so F(i+1) may come
+before B(i), too.
 Costs: code for one more forward and backward pass; memory for the crossing values of two micro-batches, which
 `activation_sharing` takes back.
 Names: `strand_alpha/` (going backward) and `strand_beta/` (going forward) are put before JAX's name stack, so that
@@ -28,7 +35,7 @@ profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sectio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dhelix.errors import PassRefusal
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
 from dhelix.passes.hlo.loop_state import merge
@@ -39,17 +46,28 @@ from dhelix.passes.work import loop_work
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
 LAYERS = "strand_layers"  # name of a merged loop
+PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
 Copies = dict[Instruction, Instruction]
 
 
 @dataclass(frozen=True)
 class StrandDuplication:
-    """Options: `merge_layers=False` leaves layer loops apart (one iteration still holds both strands)."""
+    """Which micro-batches run together.
+
+    Attributes:
+      merge_layers: False leaves layer loops apart (one iteration still holds both strands).
+      pairing: one of PAIRINGS.
+    """
 
     merge_layers: bool = True
+    pairing: str = "forward-backward"
 
     name = "strand-duplication"
     stage = Stage.LOWERED
+
+    def __post_init__(self) -> None:
+        if self.pairing not in PAIRINGS:
+            raise DhelixError(f"pairing={self.pairing!r} means nothing; take one of {', '.join(PAIRINGS)}")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         """True when at least one micro-batch loop became two strands. Raises PassRefusal when none could."""
@@ -90,11 +108,17 @@ class StrandDuplication:
 
     def _apply(self, computation: Computation, parts: Partition, context: PassContext) -> None:
         loop = parts.loop
-        body, forward, backward = _co_executed_body(parts)
+        if self.pairing == "forward-backward":
+            body, forward, backward = _co_executed_body(parts)
+            together = [(forward, backward)]
+            _replace = _replace_loop
+        else:
+            body, together = _same_direction_body(parts, self.pairing)
+            _replace = _replace_loop_by_pairs
         merged: list[str] = []
-        if self.merge_layers:
-            merged = _merge_layer_loops(body, forward, backward, context)
-        _replace_loop(computation, parts, body)
+        for beta, alpha in together if self.merge_layers else ():
+            merged += _merge_pairs(body.computation, _loops_of(beta), _loops_of(alpha), context)
+        _replace(computation, parts, body)
         context.note(
             "two strands",
             loop.instruction,
@@ -234,10 +258,45 @@ def _hand_over(computation: Computation, old: Instruction, result: Instruction) 
     drop_dead(computation)
 
 
-def _merge_layer_loops(body: Builder, forward: Copies, backward: Copies, context: PassContext) -> list[str]:
-    beta = [i for i in dict.fromkeys(forward.values()) if i.opcode == "while"]
-    alpha = [i for i in dict.fromkeys(backward.values()) if i.opcode == "while"]
-    return _merge_pairs(body.computation, beta, alpha, context)
+def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[tuple[Copies, Copies]]]:
+    """A loop body of two micro-batches, with what is to merge: what the second one made, and the first."""
+    loop = parts.loop
+    builder = Builder(loop.body.module.new_computation("strands"))
+    parameter = builder.parameter(0, loop.instruction.shape)
+    state = [builder.element(parameter, k) for k in range(loop.size)]
+    first = _micro_batch(builder, parts, state, ALPHA)
+    second = _micro_batch(builder, parts, [first[value] for value in loop.body.root.operands], BETA)
+    results = [state[k] if k in loop.invariants else second[v] for k, v in enumerate(loop.body.root.operands)]
+    builder.finish(builder.tuple(results))
+    passes = {"forward-forward": [parts.forward], "backward-backward": [parts.backward]}
+    together = passes.get(pairing, [parts.forward, parts.backward])
+    return builder, [({i: second[i] for i in part}, {i: first[i] for i in part}) for part in together]
+
+
+def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], strand: str) -> Copies:
+    """One iteration of the old loop from the elements of `state`."""
+    copies = {read: state[k] for read, k in parts.loop.reads.items()}
+    copy_instructions(builder, parts.shared, copies)
+    own = (*parts.forward, *parts.backward)
+    copy_instructions(builder, own, copies)
+    _name(strand, (copies[i] for i in own))
+    return copies
+
+
+def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> None:
+    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop."""
+    loop = parts.loop
+    old, start = loop.instruction, loop.instruction.operands[0]
+    builder = Builder(computation)
+    if parts.trip_count % 2:
+        first = _micro_batch(builder, parts, [builder.element(start, k) for k in range(loop.size)], ALPHA)
+        start = builder.tuple([first[value] for value in loop.body.root.operands])
+    strands = builder.while_loop(start, body.computation, loop.condition, old, "strands")
+    _hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
+
+
+def _loops_of(copies: Copies) -> list[Instruction]:
+    return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
 
 
 def _merge_pairs(

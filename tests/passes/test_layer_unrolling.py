@@ -56,7 +56,7 @@ def strand_loops(module: HloModule) -> list[Instruction]:
 
 
 def test_one_loop_is_left_and_its_state_has_no_stack_of_residuals_or_weights() -> None:
-    module, report = transform(LayerUnrolling(pair_micro_batches=False))
+    module, report = transform(LayerUnrolling())
     (loop,) = strand_loops(module)
     stacks = [s for s in loop.shape.tuple_shapes if s.dimensions[:1] == [DEPTH]]
     assert [shapes.type_name(s) for s in stacks] == ["f32"], "the sum of the gradients"
@@ -68,7 +68,7 @@ def test_one_loop_is_left_and_its_state_has_no_stack_of_residuals_or_weights() -
 
 def test_strands_stay_in_step() -> None:
     """Between two layers there is a barrier that holds values of both strands."""
-    module, _ = transform(LayerUnrolling(pair_micro_batches=False))
+    module, _ = transform(LayerUnrolling())
     body = strand_loops(module)[0].called[0]
     barriers = [i for i in body.instructions if i.opcode == "opt-barrier"]
     both = [{s for s in (ALPHA, BETA) for v in b.operands[0].operands if v.op_name.startswith(s)} for b in barriers]
@@ -78,13 +78,13 @@ def test_strands_stay_in_step() -> None:
 @pytest.mark.parametrize("microbatches, trips", [(2, None), (3, 1), (4, 1), (5, 2), (6, 2)])
 def test_two_micro_batches_in_an_iteration(microbatches: int, trips: int | None) -> None:
     """What is left over of an odd number of iterations stands before the loop."""
-    module, _ = transform(LayerUnrolling(), microbatches)
+    module, _ = transform(LayerUnrolling(pair_micro_batches=True), microbatches)
     assert [WhileLoop(i).trip_count for i in strand_loops(module)] == ([] if trips is None else [trips])
 
 
 def test_weights_that_are_arguments_stay_stacked() -> None:
     """Slices of them would be a second copy of the weights, alive for the whole step."""
-    module, _ = transform(LayerUnrolling(pair_micro_batches=False), dtype=jnp.float32)
+    module, _ = transform(LayerUnrolling(), dtype=jnp.float32)
     (loop,) = strand_loops(module)
     assert sum(s.dimensions[:1] == [DEPTH] for s in loop.shape.tuple_shapes) == 2
 
@@ -92,7 +92,7 @@ def test_weights_that_are_arguments_stay_stacked() -> None:
 def test_too_many_layers_are_left_alone() -> None:
     _, report = transform(LayerUnrolling(most_layers=DEPTH - 1))
     assert report.outcome == UNCHANGED
-    assert report.notes[0].message == "layer loop not unrolled: more than 2 layers"
+    assert report.notes[0].message == "layers not unrolled: more than 2"
 
 
 def test_activation_sharing_has_nothing_left_to_do() -> None:
@@ -115,7 +115,6 @@ SAME_BITS = (
 
 @pytest.mark.parametrize("program", SAME_BITS, ids=repr)
 def test_the_same_bits(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = program.microbatches > 3
-    passes = (*STRUCTURE, LayerUnrolling(pair_micro_batches=pair), ActivationSharing())
+    passes = (*STRUCTURE, LayerUnrolling(pair_micro_batches=program.microbatches > 3), ActivationSharing())
     monkeypatch.setattr(generated, "manager", lambda: PassManager(passes))
     assert {"strand-duplication", "layer-unrolling"} <= generated.check(program).changed

@@ -2,9 +2,10 @@
 
 import pytest
 
-from dhelix.errors import PassRefusal
+from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.hlo import WhileLoop
 from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.tests.passes import golden
 
 SCAN = "strand_duplication/scan_over_layers.hlo"
@@ -41,6 +42,39 @@ def test_without_merging() -> None:
     before, after, report = golden.run(golden.read(SCAN), StrandDuplication(merge_layers=False))
     assert "strand_layers" not in golden.printed(after) and len(report.notes) == 1
     golden.assert_same_results(before, after)
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 4, 5])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_every_pairing_computes_the_same(pairing: str, microbatches: int) -> None:
+    """Also where one micro-batch is left over: of an odd number, or of M - 1 pairs."""
+    text = golden.read(SCAN).replace("f32[3,4]", f"f32[{microbatches},4]")
+    text = text.replace("microbatches = s32[] constant(3)", f"microbatches = s32[] constant({microbatches})")
+    before, after, _ = golden.run(text, StrandDuplication(pairing=pairing))
+    golden.assert_same_results(before, after)
+
+
+@pytest.mark.parametrize(
+    "pairing, loops",
+    [
+        ("forward-forward", {"forward": 0, "backward": 2, "strand_layers": 1}),
+        ("backward-backward", {"forward": 2, "backward": 0, "strand_layers": 1}),
+        ("same-direction", {"forward": 0, "backward": 0, "strand_layers": 2}),
+    ],
+)
+def test_pairs_that_go_the_same_way(pairing: str, loops: dict[str, int]) -> None:
+    """Loops in one iteration, of two micro-batches; with three of them, one runs before."""
+    _, after, report = golden.run(golden.read(SCAN), StrandDuplication(pairing=pairing))
+    (strands,) = [i for i in after.entry.instructions if i.opcode == "while" and i.name.startswith("strands")]
+    inside = [i.name for i in strands.called[0].instructions if i.opcode == "while"]
+    assert {kind: sum(name.startswith(kind) for name in inside) for kind in loops} == loops
+    assert WhileLoop(strands).trip_count == 1
+    assert len(report.notes[0].facts["merged_loops"]) == loops["strand_layers"]
+
+
+def test_an_unknown_pairing_is_an_error() -> None:
+    with pytest.raises(DhelixError, match="pairing='backward-forward' means nothing; take one of forward-backward"):
+        StrandDuplication(pairing="backward-forward")
 
 
 def test_the_same_module_gives_the_same_bytes() -> None:
