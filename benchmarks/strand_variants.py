@@ -19,6 +19,7 @@ from dhelix.passes.costs import CostModel
 from dhelix.passes.layer_unrolling import LayerUnrolling
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
@@ -161,6 +162,9 @@ VARIANTS: dict[str, Variant] = {
         Variant("strands, list by profile", "strands", "list by profile"),
         Variant("strands, dp", "strands", "dp"),
         Variant("strands, round_robin", "strands", "round_robin"),
+        Variant("strands, forward-forward, dp", "forward-forward", "dp"),
+        Variant("strands, backward-backward, dp", "backward-backward", "dp"),
+        Variant("strands, same-direction, dp", "same-direction", "dp"),
         Variant("strands, no slice fusion", "strands", options=_NO_SLICES),
         Variant("strands, overlapped copies", "strands", options=_COPIES),
         Variant("strands, dp, no slice fusion", "strands", "dp", options=_NO_SLICES),
@@ -191,6 +195,10 @@ def _less(name: str) -> tuple[Any, ...]:
     return tuple(one for one in _STRANDS if one.name != name)
 
 
+def _paired(pairing: str) -> tuple[Any, ...]:
+    return (StrandDuplication(pairing=pairing), *_less("strand-duplication"))
+
+
 _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "": (),
     "strands": _STRANDS,
@@ -198,6 +206,7 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
     "unrolled": (*_less("activation-sharing"), LayerUnrolling()),
+    **{pairing: _paired(pairing) for pairing in PAIRINGS if pairing != "forward-backward"},
 }
 _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
     "xla": lambda hardware, model: (),
