@@ -5,6 +5,8 @@
     list                backward beside forward     list scheduling of collectives
     xla                 backward beside forward     XLA's own
     round_robin         backward beside forward     operators of both in turn (Wavelet+), a baseline
+    forward_forward     forward beside forward      as dp, a baseline; backward passes run alone
+    backward_backward   backward beside backward    as dp, a baseline; forward passes run alone
     intra_batch         none                        the search of dp inside one micro-batch, a baseline
     a plan              backward beside forward     the plan's
 
@@ -41,9 +43,8 @@ from dhelix.profiles.hardware import gpu_name
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings
 
-SCHEDULES = ("dp", "list", "xla", "round_robin", "intra_batch")
+SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
 AUTO = "auto"
-_STRUCTURE = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
 
 
 def default_passes(
@@ -57,20 +58,28 @@ def default_passes(
       memory_limit: bytes that the step may need beside its arguments; None: what XLA's order needs, and 3 %.
     """
     check_schedule(schedule)
+    pairing = StrandPairing(model=model, memory_limit=memory_limit)
     passes: dict[str, tuple[Pass, ...]] = {
-        "dp": (*_STRUCTURE, StrandPairing(model=model, memory_limit=memory_limit)),
-        "list": (*_STRUCTURE, CollectiveSchedule(model=model, memory_limit=memory_limit)),
-        "xla": _STRUCTURE,
-        "round_robin": (*_STRUCTURE, RoundRobin(model=model, memory_limit=memory_limit)),
+        "dp": (*_strands(), pairing),
+        "list": (*_strands(), CollectiveSchedule(model=model, memory_limit=memory_limit)),
+        "xla": _strands(),
+        "round_robin": (*_strands(), RoundRobin(model=model, memory_limit=memory_limit)),
+        "forward_forward": (*_strands("forward-forward"), pairing),
+        "backward_backward": (*_strands("backward-backward"), pairing),
         "intra_batch": (IntraBatch(model=model, memory_limit=memory_limit),),
     }
     return passes[schedule]
 
 
+def _strands(pairing: str = "forward-backward") -> tuple[Pass, ...]:
+    """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`)."""
+    return StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
+
+
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
     """The passes that carry out a plan."""
     decomposition = (ReduceScatterDecomposition(),) if plan.target.decomposed else ()
-    return (*_STRUCTURE, *decomposition, PlannedOrder(plan, memory_limit))
+    return (*_strands(), *decomposition, PlannedOrder(plan, memory_limit))
 
 
 def check_schedule(schedule: str) -> None:
