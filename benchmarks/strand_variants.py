@@ -7,6 +7,7 @@ every setting, so that XLA has each setting that we have.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import Any
 
 from dhelix.benchmarks.no_communication import NoCommunication
 from dhelix.errors import DhelixError
+from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
 from dhelix.passes.layer_unrolling import LayerUnrolling
@@ -61,10 +63,15 @@ class Setting:
         Args:
           link: another one than the setting's own.
         """
-        try:
-            return CostModel.find(GPU, link or self.link, self.profiled)
-        except DhelixError:
-            return CostModel.find(GPU, link or self.link, "default")
+        return _costs(link or self.link, self.profiled)
+
+
+@functools.cache
+def _costs(link: str, profiled: str) -> CostModel:
+    try:
+        return CostModel.find(GPU, link, profiled)
+    except DhelixError:
+        return CostModel.find(GPU, link, "default")
 
 
 _ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -110,7 +117,8 @@ class Variant:
       structure: which structure passes run: "" for none, or a name in `_STRUCTURES`.
       order: who schedules: "xla", or a name in `_ORDERS`.
       options: XLA's, for this program alone; the key "optimization_level" is JAX's.
-      decomposed: reduce-scatters as all-to-all and sum.
+      decomposed: reduce-scatters and all-gathers with all-to-alls, where the profile says that this is faster. A plain
+        program counts as XLA's with them too, so that XLA has every implementation that ours uses.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
       misled: our schedule is the one for another link (no-p2p for NVLink, NVLink for the others): what it costs not
@@ -131,7 +139,7 @@ class Variant:
         """XLA: what a user has without us; OURS; BOUND: without communication, wrong results."""
         if not self.communication:
             return BOUND
-        return OURS if self.structure or self.order != "xla" or self.decomposed else XLA
+        return OURS if self.structure or self.order != "xla" else XLA
 
 
 _PIPELINING = {
@@ -140,49 +148,50 @@ _PIPELINING = {
 }
 _COPIES = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 _NO_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
+_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 _GUIDED = {"xla_gpu_enable_latency_hiding_scheduler": True}
-VARIANTS: dict[str, Variant] = {
-    v.name: v
-    for v in (
-        Variant("plain"),
-        Variant("plain, no latency hiding", options={"xla_gpu_enable_latency_hiding_scheduler": False}),
-        Variant("plain, double buffering", options={"xla_gpu_enable_while_loop_double_buffering": True}),
-        Variant("plain, pipelined collectives", options=_PIPELINING),
-        Variant("plain, PGLE", options=_GUIDED, guided=True),
-        Variant("plain, O1", options={"optimization_level": "O1"}),
-        Variant("plain, no slice fusion", options=_NO_SLICES),
-        Variant("plain, overlapped copies", options=_COPIES),
-        Variant("plain, no communication", communication=False),
-        Variant("plain, list", order="list"),
-        Variant("plain, list by profile", order="list by profile"),
-        Variant("plain, intra_batch", order="intra_batch"),
-        Variant("plain, decomposed", decomposed=True),
-        Variant("strands", "strands"),
-        Variant("strands, list", "strands", "list"),
-        Variant("strands, list by profile", "strands", "list by profile"),
-        Variant("strands, dp", "strands", "dp"),
-        Variant("strands, round_robin", "strands", "round_robin"),
-        Variant("strands, forward-forward, dp", "forward-forward", "dp"),
-        Variant("strands, backward-backward, dp", "backward-backward", "dp"),
-        Variant("strands, same-direction, dp", "same-direction", "dp"),
-        Variant("strands, no slice fusion", "strands", options=_NO_SLICES),
-        Variant("strands, overlapped copies", "strands", options=_COPIES),
-        Variant("strands, dp, no slice fusion", "strands", "dp", options=_NO_SLICES),
-        Variant("strands, decomposed", "strands", decomposed=True),
-        Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
-        Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
-        Variant("strands, dp for another link", "strands", "dp", misled=True),
-        Variant("strands, no communication", "strands", communication=False),
-        Variant("strands, unrolled", "unrolled"),
-        Variant("strands, unrolled, list by profile", "unrolled", "list by profile"),
-        Variant("strands, unrolled, dp", "unrolled", "dp"),
-        Variant("strands, unrolled, dp, decomposed", "unrolled", "dp", decomposed=True),
-        Variant("strands, unrolled, no communication", "unrolled", communication=False),
-        Variant("strands, not in lockstep", "not in lockstep"),
-        Variant("strands, gradients stacked", "gradients stacked"),
-        Variant("strands, two buffers", "two buffers"),
-    )
-}
+_WITH_GRAPHS: tuple[Variant, ...] = (
+    Variant("plain"),
+    Variant("plain, no latency hiding", options={"xla_gpu_enable_latency_hiding_scheduler": False}),
+    Variant("plain, double buffering", options={"xla_gpu_enable_while_loop_double_buffering": True}),
+    Variant("plain, pipelined collectives", options=_PIPELINING),
+    Variant("plain, PGLE", options=_GUIDED, guided=True),
+    Variant("plain, O1", options={"optimization_level": "O1"}),
+    Variant("plain, no slice fusion", options=_NO_SLICES),
+    Variant("plain, overlapped copies", options=_COPIES),
+    Variant("plain, no communication", communication=False),
+    Variant("plain, list", order="list"),
+    Variant("plain, list by profile", order="list by profile"),
+    Variant("plain, intra_batch", order="intra_batch"),
+    Variant("plain, decomposed", decomposed=True),
+    Variant("strands", "strands"),
+    Variant("strands, list", "strands", "list"),
+    Variant("strands, list by profile", "strands", "list by profile"),
+    Variant("strands, dp", "strands", "dp"),
+    Variant("strands, round_robin", "strands", "round_robin"),
+    Variant("strands, forward-forward, dp", "forward-forward", "dp"),
+    Variant("strands, backward-backward, dp", "backward-backward", "dp"),
+    Variant("strands, same-direction, dp", "same-direction", "dp"),
+    Variant("strands, no slice fusion", "strands", options=_NO_SLICES),
+    Variant("strands, overlapped copies", "strands", options=_COPIES),
+    Variant("strands, dp, no slice fusion", "strands", "dp", options=_NO_SLICES),
+    Variant("strands, decomposed", "strands", decomposed=True),
+    Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
+    Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
+    Variant("strands, dp for another link", "strands", "dp", misled=True),
+    Variant("strands, no communication", "strands", communication=False),
+    Variant("strands, unrolled", "unrolled"),
+    Variant("strands, unrolled, list by profile", "unrolled", "list by profile"),
+    Variant("strands, unrolled, dp", "unrolled", "dp"),
+    Variant("strands, unrolled, dp, decomposed", "unrolled", "dp", decomposed=True),
+    Variant("strands, unrolled, no communication", "unrolled", communication=False),
+    Variant("strands, not in lockstep", "not in lockstep"),
+    Variant("strands, gradients stacked", "gradients stacked"),
+    Variant("strands, two buffers", "two buffers"),
+)
+_WITHOUT = tuple(replace(v, name=f"{v.name}, no graphs", options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
+VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT)}
+"""Each also without CUDA graphs, which XLA makes of runs of kernels unless told otherwise."""
 ESSENTIAL = (
     "plain; plain, no slice fusion; strands; strands, list by profile; strands, dp; strands, decomposed; "
     "plain, no communication; strands, no communication"
@@ -222,7 +231,7 @@ def passes_of(variant: Variant, setting: Setting) -> tuple[Any, ...]:
     """The passes of a variant, with the costs of the setting."""
     passes = list(_STRUCTURES[variant.structure])
     if variant.decomposed:
-        passes.append(ReduceScatterDecomposition())
+        passes += [ReduceScatterDecomposition(setting.costs("")), AllGatherDecomposition(setting.costs(""))]
     if not variant.communication:
         passes.append(NoCommunication())
     other = "no-p2p" if setting.link == "nvlink" else "nvlink"

@@ -147,12 +147,12 @@ def test_tables_go_where_a_page_has_marks() -> None:
 def test_every_variant_has_passes_for_every_setting(setting) -> None:
     for variant in VARIANTS.values():
         PassManager(passes_of(variant, setting))
-        assert variant.kind != XLA or not passes_of(variant, setting)
+        assert variant.kind != XLA or variant.decomposed or not passes_of(variant, setting)
 
 
 def test_kinds_of_variants() -> None:
     assert {VARIANTS[name].kind for name in ("plain", "plain, PGLE", "plain, no slice fusion")} == {XLA}
-    assert {VARIANTS[name].kind for name in ("strands", "plain, list", "plain, decomposed")} == {OURS}
+    assert {VARIANTS[name].kind for name in ("strands", "plain, list")} == {OURS}
     assert {v.kind for v in VARIANTS.values() if not v.communication} == {BOUND}
 
 
