@@ -1,0 +1,207 @@
+"""How far the orders of layer bodies are from the best there can be, by the evaluator; without a GPU.
+
+    python benchmarks/optimality.py --effort 60 --out benchmarks/results
+
+The body in which the layers of both strands run, of Llama-8B and 25B shapes (sequence 8192, TP 4), is compiled for
+H200s with the card's kernels, and played under each launch setting with measured costs: XLA's order, the list
+schedule's, strand pairing's, a long search from there (simulated annealing, which no pass could wait for), and the
+exact model's, which starts from the best of these. The gap says how much of a time is above the exact model's bound,
+which no order is below; part of it may be the bound's fault.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dhelix.passes.buffers import Memory
+from dhelix.passes.collective_schedule import list_order
+from dhelix.passes.collectives import is_start
+from dhelix.passes.costs import CostModel, Costs, Lane
+from dhelix.passes.exact_order import exact_order
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.orders import Limits
+from dhelix.passes.strand_pairing import pairing_order
+from dhelix.passes.strand_sequences import Body, find_strands
+from dhelix.passes.timeline import evaluate
+
+CASES = [("nvlink", "default"), ("nvlink", "connections1"), ("nvlink", "copy-engine"), ("no-p2p", "default")]
+_HEAT = 4e-3  # share of the time by which annealing takes worse orders at first
+
+
+@dataclass(frozen=True)
+class Row:
+    """One body under one setting; orders in microseconds by the evaluator."""
+
+    preset: str
+    link: str
+    setting: str
+    compute_us: float
+    collectives_us: float
+    xla_us: float
+    list_us: float
+    paired_us: float
+    annealed_us: float
+    exact_us: float
+    bound_us: float
+    solved: bool
+    pairing_seconds: float
+
+    @property
+    def gap(self) -> float:
+        """Of strand pairing's order."""
+        return 1.0 - self.bound_us / self.paired_us
+
+    @property
+    def best_gap(self) -> float:
+        """Of the best order that is known."""
+        return 1.0 - self.bound_us / self.exact_us
+
+
+def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
+    """The interleaved step of 4 H200s that need not be there."""
+    from dhelix.runtime import deviceless
+
+    deviceless.prepare_environment()
+    import optax
+
+    from dhelix import strand_interleave
+    from dhelix.models import preset
+    from dhelix.models.parallel import make_mesh
+    from dhelix.models.train_step import make_train_step
+    from dhelix.runtime import lowering
+
+    mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)
+    config = preset(preset_name, layers=layers, seq=8192)
+    training = make_train_step(config, mesh, optax.adamw(1e-4), microbatches=microbatches)
+    step = strand_interleave(training.train_step, strict=True, donate_argnums=0, disable=("collective-schedule",))
+    lowered: Any = step.lower(training.abstract_state(), training.abstract_batch(microbatches))
+    return lowering.compiled_module(deviceless.compile_tuned(lowered))
+
+
+def layer_body(module: HloModule, costs: Costs) -> Computation:
+    """The computation with the most asynchronous collectives: the layers of both strands."""
+
+    def collectives(computation: Computation) -> int:
+        return sum(is_start(i) and costs[i].lane is not Lane.COMPUTE for i in computation.instructions)
+
+    return max(module.schedule, key=lambda c: (collectives(c), c.name))
+
+
+def study(preset: str, module: HloModule, link: str, setting: str, effort: float, steps: int) -> Row:
+    model = CostModel.find("H200", link, setting)
+    costs, memory = model.costs(), Memory(module)
+    computation = layer_body(module, costs)
+    sequence = module.schedule[computation]
+    limits = Limits(model.hardware, int(memory.peak(computation, sequence) * 1.03), memory)
+    listed = list_order(computation, sequence, costs, limits)
+    begin = time.perf_counter()
+    paired = pairing_order(computation, sequence, costs, limits)
+    pairing_seconds = time.perf_counter() - begin
+    body = find_strands(computation, sequence, costs, limits)
+    annealed = paired if body is None else anneal(body, paired, costs, limits, steps)
+    exact = exact_order(computation, sequence, costs, limits, annealed, effort)
+    xla_us, list_us, paired_us, annealed_us = (
+        1e6 * evaluate(o, costs).seconds for o in (sequence, listed, paired, annealed)
+    )
+    compute = sum(costs[i].seconds for i in sequence if costs[i].lane is Lane.COMPUTE)
+    return Row(
+        preset,
+        link,
+        setting,
+        compute_us=1e6 * compute,
+        collectives_us=1e6 * (sum(costs[i].seconds for i in sequence) - compute),
+        xla_us=xla_us,
+        list_us=list_us,
+        paired_us=paired_us,
+        annealed_us=annealed_us,
+        exact_us=1e6 * exact.seconds,
+        bound_us=1e6 * exact.bound,
+        solved=exact.solved,
+        pairing_seconds=pairing_seconds,
+    )
+
+
+def anneal(body: Body, order: list[Instruction], costs: Costs, limits: Limits, steps: int) -> list[Instruction]:
+    """`order`, bettered by moving single operators to random legal places; orders that take longer are taken too, the
+    less so the later."""
+    draw = random.Random(0)
+    number = {head: n for n, head in enumerate(body.heads)}
+    current = [number[i] for i in order if i in number]
+    users = [{o.number for o in body.operators if n in o.needs} for n in range(len(body.operators))]
+
+    def seconds(numbers: list[int]) -> float:
+        return evaluate(body.sequence(numbers), costs, limits.hardware, limits.bodies).seconds
+
+    now = seconds(current)
+    best, best_seconds = order, min(now, evaluate(order, costs, limits.hardware, limits.bodies).seconds)
+    for step in range(steps):
+        heat = _HEAT * best_seconds * (1.0 - step / steps) + 1e-12
+        moved = _moved(current, body, users, draw)
+        taken = seconds(moved)
+        if taken >= now and draw.random() >= math.exp((now - taken) / heat):
+            continue
+        current, now = moved, taken
+        if now < best_seconds:
+            whole = body.sequence(current)
+            if limits.memory.peak(body.computation, whole) <= limits.bytes:
+                best, best_seconds = whole, now
+    return best
+
+
+def _moved(order: list[int], body: Body, users: list[set[int]], draw: random.Random) -> list[int]:
+    here = draw.randrange(len(order))
+    operator = body.operators[order[here]]
+    rest = order[:here] + order[here + 1 :]
+    low = max((n + 1 for n, o in enumerate(rest) if o in operator.needs), default=0)
+    high = min((n for n, o in enumerate(rest) if o in users[operator.number]), default=len(rest))
+    reach = draw.choice((2, 4, 8, len(order)))
+    there = draw.randint(max(low, here - reach), max(low, min(high, here + reach)))
+    return [*rest[:there], operator.number, *rest[there:]]
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| body | link, setting | compute / collectives alone us | XLA | list | paired | annealed | best known | bound "
+        "| gap of paired | gap of best known |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        orders = (r.xla_us, r.list_us, r.paired_us, r.annealed_us, r.exact_us, r.bound_us)
+        times = " | ".join(f"{t:.0f}" for t in orders)
+        lines.append(
+            f"| {r.preset} | {r.link}, {r.setting} | {r.compute_us:.0f} / {r.collectives_us:.0f} | {times} "
+            f"| {r.gap:.1%} | {r.best_gap:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=["llama-8b", "llama-25b"])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--effort", type=float, default=60.0, help="CP-SAT's deterministic time per body")
+    parser.add_argument("--steps", type=int, default=20_000, help="orders that annealing tries")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for preset in arguments.presets:
+        module = compiled(preset, arguments.layers, arguments.microbatches)
+        for link, setting in CASES:
+            rows.append(study(preset, module, link, setting, arguments.effort, arguments.steps))
+            print(json.dumps(asdict(rows[-1])), flush=True)
+            results = [asdict(r) | {"gap": r.gap, "best_gap": r.best_gap} for r in rows]
+            record = {"effort": arguments.effort, "steps": arguments.steps, "results": results}
+            (arguments.out / "optimality_h200.json").write_text(json.dumps(record, indent=1) + "\n")
+            (arguments.out / "optimality_h200.md").write_text(table(rows) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

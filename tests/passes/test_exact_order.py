@@ -1,0 +1,195 @@
+"""The exact model against all orders there are: never above the fastest, and on small programs its equal."""
+
+import dataclasses
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+
+from dhelix.errors import DhelixError
+from dhelix.passes.buffers import Memory
+from dhelix.passes.costs import BY_THEMSELVES, Cost, Costs, InStep, Lane
+from dhelix.passes.exact_order import ExactOrder, exact_order
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.hlo.verify import verify_sequence
+from dhelix.passes.orders import Limits, dependencies
+from dhelix.passes.strand_pairing import pairing_order
+from dhelix.passes.timeline import evaluate
+from dhelix.profiles.estimates import Estimator
+from dhelix.profiles.hardware import H200
+from dhelix.profiles.profile import Profile
+from dhelix.tests.passes.schedules import Done, Op, Program, Start, build
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program and the rates of its pairs: by compute, collective, and how they meet (`Costs.rates`)."""
+
+    program: Program
+    results: list[str]
+    rates: Mapping[tuple[str, str, bool, bool], tuple[float, float]]
+
+    def module(self, in_step: InStep = BY_THEMSELVES) -> tuple[HloModule, Costs]:
+        module, costs = build(self.program, self.results)
+        return module, KnownRates(costs, self.rates, in_step)
+
+
+class KnownRates(Costs):
+    """Costs with rates of pairs, as those of a profile."""
+
+    def __init__(self, costs: Mapping[Instruction, Cost], rates: Mapping, in_step: InStep) -> None:
+        profile = Profile("H200", "nvlink")
+        super().__init__(H200, Estimator(profile, H200), in_step=in_step)
+        self.update(costs)
+        self.known = rates
+
+    def rates(
+        self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
+    ) -> tuple[float, float]:
+        return self.in_step.rates(*self.known[compute.name, collective.name, collective_first, running])
+
+
+def random_case(draw: random.Random) -> Case:
+    """Two chains with a collective each, sometimes another in one, and a product that nothing waits for."""
+
+    def micro() -> float:
+        return 1e-5 * draw.randint(2, 20)
+
+    program: list[Op | Start | Done] = []
+    for strand in "ab":
+        value = "p"
+        for n in range(draw.choice((1, 1, 2)) if strand == "a" else 1):
+            if draw.random() < 0.6:
+                program.append(Op(f"{strand}{n}", micro(), (value,)))
+                value = f"{strand}{n}"
+            lane = Lane.COMM_INTER if draw.random() < 0.2 else Lane.COMM
+            program += [Start(f"{strand}g{n}", micro(), value, lane=lane), Done(f"{strand}g{n}")]
+            value = f"{strand}g{n}_done"
+        program.append(Op(f"{strand}z", micro(), (value,)))
+    program.append(Op("w", micro(), ("p",)))
+    rates = {}
+    for compute in (s.name for s in program if isinstance(s, Op)):
+        for collective in (s.name for s in program if isinstance(s, Start)):
+            for meeting in ((True, False), (False, False), (True, True)):
+                own = draw.choice((0.5, 0.7, 0.9, 1.0))
+                rates[compute, collective, *meeting] = own, draw.choice((0.01, 1.0 - 0.5 * own, 0.8, 1.0))
+    return Case(program, ["az", "bz", "w"], rates)
+
+
+def limits_of(module: HloModule) -> Limits:
+    return Limits(H200, sys.maxsize, Memory(module))
+
+
+def all_orders(sequence: Sequence[Instruction], before: Mapping[Instruction, set[Instruction]]) -> Iterator[list]:
+    """Every legal order of what is left; what takes no time at all comes at once."""
+    if not sequence:
+        yield []
+        return
+    left = set(sequence)
+    ready = [i for i in sequence if not before[i] & left]
+    free = [i for i in ready if i.opcode in ("parameter", "tuple")]
+    for instruction in free[:1] or ready:
+        for rest in all_orders([i for i in sequence if i is not instruction], before):
+            yield [instruction, *rest]
+
+
+def fastest(module: HloModule, costs: Costs) -> float:
+    sequence = module.schedule[module.entry]
+    before: dict[Instruction, set[Instruction]] = {i: set() for i in sequence}
+    for earlier, later in dependencies(module.entry, sequence, Memory(module)):
+        before[later].add(earlier)
+    return min(evaluate(order, costs).seconds for order in all_orders(sequence, before))
+
+
+def solve(module: HloModule, costs: Costs, effort: float = 1.0) -> ExactOrder:
+    found = exact_order(module.entry, module.schedule[module.entry], costs, limits_of(module), effort=effort)
+    verify_sequence(module.entry, list(found.order))
+    assert found.seconds == evaluate(found.order, costs).seconds
+    return found
+
+
+@pytest.mark.parametrize("in_step", [BY_THEMSELVES, InStep(pause=3e-6, wait=1e-5, strain=1.5)])
+def test_no_order_beats_the_bound_and_small_programs_are_solved(in_step: InStep) -> None:
+    """Where the model is solved to its end, it says what brute force says, up to the rounding of rates."""
+    draw = random.Random(2)
+    solved = equal = 0
+    for _ in range(8):
+        module, costs = random_case(draw).module(in_step)
+        found, least = solve(module, costs), fastest(module, costs)
+        assert found.bound <= least * (1.0 + 1e-9) <= found.seconds * (1.0 + 2e-9)
+        assert found.gap == pytest.approx(1.0 - found.bound / found.seconds)
+        if found.solved:
+            assert found.bound >= least * 0.999
+            solved += 1
+        equal += found.seconds <= least * (1.0 + 1e-9)
+    assert solved >= 6 and equal >= 6
+
+
+PAIR = Case(
+    [
+        *(Op("a", 1e-4, ("p",)), Start("g", 1e-4, "a"), Done("g"), Op("x", 1e-4, ("g_done",))),
+        *(Op("b", 1e-4, ("p",)), Start("h", 1e-4, "b"), Done("h"), Op("y", 1e-4, ("h_done",))),
+    ],
+    ["x", "y"],
+    {
+        (compute, collective, *meeting): (1.0, 1.0)
+        for compute in "abxy"
+        for collective in "gh"
+        for meeting in ((True, False), (False, False), (True, True))
+    },
+)
+
+
+def test_two_strands_hide_each_other() -> None:
+    """a, then b over g, then x over h, then y: all that brute force, the model and the search find."""
+    module, costs = PAIR.module()
+    found = solve(module, costs)
+    assert found.seconds == pytest.approx(4e-4) and fastest(module, costs) == pytest.approx(4e-4)
+    assert found.solved and found.bound == pytest.approx(4e-4, rel=1e-3)
+    paired = pairing_order(module.entry, module.schedule[module.entry], costs, limits_of(module))
+    assert evaluate(paired, costs).seconds == pytest.approx(4e-4)
+
+
+def test_the_same_order_each_time() -> None:
+    module, costs = random_case(random.Random(5)).module()
+    once, again = (solve(module, costs, 0.2) for _ in range(2))
+    assert once == again
+
+
+def test_a_known_order_is_where_it_begins() -> None:
+    """Without any effort the start is the order, and nothing is known of the rest."""
+    module, costs = PAIR.module()
+    sequence, limits = module.schedule[module.entry], limits_of(module)
+    paired = pairing_order(module.entry, sequence, costs, limits)
+    found = exact_order(module.entry, sequence, costs, limits, paired, effort=0.0)
+    assert list(found.order) == paired and not found.solved and found.bound <= found.seconds
+
+
+def test_orders_that_need_too_much_memory_are_not_taken() -> None:
+    wide = [dataclasses.replace(s, size=1000) if isinstance(s, Start) else s for s in PAIR.program]
+    module, costs = dataclasses.replace(PAIR, program=wide).module()
+    sequence, memory = module.schedule[module.entry], Memory(module)
+    tight = Limits(H200, memory.peak(module.entry, sequence), memory)
+    found = exact_order(module.entry, sequence, costs, tight, effort=1.0)
+    assert memory.peak(module.entry, found.order) <= tight.bytes
+    assert found.seconds > 4e-4 * 1.001 > found.bound, "the bound knows nothing of memory"
+
+
+def test_what_takes_no_time_takes_none() -> None:
+    module, costs = build([Op("x", 0.0, ("p",))], ["x"])
+    found = exact_order(module.entry, module.schedule[module.entry], costs, limits_of(module), effort=0.1)
+    assert (found.seconds, found.bound, found.gap) == (0.0, 0.0, 0.0)
+
+
+def test_large_bodies_are_refused() -> None:
+    module, costs = build([Op(f"x{n}", 1e-6, ("p",)) for n in range(300)], ["x0"])
+    with pytest.raises(DhelixError, match="too large for an exact model: at most 250"):
+        exact_order(module.entry, module.schedule[module.entry], costs, limits_of(module))
+
+
+def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    module, costs = PAIR.module()
+    with pytest.raises(DhelixError, match="an exact order needs OR-tools: pip install"):
+        solve(module, costs)
