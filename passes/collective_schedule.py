@@ -35,7 +35,7 @@ from dhelix.passes.timeline import Player, simulate
 from dhelix.profiles.hardware import H200, Hardware
 
 _CALLS = ("while", "call", "conditional")
-_LAID = 200_000  # instructions, over all tries
+_LAID = 150_000  # instructions, over all tries
 _TRIED = 8  # candidates that are tried for memory before the oldest one is taken
 
 
@@ -79,7 +79,7 @@ def list_order(
     """
     graph = _Graph.of(computation, sequence, costs, limits)
     fitting = [list(sequence)] if limits.memory.peak(computation, sequence) <= limits.bytes else []
-    left = max(_LAID, 2 * len(sequence))
+    left = max(_LAID, len(sequence))
     for by_path in (True, False):
         for part in (1, 8, 32, 128):
             layer = _Layer(graph, costs, limits, by_path, len(sequence) // part)

@@ -51,7 +51,7 @@ def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limit
 
     def improve(numbers: Order, is_new: bool) -> Order:
         found = OrderSearch(body, costs, limits, numbers)
-        return found.improve(found.fitting([numbers]), _WINDOW_STEPS) if is_new else numbers
+        return found.improve(found.fitting([numbers])[0], _WINDOW_STEPS) if is_new else numbers
 
     windows = columns[: middles[0]]
     for begin, end in zip(middles, [*middles[1:], len(columns)], strict=True):

@@ -7,9 +7,10 @@ follows from an order of the whole (`Body.sequence`), and `seconds` is what the 
    starts as soon as it can; the better of the two ways to lead counts.
 2. `allowed`: after which operators of both strands there may be a barrier: what they need has run, and what lives then
    fits into memory. What lives between segments does not depend on the order inside.
-3. `improve`: local search. Single operators move to other places, and an order that is faster by the evaluator and
-   fits is the next start. Where no move helps, a few random ones are made at once and the search goes on from there,
-   until its steps are used up. Steps are instructions played, so that the result is the same on every host.
+3. `improve`: local search by moves of single operators. Random moves first, of which those count that fit and are not
+   slower by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); then each
+   operator by a few places, as long as that is faster. It ends after a number of instructions played and not of
+   seconds, so that the result is the same on every host.
 """
 
 import math
@@ -30,7 +31,8 @@ Timed = tuple[float, Order]  # seconds of the whole, and the order
 
 _REACH = 12  # places that an operator is moved by at once
 _GAIN = 1e-6  # share of the time that counts as faster
-_KICK = 3  # random moves that leave a local optimum
+_WORSE = 3e-3  # share of the time by which random moves may be slower, at first
+_WANDERED = 0.85  # share of the steps that go into random moves
 
 
 class OrderSearch:
@@ -228,25 +230,27 @@ class OrderSearch:
         fitting = [order for order in dict.fromkeys(orders) if self.fits(order)]
         return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
 
-    def improve(self, starts: Sequence[Timed], steps: int) -> Order:
-        """The fastest order found from `starts`, which fit, by playing about `steps` instructions."""
-        draw = random.Random(0)
+    def improve(self, start: Timed, steps: int) -> Order:
+        """The fastest order found from `start`, which fits, by playing about `steps` instructions."""
         until = self.played + steps
-        best = starts[0]
-        for start in starts:
-            best = min(best, self._climb(start, until), key=lambda timed: timed[0])
-        while self.played < until:
-            kicked = self._kicked(best[1], draw)
-            if self.fits(kicked):
-                best = min(best, self._climb((self.seconds(kicked), kicked), until), key=lambda timed: timed[0])
-        return best[1]
+        return self._climb(self._wander(start, int(_WANDERED * steps)), until)[1]
 
-    def _kicked(self, order: Order, draw: random.Random) -> Order:
-        """`order` with a few operators moved, wherever that leads."""
-        for _ in range(_KICK):
-            ways = list(self._moved(order, draw.choice(self.numbers)))
-            order = draw.choice(ways) if ways else order
-        return order
+    def _wander(self, start: Timed, steps: int) -> Timed:
+        """Random moves, taken if what they lead to is not slower by more than a share, which falls to nothing."""
+        draw = random.Random(0)
+        here = best = start
+        until = self.played + steps
+        while self.played < until:
+            self.played += 1  # so that it ends where nothing can be moved
+            number = draw.choice(self.numbers)
+            rest, low, high = self._places(here[1], number)
+            there = draw.randint(low, high)
+            order = (*rest[:there], number, *rest[there:])
+            enough = here[0] * (1.0 + _WORSE * (until - self.played) / steps)
+            if order != here[1] and (seconds := self.seconds(order, enough)) < enough and self.fits(order):
+                here = seconds, order
+                best = min(best, here)
+        return best
 
     def _climb(self, start: Timed, until: int) -> Timed:
         """`start` with single operators moved, as long as that is faster and fits."""
@@ -270,16 +274,21 @@ class OrderSearch:
         return seconds, best
 
     def _moved(self, order: Order, number: int) -> Iterator[Order]:
-        """Orders with one operator elsewhere, nearest places first, where its needs and its users' are kept."""
-        place = {n: k for k, n in enumerate(order)}
-        here = place[number]
-        rest = order[:here] + order[here + 1 :]
-        low = max((place[n] + 1 for n in self.body.operators[number].needs if n in place), default=0)
-        high = min((place[n] - 1 for n in self.users[number]), default=len(rest))
+        """Orders with one operator elsewhere, nearest places first."""
+        here = order.index(number)
+        rest, low, high = self._places(order, number)
         for distance in range(1, _REACH + 1):
             for there in (here - distance, here + distance):
                 if low <= there <= high:
                     yield (*rest[:there], number, *rest[there:])
+
+    def _places(self, order: Order, number: int) -> tuple[Order, int, int]:
+        """`order` without one operator, and from where to where it may stand: behind its needs, before its users."""
+        place = {n: k for k, n in enumerate(order)}
+        here = place[number]
+        low = max((place[n] + 1 for n in self.body.operators[number].needs if n in place), default=0)
+        high = min((place[n] - 1 for n in self.users[number]), default=len(order) - 1)
+        return order[:here] + order[here + 1 :], low, high
 
 
 def needed_of(mine: Sequence[Operator], others: Sequence[Operator]) -> list[int]:

@@ -12,9 +12,10 @@ so that what one strand sends lies under what the other computes:
 1. Equation 2, with the cuts as part of the search (`passes/pairing_table.py`), for each pair of candidate orders of
    the strands. P, both segments together from idle lanes, is played with the rates of measured pairs, in two launch
    orders: whose compute goes first. States whose live values need more than the memory allowed are left out.
-2. Cuts are barriers in the model alone. Starting from the two fastest of these plans, `list_order` and XLA's order,
-   single operators move to other places while the evaluator says that the whole is faster without barriers
-   (`passes/order_search.py`). One strand gets that, too.
+2. Cuts are barriers in the model alone. From the fastest of these plans, `list_order` and XLA's order, single operators
+   move to other places while the evaluator says that the whole is faster without barriers
+   (`passes/order_search.py`). One strand gets that, too. Bodies of many layers are solved layer by layer
+   (`passes/layer_search.py`).
 3. The fastest of that, `list_order` and XLA's order within memory: never slower than either by the evaluator.
 
 `plan_body` returns all that as data. Everything is deterministic: costs and sequence in, order out.
@@ -39,8 +40,7 @@ from dhelix.passes.strand_sequences import Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, Hardware
 
-_STARTS = 3  # orders that are improved
-_STEPS = 40_000  # instructions that the improvement plays, over all orders that it tries
+_STEPS = 45_000  # instructions that the improvement plays, over all orders that it tries
 _STEPS_SHORT = 20  # the same for each move of an operator past another, where operators are few
 _TRIES = 20  # orders that it could play at least, or it is not begun
 _STEPS_LAYER = 20_000  # the same for a layer of a long body
@@ -122,11 +122,11 @@ def plan_body(
     number = {head: n for n, head in enumerate(body.heads)}
     if len(number) <= _LONG:
         found += [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
-    starts = search.fitting(found)[:_STARTS]
+    starts = search.fitting(found)
     steps = min(_STEPS, _STEPS_SHORT * len(number) ** 2)
     improved = starts[0][1] if starts else found[-1]
     if starts and len(number) * _TRIES <= steps:
-        improved = search.improve(starts, steps)
+        improved = search.improve(starts[0], steps)
     most = limits.max_in_flight
     orders = {
         "xla": few_in_flight(sequence, body.before, costs, most),
@@ -160,7 +160,7 @@ def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], fl
 
     def solve(part: OrderSearch, first: Sequence[Operator], second: Sequence[Operator]) -> Order:
         orders, _ = _paired(part, body.first.part(first), body.second.part(second), max_segment)
-        return part.improve(part.fitting(orders)[:1], _STEPS_LAYER)
+        return part.improve(part.fitting(orders)[0], _STEPS_LAYER)
 
     if len(body.operators) <= _LONG:
         return _paired(search, body.first, body.second, max_segment)
