@@ -39,7 +39,14 @@ _INDICES = (shapes.S32, shapes.U32, shapes.S64, shapes.U64, shapes.PRED)
 
 @dataclass(frozen=True)
 class LayerUnrolling:
-    """Options: `most_layers`, of a loop that is unrolled; whether one iteration does two micro-batches."""
+    """How far to unroll.
+
+    Attributes:
+      most_layers: of a loop that is unrolled.
+      pair_micro_batches: two of them in one iteration of the strand loop, after which each residual is back in its
+        place and none is copied. That may take more memory than the plain program, by up to a tenth, and ties the
+        strands of one half to those of the other, so that strand_pairing does not find them.
+    """
 
     most_layers: int = 16
     pair_micro_batches: bool = False
