@@ -9,6 +9,7 @@ Rounding keeps the bound: a legal order's numbers, times rounded down, meet ever
 back what rounding its terms may lose, and rates are whole thousandths, rounded to the side that allows more.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class Overlap:
     Attributes:
       length: of each compute instruction, with its pause; `flight`: of each collective from its begin to its end.
       waiting, paused: nanoseconds of each collective under which compute waits, and pauses.
-      met: by compute and collective.
+      met: by compute and collective; `last`: whether the collective is done while that compute runs.
+      earlier: of two collectives of a lane, whether the first one runs before the second.
       slack: nanoseconds by which rounding may have made the makespan longer.
     """
 
@@ -60,7 +62,10 @@ class Overlap:
             for x in range(len(problem.compute))
             if problem.free(problem.compute[x], problem.collectives[c])
         }
+        self.last = {met: self.model.new_bool_var("") for met in self.met}
+        self.earlier: dict[tuple[int, int], Any] = {}
         for lane in self.lanes:
+            self._in_turn(lane)
             for c in lane:
                 self._collective(c, lane)
         for x in range(len(problem.compute)):
@@ -85,6 +90,25 @@ class Overlap:
         self.model.add_at_most_one(way.so for way in ways)
         return tuple(ways)
 
+    def _in_turn(self, lane: Sequence[int]) -> None:
+        """The order of a lane, and what each collective can still meet, or meet already, in that order."""
+        model, problem = self.model, self.problem
+        for one, other in itertools.combinations(lane, 2):
+            so = self.earlier[one, other] = model.new_bool_var("")
+            self.earlier[other, one] = ~so
+        for a, b, c in itertools.permutations(lane, 3):
+            model.add_bool_or(~self.earlier[a, b], ~self.earlier[b, c], self.earlier[a, c])
+        for one, other in itertools.permutations(lane, 2):
+            for x, compute in enumerate(problem.compute):
+                meets = sum(way.so for way in self.met.get((x, other), ()))
+                if problem.precedes(compute, problem.collectives[one]):  # x is done before `one` begins
+                    model.add(meets <= self.earlier[other, one])
+                if problem.follows(compute, problem.collectives[one]):
+                    model.add(meets <= self.earlier[one, other])
+        for c in lane:
+            for earlier in problem.launched_before(problem.collectives[c]):
+                model.add(self.earlier[earlier, c] == 1)
+
     def _collective(self, c: int, lane: Sequence[int]) -> None:
         """Its work, its length, and how it begins."""
         model = self.model
@@ -99,6 +123,11 @@ class Overlap:
         model.add(self.flight[c] <= together + lost)
         pause = max((compute.pause for compute in self.problem.compute), default=0.0)
         model.add(self.paused[c] <= (int(pause * NANO) + 1) * sum(way.so for way in ways))
+        model.add_at_most_one(self.last[x, c] for x in met)
+        for x, (running, first, _) in met.items():  # what it outlasts lies beside it from its beginning to its end
+            for way in () if self.problem.compute[x].loop else (running, first):
+                whole = int(self.problem.compute[x].seconds / way.of_compute * NANO) - 1
+                model.add(way.beside >= whole * way.so - whole * self.last[x, c])
         opening = [way.so for way in ways if way.meeting is not Meeting.RUNNING]
         model.add_at_most_one(opening)
         for x, (running, _, second) in met.items():
@@ -115,7 +144,7 @@ class Overlap:
         alone = int(_SCALE * NANO * (compute.seconds + compute.pause))
         cost = sum((_SCALE - _up(way.of_compute)) * way.beside for way in ways)
         model.add(_SCALE * (self.length[x] + 1) >= alone + cost)
-        if len(self.lanes) <= 1:
+        if len(self.lanes) <= 1 and not compute.loop:
             most = sum((_SCALE - _down(way.of_compute)) * way.beside for way in ways)
             model.add(_SCALE * (self.length[x] - len(ways) - 3) <= alone + most)
         if ways:
@@ -156,6 +185,8 @@ class Schedule(Overlap):
         self.model.add_no_overlap([*compute, *blocking])
         for lane in self.lanes:
             self.model.add_no_overlap([flights[c] for c in lane])
+        for (one, other), so in self.earlier.items():
+            self.model.add(self.issue[other] >= self.done[one]).only_enforce_if(so)
         self._precedences()
         for x, c in self.met:
             self._meet(x, c)
@@ -175,10 +206,8 @@ class Schedule(Overlap):
             compute, collectives = problem.predecessors(place)
             for end in (*(self.end[x] for x in compute), *(self.done[c] for c in collectives)):
                 self.model.add(begin >= end)
-        for collective, issue, launch in zip(problem.collectives, self.issue, self.launch, strict=True):
+        for issue, launch in zip(self.issue, self.launch, strict=True):
             self.model.add(issue >= launch)
-            for c in problem.launched_before(collective):
-                self.model.add(issue >= self.done[c])
 
     def _meet(self, x: int, c: int) -> None:
         """One before the other, or in one of the ways to meet."""
@@ -200,7 +229,9 @@ class Schedule(Overlap):
         for way, since in ((running, begin), (first, begin), (second, issue)):
             for until, so in ((done, within), (end, ~within)):
                 model.add(way.beside <= until - since).only_enforce_if(way.so, so)
-                model.add(way.beside + pause >= until - since).only_enforce_if(way.so, so)
+                if not self.problem.compute[x].loop:
+                    model.add(way.beside + pause >= until - since).only_enforce_if(way.so, so)
+            model.add_implication(within, self.last[x, c]).only_enforce_if(way.so)
 
     def hint(self, timeline: Timeline) -> None:
         """Where the search begins: what the evaluator says of an order."""

@@ -10,21 +10,26 @@ computation's instructions are one integer program, whose relaxation bounds them
 For tests and benchmarks, on bodies of a hundred instructions; no pass schedules with it.
 
 The model has one interval for each instruction that takes time (`exact_problem.py`). Of compute x and collective c,
-x ends before c begins, begins after c ended, or meets it: running, launched first, or launched second. With y seconds
+x ends before c begins, begins after c is done, or meets it: running, launched first, or launched second. With y seconds
 beside each other at rates r_x and r_c (of that way to meet), T + w seconds of c alone and a pause of p before x
 
     length of x      p + T_x + sum (1 - r_x) y              what collectives cost it
-    e, c alone       T + w - sum r_c y - q                  in q of it compute pauses, in the rest it waits
+    e                T + w - sum r_c y - q                  in q of it compute pauses, in e it waits
     length of c      sum y + q + e
     makespan         at least sum of lengths of x + sum of e of one lane, and every end
 
+and what follows from how orders are played: collectives of a lane take turns; x meets one at most that was there before
+it or began with it, and others only if that one is done meanwhile; c begins beside one x at most, and what it outlasts
+lies beside it as a whole; x that c must wait for meets no collective that comes after c on its lane, and no x that
+waits for c meets an earlier one. Two programs are made of that (`exact_model.py`): one without times, whose bound is
+soon there, and the whole one, whose solutions are orders. The greater bound counts.
+
 *The bound is valid*: every legal order, played by the evaluator, gives numbers that meet all constraints with the
-makespan that the evaluator says. So the least makespan of the model is none above the fastest order's, and CP-SAT's
-lower bound of that is one too, however early it stops. What the evaluator does and the model does not know makes the
-model's set larger, and so the bound only lower: memory; that a collective begins as soon as it can; that all the time
-that two lie beside each other counts as y (a y that is too small leaves more to e); that beside collectives of both
-lanes the lower of two rates counts (each lane's for itself does). Loops count as what they compute, and slow nothing.
-Times are whole nanoseconds; what rounding may lose is given back in each constraint.
+makespan that the evaluator says. So the least makespan of the model is not above the fastest order's, and a lower bound
+of CP-SAT's is one of both, however early it stops. What the evaluator does and the model does not know makes the set
+of solutions larger, and so the bound only lower: memory; that a collective begins as soon as it can; that beside
+collectives of both lanes the lower of two rates counts (each lane's for itself does). Loops count as what they
+compute, and slow nothing. Times are whole nanoseconds; what rounding may lose is given back in each constraint.
 
 CP-SAT runs on one thread for a deterministic amount of work and with a fixed seed: the same order on every host.
 """
@@ -109,6 +114,9 @@ def _solve(cp_sat: Any, model: Overlap, effort: float, best: "_Best | None" = No
     solver.parameters.max_deterministic_time = effort
     callback = None if best is None else _callback(cp_sat, cast(Schedule, model), best)
     status = solver.solve(model.model, callback)
+    if status in (cp_sat.INFEASIBLE, cp_sat.MODEL_INVALID):
+        name = model.problem.computation.name
+        raise DhelixError(f"the exact model of {name} does not hold its known order: report this, with the module")
     return math.floor(solver.best_objective_bound), status == cp_sat.OPTIMAL
 
 

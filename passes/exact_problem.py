@@ -111,6 +111,14 @@ class Problem:
     def free(self, compute: Compute, collective: Collective) -> bool:
         return self._may_meet(compute.place, collective)
 
+    def precedes(self, compute: Compute, collective: Collective) -> bool:
+        """Whether it comes before the launch of the collective, whatever the order."""
+        return bool(self._before[collective.start] >> compute.place & 1)
+
+    def follows(self, compute: Compute, collective: Collective) -> bool:
+        """Whether it waits for the collective, whatever the order."""
+        return bool(self._before[compute.place] >> collective.end & 1)
+
     def _may_meet(self, place: int, collective: Collective) -> bool:
         ordered = self._before[collective.start] >> place & 1 or self._before[place] >> collective.end & 1
         return not (ordered or collective.blocks)
