@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +23,14 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import plan_picture, plan_step, plan_tables, trainer
 from dhelix.launch.plan_search import MemoryLimit, played, search
+from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
 from dhelix.launch.progress import Progress
 from dhelix.launch.train import say
 from dhelix.models import PRESETS
-from dhelix.passes import pairing_plan_json
+from dhelix.passes import exchange, pairing_plan_json
 from dhelix.passes.costs import CostModel
+from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware, storage
 from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless
@@ -113,23 +115,19 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     models = _models(chosen, (dump.hardware if dump else None) or _DEFAULT_GPU)
     if options is not None:
         say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
-    copying = [m for m in models if m.implementation == "symmetric"] if options else []
-    with _Work(console, len(models) + len(copying) + (0 if options is None else 3 + bool(copying))) as work:
-        if options is None:
-            assert dump is not None  # _check
-            plain, programs = None, [dump]
-        else:
+    if options is None:
+        assert dump is not None  # _check
+        plain, programs = None, [(model, dump) for model in models]
+    else:
+        with _Work(console, 2) as work:
             plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
-            programs = [work.do("both strands are compiled", plan_step.of_preset, options)]
-            if copying:
-                words = "both strands are compiled with all-to-alls for reduce-scatters"
-                programs.append(work.do(words, plan_step.of_preset, options, True))
-        limit = MemoryLimit.of(chosen["memory_limit"], plain)
+            whole = work.do("both strands are compiled", plan_step.of_preset, options)
+        programs = _with_decomposed(options, whole, models, console)
+    limit = MemoryLimit.of(chosen["memory_limit"], plain)
+    with _Work(console, len(programs) + (options is not None)) as work:
         candidates = [
             work.do(f"{model.setting} is planned", search, program, model, chosen["schedule"], limit)
-            for model in models
-            for program in programs
-            if not program.decomposed or model in copying
+            for model, program in programs
         ]
         best = min(candidates, key=lambda c: c.seconds)
         memory = best.program.memory
@@ -137,6 +135,21 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             memory = work.do("the plan is compiled", plan_step.confirmed, options, best.plan)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
+
+
+def _with_decomposed(
+    options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
+) -> list[tuple[CostModel, Program]]:
+    """Each model with the step as it is, and with all-to-alls in place of the collectives that they are faster than."""
+    module = HloModule.from_bytes(whole.module)
+    kinds = {model.setting: exchange.faster_kinds(module, model) for model in models}
+    others = [of_some for of_some in dict.fromkeys(kinds.values()) if of_some]
+    programs: dict[tuple[str, ...], Program] = {(): whole}
+    with _Work(console, len(others)) as work:
+        for of_some in others:
+            words = f"both strands are compiled with all-to-alls for {'s and '.join(of_some)}s"
+            programs[of_some] = work.do(words, plan_step.of_preset, options, of_some)
+    return [(m, programs[k]) for m in models for k in dict.fromkeys([(), kinds[m.setting]])]
 
 
 _STEP = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")

@@ -84,7 +84,7 @@ def picture(candidate: Candidate) -> PlanPicture:
     for segment in body.segments:
         begins.append(begins[-1] + segment.predicted_us)
     target = plan.target
-    more = " with all-to-alls for reduce-scatters" if target.decomposed else ""
+    more = f" with all-to-alls for {'s and '.join(target.decomposed)}s" if target.decomposed else ""
     title = f"{plan.program}: what runs with what"
     summary = (
         f"{target.hardware}, {target.link}, setting {target.setting}{more}  ·  {body.predicted_us:,.0f} µs, of which"

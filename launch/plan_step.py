@@ -2,7 +2,7 @@
 
     plain = of_preset(replace(options, plain=True))
     step = of_preset(options)                       # its strands interleaved, its order XLA's
-    copied = of_preset(options, decomposed=True)    # its reduce-scatters all-to-alls and sums, for copy engines
+    other = of_preset(options, ("all-gather",))     # all-to-alls in place of its all-gathers
     memory = confirmed(options, plan)               # compiled again, in the order of the plan
 
 Nothing runs and no GPU is needed. Modules are taken out of the compiler where `strand_interleave` orders them, so a
@@ -27,10 +27,9 @@ from dhelix.models import Training
 from dhelix.passes.manager import Pass, Stage
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
-from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.report import CHANGED, UNCHANGED, Report
 from dhelix.runtime import deviceless, registration
-from dhelix.runtime.schedules import default_passes, planned_passes
+from dhelix.runtime.schedules import decompositions, default_passes, planned_passes
 from dhelix.runtime.strand_interleave import strand_interleave
 
 _NAME = "jit_train_step"
@@ -46,7 +45,7 @@ class Program:
       gpus: how many it runs on.
       hardware: the GPU it was compiled for; None if a dump does not say.
       memory: of one GPU, in XLA's order; None if a dump does not say.
-      decomposed: its reduce-scatters are all-to-alls and sums.
+      decomposed: kinds of collectives that all-to-alls take the place of.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Program:
     gpus: int
     hardware: str | None
     memory: Memory | None
-    decomposed: bool = False
+    decomposed: tuple[str, ...] = ()
 
 
 def of_dump(path: str | Path) -> Program:
@@ -64,13 +63,12 @@ def of_dump(path: str | Path) -> Program:
     return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory)
 
 
-def of_preset(options: trainer.Options, decomposed: bool = False, target: str = "h200") -> Program:
+def of_preset(options: trainer.Options, decomposed: tuple[str, ...] = (), target: str = "h200") -> Program:
     """The step that `dhelix train` runs with these options, plain or with interleaved strands.
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    decomposition = (ReduceScatterDecomposition(),) if decomposed else ()
-    passes = () if options.plain else (*default_passes("xla"), *decomposition)
+    passes = () if options.plain else (*default_passes("xla"), *decompositions(decomposed))
     found = _compile(options, passes, target, strict=True)
     name = profile_step.name_of(options, found.training)
     return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, decomposed)

@@ -47,7 +47,7 @@ class PlanView:
             "environment": dict(target.environment),
             "xla_flags": list(target.xla_flags),
             "collective_implementation": target.collectives,
-            "decomposed_reduce_scatters": target.decomposed,
+            "decomposed": list(target.decomposed),
             **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
             "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
@@ -69,7 +69,7 @@ class PlanView:
         target, predicted = candidate.plan.target, candidate.plan.predicted
         return {
             "setting": target.setting,
-            "decomposed_reduce_scatters": target.decomposed,
+            "decomposed": list(target.decomposed),
             "makespan_us": round(predicted.makespan_us, 2),
             "xla_order_us": round(1e6 * candidate.seconds_xla, 2),
             "plain_us": self._plain_us(candidate),
@@ -101,7 +101,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
 def _settings(view: PlanView) -> Table:
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
     table.add_column("launch setting")
-    table.add_column("reduce-scatters")
+    table.add_column("all-to-alls for")
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
     for candidate in sorted(view.candidates, key=lambda c: c.seconds):
@@ -109,7 +109,7 @@ def _settings(view: PlanView) -> Table:
         plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
         table.add_row(
             target.setting,
-            "all-to-all and sum" if target.decomposed else "whole",
+            ", ".join(target.decomposed) or "-",
             _ms(candidate.seconds),
             _ms(candidate.seconds_xla),
             "-" if plain is None else _ms(plain),

@@ -7,7 +7,8 @@ Before:                                          After, over n = 4 devices:
 
 Contract
     Consumes  plain all-gathers of one array, after partitioning and before fusion.
-    Makes     of each that `model` prices higher than what takes its place, the three instructions on the right.
+    Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
+              three instructions on the right.
     Leaves    the others, with a note for each reason.
 
 Why it is legal: every part of t is x, so what comes from device k is device k's x, in the place where the all-gather
@@ -36,21 +37,26 @@ class AllGatherDecomposition:
     """All-gathers as all-to-all of copies.
 
     Attributes:
-      model: costs that decide; those of the process's launch setting. None decomposes whatever can be.
+      model: costs that decide; those of the process's launch setting.
+      overlapped: with a model, only in modules whose communication takes longer than their compute: see `exchange`.
+      min_bytes: of the smallest gathered array.
     """
 
     model: CostModel | None = None
+    overlapped: bool = False
+    min_bytes: int = exchange.MIN_BYTES
 
     name = "all-gather-decomposition"
     stage = Stage.PRE_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
+        if self.overlapped and self.model and not exchange.is_communication_bound(module, self.model):
+            context.note("left alone: compute takes longer than communication")
+            return False
         done, left = 0, Counter[str]()
         for computation in list(module.computations):
             for gather in [i for i in computation.instructions if i.opcode == "all-gather"]:
-                reason = exchange.why_not(gather)
-                if not reason and self.model is not None:
-                    reason = exchange.why_too_dear(gather, self.model, passes=1)
+                reason = exchange.why_not(gather) or exchange.why_too_dear(gather, self.model, self.min_bytes)
                 if reason:
                     left[reason] += 1
                     continue

@@ -2,20 +2,30 @@
 
 An all-to-all sends each device its part directly. On symmetric memory copy engines do it, which take no SMs; through
 host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/profiles.md).
+
+When does it pay? Alone, where measured times say so (`is_faster`). Under compute, faster communication gains little
+and what it adds to compute, a pass over memory, is lost: two strands on NVLink with copy engines take 942 ms with
+reduce-scatters that take 264 us each, and 950 with all-to-alls of 148. So where collectives are to lie under compute
+they are decomposed only if they take longer than it (`is_communication_bound`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from dhelix.passes.collectives import GROUP_FIELDS, find_collective
-from dhelix.passes.costs import CostModel
-from dhelix.passes.hlo import Builder, Instruction, Shape, edit, shapes
-from dhelix.passes.operator_keys import OperatorKeys
+from dhelix.passes.costs import CostModel, Costs, trip_count
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
+from dhelix.passes.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.profiles import roofline
 from dhelix.profiles.keys import CollectiveKey
+
+KINDS = ("all-gather", "reduce-scatter")
+MIN_BYTES = 4 << 20
+"""Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
 
 
 def why_not(collective: Instruction) -> str:
@@ -32,21 +42,61 @@ def why_not(collective: Instruction) -> str:
     return ""
 
 
-def why_too_dear(collective: Instruction, model: CostModel, passes: int) -> str:
-    """Why `collective` stays: by `model`, alone, it takes no longer than an all-to-all; "" if it does.
-
-    Args:
-      passes: over how many arrays of the operand's and the result's size, together, an all-to-all needs memory's
-        bandwidth before or after it.
-    """
-    hardware = model.hardware
-    key = OperatorKeys(hardware.gpus_per_node, model.implementation)[collective]
+def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: int) -> str:
+    """Why `collective` stays; "" if it is to become an all-to-all: by `model`, or without one by its size."""
+    found = find_collective(collective)
+    if found is None or found.size < min_bytes:
+        return f"smaller than {min_bytes} bytes"
+    if model is None:
+        return ""
+    key = OperatorKeys(model.hardware.gpus_per_node, model.implementation)[collective]
     if not isinstance(key, CollectiveKey):
         return "no key to look its cost up by"
-    moved = passes * (key.bytes + key.bytes // key.group_size)
+    return "" if is_faster(key, model) else "not faster with an all-to-all"
+
+
+def is_faster(key: CollectiveKey, model: CostModel) -> bool:
+    """Whether an all-to-all, and a pass over memory before or after it, take less time than this collective, alone."""
+    moved = key.bytes + key.bytes // key.group_size
     exchange = model.estimator.solo(replace(key, kind="all-to-all")).seconds
-    seconds = exchange + roofline.memory_seconds(moved, hardware)
-    return "" if seconds < model.estimator.solo(key).seconds else "not faster with an all-to-all"
+    return exchange + roofline.memory_seconds(moved, model.hardware) < model.estimator.solo(key).seconds
+
+
+def faster_kinds(module: HloModule, model: CostModel) -> tuple[str, ...]:
+    """Kinds of collectives of which all large ones in a module are faster, alone, with all-to-alls."""
+    keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
+    found = defaultdict[str, set[bool]](set)
+    for instruction in (i for c in module.computations for i in c.instructions if find_collective(i)):
+        key = keys[instruction]
+        if isinstance(key, CollectiveKey) and key.kind in KINDS and key.bytes >= MIN_BYTES:
+            found[key.kind].add(is_faster(key, model))
+    return tuple(kind for kind in KINDS if found[kind] == {True})
+
+
+def is_communication_bound(module: HloModule, model: CostModel) -> bool:
+    """Whether the collectives of a module, before it is scheduled, take longer than everything else, each alone."""
+    keys, costs = OperatorKeys(model.hardware.gpus_per_node, model.implementation), Costs(model.hardware)
+    known: dict[Computation, tuple[float, float]] = {}
+
+    def loads(computation: Computation) -> tuple[float, float]:
+        """Seconds of communication, and of all else."""
+        if computation not in known:
+            communication = rest = 0.0
+            for instruction in computation.instructions:
+                if instruction.opcode in CONTROL_FLOW:
+                    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                    inner = loads(instruction.called[0])
+                    communication, rest = communication + count * inner[0], rest + count * inner[1]
+                elif find_collective(instruction) is None:
+                    rest += costs[instruction].seconds
+                else:
+                    key = keys[instruction]
+                    communication += costs[instruction].seconds if key is None else model.estimator.solo(key).seconds
+            known[computation] = communication, rest
+        return known[computation]
+
+    communication, rest = loads(module.entry)
+    return communication > rest
 
 
 def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:

@@ -96,7 +96,7 @@ class PlanTarget:
     Attributes:
       hardware, link, setting: of the profile that it rests on.
       collectives: how they run (`profiles.keys.IMPLEMENTATIONS`).
-      decomposed: reduce-scatters are all-to-alls and sums (`passes/reduce_scatter_decomposition.py`).
+      decomposed: kinds of collectives that all-to-alls take the place of (`passes/exchange.py`).
       environment, xla_flags: the setting, spelled out.
       memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
     """
@@ -105,14 +105,14 @@ class PlanTarget:
     link: str = "nvlink"
     setting: str = "default"
     collectives: str = "nccl"
-    decomposed: bool = False
+    decomposed: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     xla_flags: tuple[str, ...] = ()
     memory_limit: int = 0
 
     @classmethod
     def of(
-        cls, hardware: str, link: str, setting: str, decomposed: bool = False, memory_limit: int | None = None
+        cls, hardware: str, link: str, setting: str, decomposed: tuple[str, ...] = (), memory_limit: int | None = None
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]

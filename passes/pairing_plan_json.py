@@ -41,6 +41,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dhelix.passes import exchange
 from dhelix.passes.pairing_plan import (
     FINALLY,
     PairingPlan,
@@ -58,7 +59,6 @@ from dhelix.profiles.keys import IMPLEMENTATIONS
 SCHEMA = 1
 
 _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
-_REDUCE_SCATTER = {False: "whole", True: "all-to-all and sum"}
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _MAX_MICROSECONDS = 1e12
 _MAX_BYTES = 2**62
@@ -92,7 +92,7 @@ def dumps(plan: PairingPlan) -> str:
         "link": target.link,
         "setting": target.setting,
         "collectives": target.collectives,
-        "reduce_scatter": _REDUCE_SCATTER[target.decomposed],
+        "decomposed": list(target.decomposed),
         "memory_limit": target.memory_limit,
     }
     start_with = {"environment": dict(target.environment), "xla_flags": list(target.xla_flags)}
@@ -182,15 +182,14 @@ def _fields(value: Checked, required: str, optional: str = "") -> Mapping[str, C
 
 
 def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
-    fields = _fields(made_for, "hardware link setting collectives reduce_scatter", "memory_limit")
+    fields = _fields(made_for, "hardware link setting collectives decomposed", "memory_limit")
     start = _fields(start_with, "environment xla_flags")
-    whole = {words: flag for flag, words in _REDUCE_SCATTER.items()}
     return PlanTarget(
         fields["hardware"].text(),
         fields["link"].text(),
         fields["setting"].text(),
         _one_of(fields["collectives"], IMPLEMENTATIONS),
-        whole[_one_of(fields["reduce_scatter"], whole)],
+        tuple(_one_of(kind, exchange.KINDS) for kind in fields["decomposed"].sequence()),
         tuple(sorted((name, value.text()) for name, value in start["environment"].mapping().items())),
         tuple(flag.text() for flag in start["xla_flags"].sequence()),
         fields["memory_limit"].integer(0, _MAX_BYTES) if "memory_limit" in fields else 0,

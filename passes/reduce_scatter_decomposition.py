@@ -8,8 +8,8 @@ Before:                                          After, over n devices:
 
 Contract
     Consumes  plain reduce-scatters of one array of floats that add, after partitioning and before fusion.
-    Makes     of each that `model` prices higher than what takes its place, or that has `min_bytes` where there is no
-              model, the four instructions on the right. XLA fuses the last three with what reads y.
+    Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
+              four instructions on the right. XLA fuses the last three with what reads y.
     Leaves    the others, with a note for each reason.
 
 Why it is legal: part k of device d's operand is what d adds to device k's result. The all-to-all hands every device
@@ -39,21 +39,26 @@ class ReduceScatterDecomposition:
 
     Attributes:
       model: costs that decide. They count for their launch setting alone, so it must be the process's.
-      min_bytes: without a model, the smallest operand on one device. Small messages cost latency, not bandwidth.
+      overlapped: with a model, only in modules whose communication takes longer than their compute: see `exchange`.
+      min_bytes: of the smallest operand on one device.
     """
 
     model: CostModel | None = None
-    min_bytes: int = 4 << 20
+    overlapped: bool = False
+    min_bytes: int = exchange.MIN_BYTES
 
     name = "reduce-scatter-decomposition"
     stage = Stage.PRE_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
+        if self.overlapped and self.model and not exchange.is_communication_bound(module, self.model):
+            context.note("left alone: compute takes longer than communication")
+            return False
         done, left = 0, Counter[str]()
         sums: dict[int, Computation] = {}
         for computation in list(module.computations):
             for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
-                reason = _unfit(scatter) or self._too_dear(scatter)
+                reason = _unfit(scatter) or exchange.why_too_dear(scatter, self.model, self.min_bytes)
                 if reason:
                     left[reason] += 1
                     continue
@@ -64,12 +69,6 @@ class ReduceScatterDecomposition:
         if done:
             context.note("reduce-scatters are now all-to-alls and sums", count=done)
         return bool(done)
-
-    def _too_dear(self, scatter: Instruction) -> str:
-        if self.model is not None:
-            return exchange.why_too_dear(scatter, self.model, passes=1)
-        size = shapes.byte_size(scatter.operands[0].shape)
-        return "" if size >= self.min_bytes else f"smaller than {self.min_bytes} bytes"
 
 
 def _unfit(scatter: Instruction) -> str:

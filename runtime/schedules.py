@@ -25,8 +25,9 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
-from dhelix.passes import jax_compat, pairing_plan_json
+from dhelix.passes import exchange, jax_compat, pairing_plan_json
 from dhelix.passes.activation_sharing import ActivationSharing
+from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
 from dhelix.passes.gradient_accumulation import GradientAccumulation
@@ -38,6 +39,7 @@ from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import gpu_name
 from dhelix.profiles.profile import Profile
@@ -59,9 +61,10 @@ def default_passes(
     """
     check_schedule(schedule)
     pairing = StrandPairing(model=model, memory_limit=memory_limit)
+    strands = (*_strands(), *(() if model is None else decompositions(exchange.KINDS, model)))
     passes: dict[str, tuple[Pass, ...]] = {
-        "dp": (*_strands(), pairing),
-        "list": (*_strands(), CollectiveSchedule(model=model, memory_limit=memory_limit)),
+        "dp": (*strands, pairing),
+        "list": (*strands, CollectiveSchedule(model=model, memory_limit=memory_limit)),
         "xla": _strands(),
         "round_robin": (*_strands(), RoundRobin(model=model, memory_limit=memory_limit)),
         "forward_forward": (*_strands("forward-forward"), pairing),
@@ -73,13 +76,23 @@ def default_passes(
 
 def _strands(pairing: str = "forward-backward") -> tuple[Pass, ...]:
     """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`)."""
-    return StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
+    structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
+    return *structure, StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
     """The passes that carry out a plan."""
-    decomposition = (ReduceScatterDecomposition(),) if plan.target.decomposed else ()
-    return (*_strands(), *decomposition, PlannedOrder(plan, memory_limit))
+    return (*_strands(), *decompositions(plan.target.decomposed), PlannedOrder(plan, memory_limit))
+
+
+def decompositions(kinds: Collection[str], model: CostModel | None = None) -> tuple[Pass, ...]:
+    """All-to-alls in place of large collectives of these kinds; with a model only where that pays under compute."""
+    overlapped = model is not None
+    known = {
+        "reduce-scatter": ReduceScatterDecomposition(model, overlapped),
+        "all-gather": AllGatherDecomposition(model, overlapped),
+    }
+    return tuple(one for kind, one in known.items() if kind in kinds)
 
 
 def check_schedule(schedule: str) -> None:

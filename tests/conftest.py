@@ -17,6 +17,7 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,12 @@ LAYERS = ("passes", "profiles", "runtime", "models", "launch")
 # The same examples in every run: a failure in CI is a failure at home. Compiling outlasts any deadline.
 hypothesis.settings.register_profile("dhelix", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("dhelix")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cpu_devices() -> None:
+    """JAX reads the flags above when it first looks for devices, and by then a test may have changed them."""
+    jax.devices("cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,7 +34,7 @@ def gathered(axes: str | tuple[str, ...], dimension: int, dtype: Any) -> tuple[j
 def test_every_device_has_the_same_bits(axes: str | tuple[str, ...], dimension: int, dtype: str) -> None:
     lowered, argument = gathered(axes, dimension, dtype)
     module = HloModule.from_bytes(hlo_bytes(lowered))
-    assert AllGatherDecomposition().run(module, PassContext())
+    assert AllGatherDecomposition(min_bytes=0).run(module, PassContext())
     opcodes = [i.opcode for c in module.computations for i in c.instructions]
     assert "all-gather" not in opcodes and "all-to-all" in opcodes
     expected, actual = lowered.compile()(argument), with_hlo(lowered, module.to_bytes()).compile()(argument)

@@ -34,7 +34,7 @@ BODY = PlanBody(
     ),
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
-TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", decomposed=True, memory_limit=1 << 33)
+TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", decomposed=("reduce-scatter",), memory_limit=1 << 33)
 PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
 TEXT = pairing_plan_json.dumps(PLAN)
 
@@ -96,7 +96,7 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         (edited(bodies=None), "plan.json: bodies must be a list"),
         (edited(extra=1), "'extra' is no field of it"),
         (json.dumps({"schema": 1}), '"program" is missing'),
-        (edited(made_for={**json.loads(TEXT)["made_for"], "reduce_scatter": "?"}), "made_for.reduce_scatter must be"),
+        (edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["?"]}), "made_for.decomposed"),
         (edited(bodies=json.loads(TEXT)["bodies"] * 2), "two bodies have the fingerprint"),
         (body(fingerprint="x"), "bodies.0.fingerprint must be 16 hexadecimal digits, not 'x'"),
         (body(segments=[{"run": [*RUN, "beta gemm"]}]), "bodies.0.segments.0.run.3 must be the name of one of"),

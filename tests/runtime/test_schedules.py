@@ -18,7 +18,7 @@ from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
 from dhelix.runtime.schedules import SCHEDULES, Choice, default_passes, planned_passes
 
-PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=True), ())
+PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=("reduce-scatter",)), ())
 
 
 @pytest.fixture(autouse=True)
