@@ -56,12 +56,17 @@ class Execution:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class Event:
+    """One kernel or copy. Times in seconds.
+
+    `name`: of its instruction, empty if the trace names none; `of_module`: False if it does not name the module.
+    """
+
     start: float
     end: float
     stream: str
     name: str
-    of_module: bool  # False: the trace does not say
+    of_module: bool = True
 
 
 def record(
@@ -95,12 +100,34 @@ def of_trace(
     gpus = {}
     for device in trace.devices(profile):
         plane = next(p for p in profile.planes if p.name == device)
-        events = sorted(_events(plane, module_name, rename), key=lambda e: (e.start, e.end))
+        events = list(_events(plane, module_name, rename))
         if any(event.of_module for event in events):
-            gpus[int(device.rpartition(":")[2])] = _executions(events)
+            gpus[int(device.rpartition(":")[2])] = of_events(events)
     if not gpus:
         raise DhelixError(f"the trace has no kernels of {module_name} on a GPU; was it recorded while the module ran?")
     return gpus
+
+
+def of_events(events: Iterable[Event]) -> list[Execution]:
+    """Executions on one GPU by their start: joins the kernels of an instruction and says what was disturbed."""
+    by_stream: dict[str, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda e: (e.start, e.end)):
+        before = by_stream[event.stream]
+        if before and _continues(event, before[-1]):
+            before[-1] = replace(before[-1], end=max(before[-1].end, event.end))
+        else:
+            before.append(event)
+    joined = sorted((e for stream in by_stream.values() for e in stream), key=lambda e: (e.start, e.end))
+    result = [Execution(e.name, e.start, e.end) for e in joined]
+    active: list[int] = []
+    for number, event in enumerate(joined):
+        active = [n for n in active if joined[n].end > event.start]
+        for other in active:
+            both = min(event.end, joined[other].end) - event.start
+            for n in (number, other):
+                result[n] = replace(result[n], shared=result[n].shared + both)
+        active.append(number)
+    return result
 
 
 def gap_seconds(executions: list[Execution]) -> float:
@@ -132,7 +159,7 @@ def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool
         yield pending
 
 
-def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | None) -> Iterator[_Event]:
+def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | None) -> Iterator[Event]:
     for line in plane.lines:
         if not line.name.startswith("Stream"):
             continue
@@ -144,32 +171,10 @@ def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | 
             name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]
             name = (rename(name) or name) if rename else name
             start = event.start_ns * _NANO
-            yield _Event(start, start + event.duration_ns * _NANO, line.name, name, bool(module))
+            yield Event(start, start + event.duration_ns * _NANO, line.name, name, bool(module))
 
 
-def _executions(events: list[_Event]) -> list[Execution]:
-    """Joins the kernels of an instruction and says what was disturbed."""
-    by_stream: dict[str, list[_Event]] = defaultdict(list)
-    for event in events:
-        before = by_stream[event.stream]
-        if before and _continues(event, before[-1]):
-            before[-1] = replace(before[-1], end=max(before[-1].end, event.end))
-        else:
-            before.append(event)
-    joined = sorted((e for stream in by_stream.values() for e in stream), key=lambda e: (e.start, e.end))
-    result = [Execution(e.name, e.start, e.end) for e in joined]
-    active: list[int] = []
-    for number, event in enumerate(joined):
-        active = [n for n in active if joined[n].end > event.start]
-        for other in active:
-            both = min(event.end, joined[other].end) - event.start
-            for n in (number, other):
-                result[n] = replace(result[n], shared=result[n].shared + both)
-        active.append(number)
-    return result
-
-
-def _continues(event: _Event, before: _Event) -> bool:
+def _continues(event: Event, before: Event) -> bool:
     """Whether an event is a further kernel of the instruction that its stream ran before it."""
     if event.name != before.name or _ANONYMOUS.match(event.name):
         return False

@@ -5,29 +5,35 @@
     compiled = train_step.lower(state, batch).compile()
     pairing_plan_json.save(of_trace(plan, folder, compiled), "plan.json")       # measured_us beside predicted_us
 
-A segment is measured from the start of its first computation to that of the next segment's, so a collective that is
-launched before and waits does not count twice. Segments in which nothing computes have no time of their own; theirs is
-in the segment before. Of a body that runs several times the median counts.
+As in the prediction, a segment lasts from the launch of its first operator to that of the next segment's. A launch is
+when all compute that is ordered before it is done, and the collectives that compute waits for by then; kernels begin
+later than that, by what launching takes and, where a lane is busy, by far more. Segments add up to the time of the
+body. Of a body that runs several times the median counts.
 """
 
 from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import jax
 
-from dhelix.passes.collectives import find_collective
-from dhelix.passes.hlo import HloModule
+from dhelix.passes.collectives import is_done, is_start, start_of
+from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.pairing_plan import PairingPlan, PlanBody
 from dhelix.passes.planned_order import find_bodies, heads_of
 from dhelix.runtime import trace
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.executions import of_trace as executions_of
+from dhelix.runtime.profiling.module_executions import by_instruction
+
+Times = Mapping[Instruction, Sequence[Execution]]
 
 
 def of_trace(plan: PairingPlan, folder: str | Path, compiled: jax.stages.Compiled) -> PairingPlan:
@@ -46,7 +52,7 @@ def of_trace(plan: PairingPlan, folder: str | Path, compiled: jax.stages.Compile
 
 
 def of_executions(plan: PairingPlan, module: HloModule, found: Sequence[Execution]) -> PairingPlan:
-    """The plan with what its segments took.
+    """The plan with what its segments took; None for those of bodies that did not run.
 
     Args:
       module: the compiled step.
@@ -54,39 +60,59 @@ def of_executions(plan: PairingPlan, module: HloModule, found: Sequence[Executio
 
     Raises PassRefusal if the plan is for another program.
     """
-    starts: dict[str, list[float]] = {}
-    for execution in sorted(found, key=lambda e: e.start):
-        starts.setdefault(execution.name, []).append(execution.start)
-    last = max((e.end for e in found), default=0.0)
-    for body, _, operators in find_bodies(plan, module):
-        names = {name: head for head, name in heads_of(body, operators).items()}
-        anchors = []
-        for segment in body.segments:
-            computing = (names[name].name for name in segment.run if find_collective(names[name]) is None)
-            anchors.append(next((starts[name] for name in computing if name in starts), []))
-        plan = plan.with_body(_measured(body, anchors, last))
+    times = by_instruction(module, found)
+    ends = sorted(e.end for e in found)
+    lengths: dict[str, list[dict[int, float]]] = {}
+    for body, computation, operators in find_bodies(plan, module):
+        heads = {name: head for head, name in heads_of(body, operators).items()}
+        firsts = [next((heads[name] for name in segment.run if name in heads), None) for segment in body.segments]
+        lengths.setdefault(body.fingerprint, []).extend(segment_seconds(computation, firsts, times, ends))
+    for body in plan.bodies:
+        plan = plan.with_body(_measured(body, lengths.get(body.fingerprint, [])))
     return plan
 
 
-def _measured(body: PlanBody, anchors: Sequence[Sequence[float]], last: float) -> PlanBody:
-    """`anchors`: starts of each segment's first computation, in every iteration; empty where nothing computes."""
-    timed = [n for n, found in enumerate(anchors) if found]
-    lengths: dict[int, list[float]] = {n: [] for n in timed}
-    for iteration, begin in enumerate(anchors[timed[0]] if timed else ()):
-        again = iteration + 1 < len(anchors[timed[0]])
-        end = anchors[timed[0]][iteration + 1] if again else last
-        inside = [(n, _first(anchors[n], begin, end)) for n in timed]
-        points = [(n, start) for n, start in inside if start is not None] + [(-1, end)]
-        for (number, start), (_, following) in zip(points, points[1:], strict=False):
-            lengths[number].append(following - start)
-    segments = tuple(
-        replace(segment, measured_us=1e6 * statistics.median(lengths[n]) if lengths.get(n) else None)
-        for n, segment in enumerate(body.segments)
+def segment_seconds(
+    computation: Computation, firsts: Sequence[Instruction | None], times: Times, ends: Sequence[float]
+) -> list[dict[int, float]]:
+    """How long each segment took, by its number, in each execution of a computation.
+
+    Args:
+      firsts: what each segment launches first; None: nothing that the program has.
+      times: of the module's instructions.
+      ends: of everything that ran, sorted.
+    """
+    number = {first: n for n, first in enumerate(firsts) if first is not None}
+    sequence = computation.module.schedule[computation]
+    counts = Counter(len(times[i]) for i in sequence if i in times)
+    often = max(counts, key=lambda count: (counts[count], count), default=0)
+    steady = {i for i in sequence if len(times.get(i, ())) == often}  # what the profiler tore apart is left out
+    opening = next((i for i in sequence if i in steady and not is_start(i)), None)
+    found: list[dict[int, float]] = []
+    for execution, opened in enumerate(times[opening] if opening else ()):
+        reached = begin = _last_end(ends, opened.start)
+        begins: list[tuple[int, float]] = []
+        for instruction in sequence:
+            if instruction in number:
+                begins.append((number[instruction], reached if begins else begin))
+            ran = start_of(instruction) if is_done(instruction) else instruction
+            if ran in steady and (ran is not instruction or not is_start(instruction)):
+                reached = max(reached, times[ran][execution].end)
+        found.append({n: end - start for (n, start), (_, end) in pairwise([*begins, (-1, reached)])})
+    return found
+
+
+def _last_end(ends: Sequence[float], start: float) -> float:
+    """When the GPU was done with what came before `start`: before a pause, which belongs to what it launches."""
+    at = bisect.bisect_right(ends, start)
+    return ends[at - 1] if at else start
+
+
+def _measured(body: PlanBody, found: Sequence[Mapping[int, float]]) -> PlanBody:
+    """With the medians of what was found."""
+    taken = ([seconds[n] for seconds in found if n in seconds] for n in range(len(body.segments)))
+    segments = (
+        replace(segment, measured_us=1e6 * statistics.median(seconds) if seconds else None)
+        for segment, seconds in zip(body.segments, taken, strict=True)
     )
-    return replace(body, segments=segments)
-
-
-def _first(starts: Sequence[float], begin: float, end: float) -> float | None:
-    """The first of the ordered `starts` from `begin` on and before `end`."""
-    at = bisect.bisect_left(starts, begin)
-    return starts[at] if at < len(starts) and starts[at] < end else None
+    return replace(body, segments=tuple(segments))

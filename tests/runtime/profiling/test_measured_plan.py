@@ -1,5 +1,7 @@
 """Predictions of a plan beside what its segments took; executions come from the evaluator, iteration by iteration."""
 
+from dataclasses import replace
+
 import pytest
 
 from dhelix.errors import PassRefusal
@@ -13,10 +15,28 @@ from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.timeline import evaluate
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.profiling.executions import Execution
-from dhelix.runtime.profiling.measured_plan import of_executions
+from dhelix.runtime.profiling.measured_plan import of_executions, segment_seconds
+from dhelix.runtime.profiling.module_executions import by_instruction
 from dhelix.tests.passes import strand_module
+from dhelix.tests.runtime.profiling.traces import execution
 
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
+
+WAITS = """\
+HloModule m, is_scheduled=true
+
+ENTRY main {
+  x = f32[8]{0} parameter(0)
+  one = f32[8]{0} custom-call(x), custom_call_target="product"
+  gather-start = (f32[8]{0}, f32[16]{0}) all-gather-start(one), replica_groups={{0,1}}, dimensions={0}
+  two = f32[8]{0} custom-call(one), custom_call_target="product"
+  gather-start.2 = (f32[8]{0}, f32[16]{0}) all-gather-start(two), replica_groups={{0,1}}, dimensions={0}
+  gather-done = f32[16]{0} all-gather-done(gather-start)
+  three = f32[8]{0} custom-call(gather-done), custom_call_target="product"
+  gather-done.2 = f32[16]{0} all-gather-done(gather-start.2)
+  ROOT out = (f32[8]{0}, f32[16]{0}) tuple(three, gather-done.2)
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +71,35 @@ def test_a_step_that_runs_as_predicted_is_measured_so(planned: tuple[PairingPlan
     assert body.order == plan.bodies[0].order
 
 
-def test_segments_in_which_nothing_computes_have_no_time(planned: tuple[PairingPlan, HloModule]) -> None:
+def test_a_wait_belongs_to_the_segment_that_waits() -> None:
+    module = HloModule.from_text(WAITS)
+    (entry,) = module.schedule
+    starts = [i for i in entry.instructions if is_start(i)]
+    found = [
+        execution("one", 0, 10),
+        execution("gather-start", 10, 50),
+        execution("two", 12, 20),
+        execution("gather-start.2", 50, 80),
+        execution("three", 55, 70),
+    ]
+    (seconds,) = segment_seconds(entry, starts, by_instruction(module, found), sorted(e.end for e in found))
+    assert seconds == {0: pytest.approx(20e-6), 1: pytest.approx(60e-6)}
+
+
+def test_what_the_trace_tore_apart_is_left_out(planned: tuple[PairingPlan, HloModule]) -> None:
+    plan, module = planned
+    whole = executions(module, 3)
+    name = next(e.name for e in whole[len(whole) // 6 :] if "start" not in e.name)
+    parts = [
+        half
+        for e in whole
+        for half in ([replace(e, end=e.start + e.seconds / 3), replace(e, start=e.end)] if e.name == name else [e])
+    ]
+    (body,) = of_executions(plan, module, parts).bodies
+    assert sum(s.measured_us or 0.0 for s in body.segments) == pytest.approx(body.predicted_us, rel=0.01)
+
+
+def test_without_compute_in_the_trace_nothing_is_measured(planned: tuple[PairingPlan, HloModule]) -> None:
     plan, module = planned
     starts = [i.name for i in module.entry.instructions if is_start(i)]
     seen = [e for e in executions(module, 3) if e.name in starts]
