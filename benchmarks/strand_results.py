@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA
+from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, either
 from dhelix.errors import DhelixError
 
 Workload = tuple[tuple[str, Any], ...]
@@ -126,7 +126,14 @@ class Group:
     results: tuple[Result, ...]
 
     def find(self, setting: str, variant: str) -> Result | None:
-        return next((r for r in self.results if (r.setting, r.variant) == (setting, variant)), None)
+        """With CUDA graphs or, if that was not run, without."""
+        found = {r.variant: r for r in self.results if r.setting == setting}
+        return next((found[name] for name in either(variant) if name in found), None)
+
+    def plain(self, result: Result) -> Result | None:
+        """What a result is compared with in memory and loss: the plain program, best of the same setting."""
+        others = (self.find(r.setting, "plain") for r in self.results)
+        return self.find(result.setting, "plain") or next(filter(None, others), None)
 
     def best(self, kind: str) -> Result | None:
         """The fastest of a kind."""
@@ -159,10 +166,24 @@ class Group:
             return None
         return (self.xla.median_ms - result.median_ms) / self.communication_cost
 
+    @property
+    def traced_cost(self) -> float | None:
+        """`communication_cost`, of one traced step of each."""
+        if self.xla is None or self.bound is None or self.xla.span_ms is None or self.bound.span_ms is None:
+            return None
+        cost = self.xla.span_ms - self.bound.span_ms
+        return cost if cost > 0 else None
+
+    def traced_hidden(self, result: Result) -> float | None:
+        """Net hidden of the traced step."""
+        if self.xla is None or self.xla.span_ms is None or self.traced_cost is None or result.span_ms is None:
+            return None
+        return None if result.kind == BOUND else (self.xla.span_ms - result.span_ms) / self.traced_cost
+
     def slow_down(self, result: Result) -> float | None:
-        """What compute loses by running beside communication, as a share of `communication_cost`: compute of the
-        traced step minus that of the same structure without communication."""
-        cost, alone = self.communication_cost, self.alone(result)
+        """What compute loses by running beside communication, as a share of `traced_cost`: compute of the traced step
+        minus that of the same structure without communication."""
+        cost, alone = self.traced_cost, self.alone(result)
         if cost is None or alone is None or alone.span_ms is None or result.span_ms is None or result.kind == BOUND:
             return None
         return (result.compute_ms - alone.compute_ms) / cost
@@ -175,7 +196,7 @@ class Group:
 
     def launch_interval(self, result: Result) -> float | None:
         """The rest of what is not hidden, when compute does not run: exposed communication and pauses."""
-        hidden, slower = self.net_hidden(result), self.slow_down(result)
+        hidden, slower = self.traced_hidden(result), self.slow_down(result)
         return None if hidden is None or slower is None else 1.0 - hidden - slower
 
     def tokens_per_second(self, result: Result) -> float:
@@ -189,7 +210,7 @@ class Group:
 
     def loss_difference(self, result: Result) -> float | None:
         """The largest relative difference to the plain program's losses."""
-        plain = self.find(result.setting, "plain") or next((r for r in self.results if r.variant == "plain"), None)
+        plain = self.plain(result)
         if plain is None or result.kind == BOUND:
             return None
         pairs = zip(plain.losses, result.losses, strict=False)
@@ -230,32 +251,50 @@ def causes(group: Group) -> list[Cause]:
 
     Each row takes the fastest of the programs that it allows, and it allows those of the rows before it.
     """
-    start = next((r for r in group.results if r.variant == "plain"), None)
+    ours = [r for r in group.results if VARIANTS[r.variant].structure == "strands" and r.kind == OURS]
+    unrolled = [r for r in group.results if VARIANTS[r.variant].structure == "unrolled" and r.kind == OURS]
+    whole = [r for r in ours if not VARIANTS[r.variant].decomposed]
+    bare = [r for r in whole if not VARIANTS[r.variant].own_options]
+    in_xlas_order = [r for r in bare if VARIANTS[r.variant].order == "xla"]
+    start = _start(group, in_xlas_order)
     if start is None:
         return []
-    unrolled = [r for r in group.results if VARIANTS[r.variant].structure == "unrolled" and r.kind == OURS]
-    ours = [r for r in group.results if VARIANTS[r.variant].structure == "strands" and r.kind == OURS]
-    whole = [r for r in ours if not VARIANTS[r.variant].decomposed]
     here = [r for r in whole if r.setting == start.setting]
     steps: Sequence[tuple[str, list[Result]]] = (
-        (_STRANDS, [r for r in here if r.variant == "strands"]),
-        ("order", [r for r in here if not VARIANTS[r.variant].options]),
+        (_STRANDS, [r for r in in_xlas_order if r in here]),
+        (_ORDER, [r for r in bare if r in here]),
         ("XLA's options", here),
         ("launch settings", [r for r in whole if not SETTINGS[r.setting].copy_engines]),
         ("copy engines", whole),
-        ("reduce-scatters decomposed", ours),
+        ("collectives decomposed", ours),
         ("layers unrolled", ours + unrolled),
     )
     found, before = [], start
     for name, candidates in steps:
+        if found:
+            candidates = [before, *candidates]  # a row never takes back what those before it saved
         after = min(candidates, key=lambda r: r.median_ms, default=before)
         if after is not before:
-            found.append(Cause(name, _name(before), _name(after), before.median_ms - after.median_ms))
+            label = name if found else _first(name, after)
+            found.append(Cause(label, _name(before), _name(after), before.median_ms - after.median_ms))
             before = after
     return _split_copies(group, start.setting, found)
 
 
-_STRANDS = "strands"
+_STRANDS, _ORDER = "strands", "order"
+
+
+def _start(group: Group, in_xlas_order: Sequence[Result]) -> Result | None:
+    """The plain program, of a setting where strands in XLA's order were run too, if there is one."""
+    plain = [r for r in group.results if r.variant in either("plain")]
+    settings = {r.setting for r in in_xlas_order}
+    return next((r for r in plain if r.setting in settings), None) or next(iter(plain), None)
+
+
+def _first(name: str, after: Result) -> str:
+    """The first row's name, which says all that it holds where no program stands between."""
+    held = [_STRANDS] + [_ORDER] * (VARIANTS[after.variant].order != "xla") + [name]
+    return ", ".join(dict.fromkeys(held))
 
 
 def _split_copies(group: Group, setting: str, found: list[Cause]) -> list[Cause]:

@@ -36,8 +36,20 @@ def tables(runs: Sequence[Run]) -> str:
 
 
 def _of_group(group: Group) -> str:
-    parts = [_head(group.run, group.link), _sentence(group), _steps(group), _where(group), _causes(group)]
+    parts = [
+        _head(group.run, f"{group.link}, {_timed(group)}"),
+        _sentence(group),
+        _steps(group),
+        _where(group),
+        _causes(group),
+    ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _timed(group: Group) -> str:
+    """How many steps the medians are of."""
+    counts = sorted({len(r.steps_ms) for r in group.results})
+    return f"{' or '.join(map(str, counts))} timed steps per row"
 
 
 def _head(run: Run, link: str) -> str:
@@ -46,7 +58,7 @@ def _head(run: Run, link: str) -> str:
     return (
         f"**{w.get('preset')} shapes, {w.get('layers')} layers{', unrolled' * bool(w.get('unrolled'))}, "
         f"S {w.get('seq')}, M {w.get('microbatches')}, TP {w.get('tp')}, vocabulary {w.get('vocab')}; "
-        f"{link}{channels}** ({on.get('gpus', '')}, jax {on.get('jax')}, {on.get('date')})"
+        f"{link}{channels}** ({on.get('gpus', '')}, machine {on.get('machine')}, jax {on.get('jax')}, {on.get('date')})"
     )
 
 
@@ -87,8 +99,8 @@ def _sentence(group: Group) -> str:
 
 def _steps(group: Group) -> str:
     rows = []
-    plain = next((r for r in group.results if r.variant == "plain"), None)
     for r in group.results:
+        plain = group.plain(r)
         memory = f"{r.peak_gib:.2f}" + (f" ({r.peak_gib / plain.peak_gib:.3f})" if plain and plain.peak_gib else "")
         rows.append((
             r.setting, _bold(group, r), _spread(r), _number(group.speed_up(r), ".3f"), _percent(group.net_hidden(r)),
@@ -107,14 +119,15 @@ def _where(group: Group) -> str:
     for r in group.results:
         if r.span_ms is None:
             continue
+        off = r.predicted_ms / r.span_ms - 1 if r.predicted_ms is not None else None
         rows.append((
-            r.setting, _bold(group, r), f"{r.compute_ms:.0f}", f"{r.communication_ms:.0f}", f"{r.copies_ms:.0f}",
-            f"{r.idle_ms:.0f}", _percent(r.under_compute), _percent(group.net_hidden(r)),
-            _percent(group.slow_down(r)), _percent(group.launch_interval(r)),
+            r.setting, _bold(group, r), f"{r.span_ms:.1f}", _number(off, "+.1%"), f"{r.compute_ms:.0f}",
+            f"{r.communication_ms:.0f}", f"{r.copies_ms:.0f}", f"{r.idle_ms:.0f}", _percent(r.under_compute),
+            _percent(group.traced_hidden(r)), _percent(group.slow_down(r)), _percent(group.launch_interval(r)),
         ))  # fmt: skip
     heads = (
-        "setting | program | compute ms | collectives ms | local copies ms | nothing computes ms "
-        "| collectives under compute | net hidden | slow-down | launch interval"
+        "setting | program | traced step ms | predicted | compute ms | collectives ms | local copies ms "
+        "| nothing computes ms | collectives under compute | net hidden | slow-down | launch interval"
     )
     return _table(heads, rows) if rows else ""
 

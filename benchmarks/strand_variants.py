@@ -107,6 +107,7 @@ SETTINGS: dict[str, Setting] = {
 }
 
 XLA, OURS, BOUND = "XLA", "ours", "bound"
+_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,16 @@ class Variant:
             return BOUND
         return OURS if self.structure or self.order != "xla" else XLA
 
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """XLA's options but for the one about CUDA graphs."""
+        return {key: value for key, value in self.options.items() if key not in _NO_GRAPHS}
+
+
+def either(name: str) -> tuple[str, str]:
+    """A variant with CUDA graphs and without."""
+    return name, f"{name}, no graphs"
+
 
 _PIPELINING = {
     f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"
@@ -148,7 +159,6 @@ _PIPELINING = {
 }
 _COPIES = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 _NO_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
-_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 _GUIDED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("plain"),
@@ -181,6 +191,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
     Variant("strands, unrolled", "unrolled"),
+    Variant("strands, unrolled, decomposed", "unrolled", decomposed=True),
     Variant("strands, unrolled, list by profile", "unrolled", "list by profile"),
     Variant("strands, unrolled, dp", "unrolled", "dp"),
     Variant("strands, unrolled, dp, decomposed", "unrolled", "dp", decomposed=True),
@@ -189,9 +200,10 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
 )
-_WITHOUT = tuple(replace(v, name=f"{v.name}, no graphs", options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
+_WITHOUT = tuple(replace(v, name=either(v.name)[1], options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
 VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT)}
 """Each also without CUDA graphs, which XLA makes of runs of kernels unless told otherwise."""
+
 ESSENTIAL = (
     "plain; plain, no slice fusion; strands; strands, list by profile; strands, dp; strands, decomposed; "
     "plain, no communication; strands, no communication"

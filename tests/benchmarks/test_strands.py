@@ -35,7 +35,7 @@ def run(*results: Result, machine: str = "a", **workload: object) -> Run:
 MEASURED = (
     result("default", "plain", 1080, compute=920, predicted_ms=1026.0),
     result("default", "plain, O1", 1400),
-    result("connections1", "plain", 1070),
+    result("connections1", "plain", 1070, compute=900),
     result("default", "plain, no communication", 890, compute=880),
     result("default", "strands", 1020, compute=970),
     result("default", "strands, dp", 1010, losses=[2.0, 1.01]),
@@ -75,7 +75,7 @@ def test_causes_add_up_to_the_whole_gain() -> None:
     found = {cause.name: cause.saved_ms for cause in causes(group)}
     assert found == pytest.approx({
         "copies saved": 20, "overlap, XLA's order": 40, "order": 10, "XLA's options": 5, "launch settings": 5,
-        "copy engines": 10, "reduce-scatters decomposed": 10,
+        "copy engines": 10, "collectives decomposed": 10,
     })  # fmt: skip
     best = group.best(OURS)
     assert best is not None and sum(found.values()) == pytest.approx(1080 - best.median_ms)
@@ -83,8 +83,39 @@ def test_causes_add_up_to_the_whole_gain() -> None:
 
 def test_what_was_not_run_is_no_cause() -> None:
     (group,) = groups([run(result("default", "plain", 10), result("copy_engine", "strands, dp", 8))])
-    assert [(c.name, c.saved_ms) for c in causes(group)] == [("copy engines", 2)]
+    assert [(c.name, c.saved_ms) for c in causes(group)] == [("strands, order, copy engines", 2)]
     assert groups([run(result("default", "strands", 10))])[0].xla is None
+
+
+def test_programs_without_graphs_stand_for_those_with() -> None:
+    (group,) = groups([run(*(
+        dataclasses.replace(r, variant=f"{r.variant}, no graphs")
+        for r in MEASURED if r.setting == "default"
+    ))])  # fmt: skip
+    assert [(c.name, c.saved_ms) for c in causes(group)] == [
+        ("copies saved", 20), ("overlap, XLA's order", 40), ("order", 10), ("XLA's options", 5)
+    ]  # fmt: skip
+    best = group.best(OURS)
+    assert best is not None and group.plain(best) is group.find("default", "plain")
+    assert group.loss_difference(best) == 0
+    assert f"{best.peak_gib:.2f} (1.000)" in tables([group.run])
+
+
+def test_causes_begin_where_strands_in_xlas_order_were_run() -> None:
+    engines = [("plain", 99), ("strands", 90), ("strands, dp", 88), ("strands, dp, decomposed", 89)]
+    default = [result("default", "plain", 100), result("default", "strands, dp", 95)]
+    (group,) = groups([run(*default, *(result("copy_engine1", name, ms) for name, ms in engines))])
+    assert [(c.name, c.saved_ms) for c in causes(group)] == [("strands", 9), ("order", 2)]
+
+
+def test_the_traced_step_is_split_by_itself() -> None:
+    (group,) = groups([run(*(dataclasses.replace(r, steps_ms=[1.1 * ms for ms in r.steps_ms]) for r in MEASURED))])
+    step = group.find("default", "strands")
+    assert step is not None
+    assert group.traced_cost == 200
+    assert (group.traced_hidden(step), group.slow_down(step), group.launch_interval(step)) == (0.25, 0.5, 0.25)
+    (untraced,) = groups([run(*(dataclasses.replace(r, span_ms=None) for r in MEASURED))])
+    assert untraced.traced_hidden(untraced.results[0]) is None
 
 
 def test_only_one_workload_on_one_machine_over_one_link_is_compared() -> None:
