@@ -22,51 +22,22 @@ gathered array once more, and its bytes once more while it lives.
 Beyond the paper, whose collectives are NCCL's. docs/benchmarks.md says what it brings.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from dhelix.passes import exchange
-from dhelix.passes.costs import CostModel
-from dhelix.passes.exchange import array
+from dhelix.passes.exchange import Decomposition, array
 from dhelix.passes.hlo import Builder, HloModule, Instruction
-from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.manager import PassContext
 
 
 @dataclass(frozen=True)
-class AllGatherDecomposition:
-    """All-gathers as all-to-all of copies.
-
-    Attributes:
-      model: costs that decide; those of the process's launch setting.
-      overlapped: with a model, only in modules whose communication takes longer than their compute: see `exchange`.
-      min_bytes: of the smallest gathered array.
-    """
-
-    model: CostModel | None = None
-    overlapped: bool = False
-    min_bytes: int = exchange.MIN_BYTES
+class AllGatherDecomposition(Decomposition):
+    """All-gathers as all-to-all of copies; options as of `Decomposition`."""
 
     name = "all-gather-decomposition"
-    stage = Stage.PRE_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        if self.overlapped and self.model and not exchange.is_communication_bound(module, self.model):
-            context.note("left alone: compute takes longer than communication")
-            return False
-        done, left = 0, Counter[str]()
-        for computation in list(module.computations):
-            for gather in [i for i in computation.instructions if i.opcode == "all-gather"]:
-                reason = exchange.why_not(gather) or exchange.why_too_dear(gather, self.model, self.min_bytes)
-                if reason:
-                    left[reason] += 1
-                    continue
-                _decompose(gather)
-                done += 1
-        for reason, count in sorted(left.items()):
-            context.note(f"left alone: {reason}", count=count)
-        if done:
-            context.note("all-gathers are now all-to-alls of copies", count=done)
-        return bool(done)
+        return self.replace_all(module, context, "all-gather", exchange.why_not, _decompose)
 
 
 def _decompose(gather: Instruction) -> None:

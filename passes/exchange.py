@@ -11,14 +11,15 @@ they are decomposed only if they take longer than it (`is_communication_bound`).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dhelix.passes.collectives import GROUP_FIELDS, find_collective
 from dhelix.passes.costs import CostModel, Costs, trip_count
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
+from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.profiles import roofline
 from dhelix.profiles.keys import CollectiveKey
@@ -26,6 +27,57 @@ from dhelix.profiles.keys import CollectiveKey
 KINDS = ("all-gather", "reduce-scatter")
 MIN_BYTES = 4 << 20
 """Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What the passes have in common.
+
+    Attributes:
+      model: costs that decide. They count for their launch setting alone, so it must be the process's. None: all that
+        are large enough are decomposed.
+      overlapped: the collectives are to lie under compute; then only in modules that are bound by communication, which
+        the model must say.
+      min_bytes: of the smallest buffer.
+    """
+
+    model: CostModel | None = None
+    overlapped: bool = False
+    min_bytes: int = MIN_BYTES
+
+    stage = Stage.PRE_SCHEDULER
+
+    def replace_all(
+        self,
+        module: HloModule,
+        context: PassContext,
+        kind: str,
+        why_not: Callable[[Instruction], str],
+        decompose: Callable[[Instruction], None],
+    ) -> bool:
+        """`decompose` for each collective of a kind for which it pays. Notes say how many, and why others stay."""
+        if self.overlapped and (reason := self._why_none(module)):
+            context.note(f"left alone: {reason}")
+            return False
+        done, left = 0, Counter[str]()
+        for computation in list(module.computations):
+            for collective in [i for i in computation.instructions if i.opcode == kind]:
+                reason = why_not(collective) or why_too_dear(collective, self.model, self.min_bytes)
+                if reason:
+                    left[reason] += 1
+                else:
+                    decompose(collective)
+                    done += 1
+        for reason, count in sorted(left.items()):
+            context.note(f"left alone: {reason}", count=count)
+        if done:
+            context.note(f"{kind}s are now all-to-alls", count=done)
+        return bool(done)
+
+    def _why_none(self, module: HloModule) -> str:
+        if self.model is None:
+            return "nothing was measured that says whether it pays"
+        return "" if is_communication_bound(module, self.model) else "compute takes longer than communication"
 
 
 def why_not(collective: Instruction) -> str:

@@ -23,52 +23,24 @@ faster. It costs one pass over memory of 1 + 1/n of the operand, and needs the o
 Beyond the paper: DHelix has no copy engines. docs/benchmarks.md says what it brings.
 """
 
-from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 from dhelix.passes import exchange
-from dhelix.passes.costs import CostModel
-from dhelix.passes.exchange import array
+from dhelix.passes.exchange import Decomposition, array
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
-from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.manager import PassContext
 
 
 @dataclass(frozen=True)
-class ReduceScatterDecomposition:
-    """Reduce-scatters as all-to-all and sum.
-
-    Attributes:
-      model: costs that decide. They count for their launch setting alone, so it must be the process's.
-      overlapped: with a model, only in modules whose communication takes longer than their compute: see `exchange`.
-      min_bytes: of the smallest operand on one device.
-    """
-
-    model: CostModel | None = None
-    overlapped: bool = False
-    min_bytes: int = exchange.MIN_BYTES
+class ReduceScatterDecomposition(Decomposition):
+    """Reduce-scatters as all-to-all and sum; options as of `Decomposition`."""
 
     name = "reduce-scatter-decomposition"
-    stage = Stage.PRE_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        if self.overlapped and self.model and not exchange.is_communication_bound(module, self.model):
-            context.note("left alone: compute takes longer than communication")
-            return False
-        done, left = 0, Counter[str]()
         sums: dict[int, Computation] = {}
-        for computation in list(module.computations):
-            for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
-                reason = _unfit(scatter) or exchange.why_too_dear(scatter, self.model, self.min_bytes)
-                if reason:
-                    left[reason] += 1
-                    continue
-                _decompose(scatter, sums)
-                done += 1
-        for reason, count in sorted(left.items()):
-            context.note(f"left alone: {reason}", count=count)
-        if done:
-            context.note("reduce-scatters are now all-to-alls and sums", count=done)
-        return bool(done)
+        return self.replace_all(module, context, "reduce-scatter", _unfit, partial(_decompose, sums=sums))
 
 
 def _unfit(scatter: Instruction) -> str:

@@ -61,7 +61,7 @@ def default_passes(
     """
     check_schedule(schedule)
     pairing = StrandPairing(model=model, memory_limit=memory_limit)
-    strands = (*_strands(), *(() if model is None else decompositions(exchange.KINDS, model)))
+    strands = (*_strands(), *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(model=model, memory_limit=memory_limit)),
@@ -85,10 +85,11 @@ def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[
     return (*_strands(), *decompositions(plan.target.decomposed), PlannedOrder(plan, memory_limit))
 
 
-def decompositions(kinds: Collection[str], model: CostModel | None = None) -> tuple[Pass, ...]:
-    """All-to-alls in place of large collectives of these kinds; with a model only where that pays under compute."""
-    overlapped = model is not None
-    known = {
+def decompositions(
+    kinds: Collection[str], model: CostModel | None = None, overlapped: bool = False
+) -> tuple[Pass, ...]:
+    """All-to-alls in place of large collectives of these kinds; options as of `exchange.Decomposition`."""
+    known: dict[str, Pass] = {
         "reduce-scatter": ReduceScatterDecomposition(model, overlapped),
         "all-gather": AllGatherDecomposition(model, overlapped),
     }
@@ -137,6 +138,10 @@ class Choice:
             raise DhelixError(f"memory_limit={memory_limit!r}: give bytes beside the arguments, or None for 3 % more")
         if passes is not None and plan is not None:
             raise DhelixError("passes= is all that runs, so plan= has no effect: leave out one, or pass PlannedOrder")
+        if memory_limit is not None and passes is not None:
+            raise DhelixError("passes= is all that runs, so memory_limit= has no effect: give it to a pass of them")
+        if memory_limit is not None and plan is None and schedule == "xla":
+            raise DhelixError("schedule='xla' keeps to no memory_limit: leave it out, or take another schedule")
         return cls(schedule, profile, plan, memory_limit, None if passes is None else tuple(passes), **others)
 
     def manager(self, lowered: jax.stages.Lowered | None = None) -> PassManager:
@@ -166,9 +171,14 @@ class Choice:
         except DhelixError as error:
             say_once(f"costs are those of the launch setting 'default': {error}", ("launch setting",))
             setting = "default"
-        if isinstance(self.profile, Profile):
-            return CostModel(self.profile, setting)
         gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
+        if isinstance(self.profile, Profile):
+            if (self.profile.hardware, self.profile.link) != (gpu, link):
+                line = (
+                    f"costs are those of {self.profile.hardware} with link {self.profile.link}, not {gpu} with {link}"
+                )
+                say_once(line, (line,))
+            return CostModel(self.profile, setting)
         found = storage.find(gpu, link)
         if found is None or setting not in found.sections:
             what = f"{gpu} with link {link}" + ("" if found is None else f" under the launch setting {setting!r}")

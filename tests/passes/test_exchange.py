@@ -47,6 +47,12 @@ def test_under_compute_collectives_are_left_whole_unless_they_are_the_bound() ->
     assert context.notes[-1].message == "left alone: compute takes longer than communication"
 
 
+def test_without_costs_collectives_under_compute_are_left_whole() -> None:
+    context = PassContext()
+    assert not AllGatherDecomposition(overlapped=True).run(HloModule.from_text(LOOP), context)
+    assert context.notes[-1].message == "left alone: nothing was measured that says whether it pays"
+
+
 @pytest.mark.parametrize(("link", "kinds"), [("nvlink", ()), ("no-p2p", ("all-gather",))])
 def test_faster_kinds(link: str, kinds: tuple[str, ...]) -> None:
     assert exchange.faster_kinds(HloModule.from_text(LOOP), CostModel.find("H200", link)) == kinds

@@ -90,6 +90,23 @@ def test_on_cpu_no_costs_are_looked_for(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.deviceless
+def test_a_profile_of_another_link_is_said(lowered: jax.stages.Lowered, caplog: pytest.LogCaptureFixture) -> None:
+    given = Profile("H200", "no-p2p").with_section(Section("default"))
+    assert post(choice(profile=given).manager(lowered).passes).model.profile == given
+    (record,) = caplog.records
+    assert "costs are those of H200 with link no-p2p, not H200 with nvlink" in record.getMessage()
+
+
+@pytest.mark.deviceless
+def test_what_rests_on_costs_can_be_switched_off(lowered: jax.stages.Lowered) -> None:
+    """Also where there are no costs: at decoration, nothing is known of the GPUs."""
+    off = choice(disable=("all-gather-decomposition",))
+    for manager_of in (off.manager(), off.manager(lowered)):
+        names = [p.name for p in manager_of.enabled]
+        assert "reduce-scatter-decomposition" in names and "all-gather-decomposition" not in names
+
+
+@pytest.mark.deviceless
 def test_a_setting_without_profile_is_said_once(
     lowered: jax.stages.Lowered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +147,8 @@ def test_a_plan_for_another_process_is_said_once(
         ({"plan": "no-such-file.json"}, "cannot be read"),
         ({"profile": "no-such-file.json"}, "cannot be read"),
         ({"plan": PLAN, "passes": []}, "leave out one"),
+        ({"passes": [], "memory_limit": 5}, "give it to a pass"),
+        ({"schedule": "xla", "memory_limit": 5}, "take another schedule"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
