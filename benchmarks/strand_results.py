@@ -26,6 +26,7 @@ class Result:
 
     Attributes:
       steps_ms: every timed step.
+      mhz, watts: of GPU 0 during each of them: the SMs' clock, and power.
       losses: of its first steps from the same start, on the same batches as all others.
       passes: what became of each of our passes.
       peak_gib: by XLA's own account; `temp_gib` without arguments and results.
@@ -53,6 +54,8 @@ class Result:
     hidden_ms: float = 0.0
     copies_ms: float = 0.0
     failed: str = ""
+    mhz: list[float] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
 
     @property
     def kind(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,11 +106,11 @@ def _steps(group: Group) -> str:
         rows.append((
             r.setting, _bold(group, r), _spread(r), _number(group.speed_up(r), ".3f"), _percent(group.net_hidden(r)),
             f"{group.tokens_per_second(r):,.0f}", _percent(group.mfu(r)), memory, _predicted(r),
-            _number(group.loss_difference(r), ".0e"),
+            _number(group.loss_difference(r), ".0e"), _power(r),
         ))  # fmt: skip
     heads = (
         "setting | program | step ms (fastest-slowest) | speed-up over XLA's best | net hidden | tokens/s | MFU "
-        "| peak GiB (x plain) | predicted ms (error) | loss differs by"
+        "| peak GiB (x plain) | predicted ms (error) | loss differs by | SM clock, power"
     )
     return _table(heads, rows)
 
@@ -153,6 +154,12 @@ def _predicted(result: Result) -> str:
     if result.predicted_ms is None:
         return ""
     return f"{result.predicted_ms:.1f} ({result.predicted_ms / result.median_ms - 1:+.1%})"
+
+
+def _power(result: Result) -> str:
+    if not result.mhz:
+        return ""
+    return f"{statistics.median(result.mhz):.0f} MHz, {statistics.median(result.watts):.0f} W"
 
 
 def _percent(value: float | None) -> str:

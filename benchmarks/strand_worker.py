@@ -25,6 +25,7 @@ import numpy as np
 import optax
 
 from dhelix import strand_interleave
+from dhelix.benchmarks.gpu_clocks import Clocks
 from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.models import preset
@@ -159,16 +160,15 @@ class Worker:
     def take_turns(self) -> None:
         batches = self.batches(self.options.steps)
         state = self.training.init(jax.random.key(0))
-        for turn in range(self.options.rounds):
-            for program in self.programs:
-                for batch in batches:
-                    start = time.perf_counter()
-                    state, _ = jax.block_until_ready(program.compiled(state, batch))
-                    program.result.steps_ms.append((time.perf_counter() - start) * 1e3)
-            self.save()
-            if self.late(0.6):
-                self.run.dropped.append(f"setting {self.setting.name}: {turn + 1} of {self.options.rounds} rounds")
-                break
+        with Clocks() as clocks:
+            for turn in range(self.options.rounds):
+                for program in self.programs:
+                    for batch in batches:
+                        state = timed(program, clocks, state, batch)
+                self.save()
+                if self.late(0.6):
+                    self.run.dropped.append(f"setting {self.setting.name}: {turn + 1} of {self.options.rounds} rounds")
+                    break
 
     def trace_all(self) -> None:
         """One step of each under the profiler, those that matter most first; and what the evaluator says of it."""
@@ -252,6 +252,19 @@ def describe(options: Namespace, training: Training) -> Run:
         peak_flops=known.peak_flops if known else 0.0,
         results=[],
     )
+
+
+def timed(program: Program, clocks: Clocks, state: Any, batch: Any) -> Any:
+    """One step, into the program's result; the state that it returns."""
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(program.compiled(state, batch))
+    end = time.perf_counter()
+    program.result.steps_ms.append((end - start) * 1e3)
+    found = clocks.between(start, end)
+    if found is not None:
+        program.result.mhz.append(found.mhz)
+        program.result.watts.append(found.watts)
+    return state
 
 
 def traced(compiled: Callable[..., Any], state: Any, batch: Any, module: Any) -> tuple[Any, trace.TraceReport]:

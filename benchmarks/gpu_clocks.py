@@ -1,0 +1,70 @@
+"""Clock and power of a GPU while steps run. Hiding communication draws more power, and at its limit a GPU slows down.
+
+    with Clocks() as clocks:
+        start = time.perf_counter()
+        step()
+        state = clocks.between(start, time.perf_counter())     # State(mhz=1755.0, watts=688.0), None without samples
+
+`nvidia-smi` writes a line every 50 ms, of GPU 0, in a process of its own. Where there is none nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+
+_QUERY = (
+    "nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits",
+    "--loop-ms=50",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class State:
+    """Medians over some time: the SMs' clock, and what the GPU draws."""
+
+    mhz: float
+    watts: float
+
+
+class Clocks:
+    """Samples from entering to leaving."""
+
+    def __init__(self, command: tuple[str, ...] = _QUERY) -> None:
+        self._command = command
+        self._samples: list[tuple[float, State]] = []
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Clocks:
+        if shutil.which(self._command[0]):
+            self._process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            now = time.perf_counter()
+            try:
+                mhz, watts = map(float, line.split(","))
+            except ValueError:  # [N/A], or an error in words
+                continue
+            self._samples.append((now, State(mhz, watts)))
+
+    def between(self, start: float, end: float) -> State | None:
+        """Of the time from `start` to `end`, by `time.perf_counter`; None if nothing was sampled then."""
+        found = [state for at, state in list(self._samples) if start <= at <= end]
+        if not found:
+            return None
+        return State(statistics.median(s.mhz for s in found), statistics.median(s.watts for s in found))
