@@ -47,7 +47,7 @@ class OrderSearch:
     ) -> None:
         self.body, self.costs, self.limits = body, costs, limits
         self.numbers = sorted(range(len(body.operators)) if numbers is None else numbers)
-        self.is_whole = len(self.numbers) == len(body.operators)
+        self.is_whole = numbers is None
         self.timed = self._timed(body.timed if numbers is None else self._members())
         self.parts = {n: [i for i in body.parts[n] if i in self.timed] for n in self.numbers}
         self.floor = {i: self._floor(i) for i in self.timed}

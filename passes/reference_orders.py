@@ -17,14 +17,13 @@ slower, or it would be no baseline; an order that needs more memory than allowed
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from dhelix.passes.costs import Cost, CostModel, Costs
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import OrderSearch
 from dhelix.passes.orders import Limits, apply_order
-from dhelix.passes.strand_pairing import pairing_order
+from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200, Hardware
 
@@ -47,25 +46,11 @@ class RoundRobin:
 
 
 @dataclass(frozen=True)
-class IntraBatch:
+class IntraBatch(StrandPairing):
     """The search of `StrandPairing` with all operators as one strand; attributes as there."""
 
-    hardware: Hardware = H200
-    memory_limit: int | None = None
-    memory_slack: float = 0.03
-    min_gain: float = 0.01
-    model: CostModel | None = None
-    max_segment: int = 3
-    max_in_flight: int | None = None
-
     name = "intra-batch"
-    stage = Stage.POST_SCHEDULER
-
-    def run(self, module: HloModule, context: PassContext) -> bool:
-        costs = Costs(self.hardware) if self.model is None else self.model.costs()
-        order = partial(pairing_order, max_segment=self.max_segment, strands=1, context=context)
-        limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
-        return apply_order(module, context, order, costs, *limits)
+    strands = 1
 
 
 def round_robin(

@@ -68,6 +68,7 @@ class StrandPairing:
 
     name = "strand-pairing"
     stage = Stage.POST_SCHEDULER
+    strands = 2  # at most
 
     def __post_init__(self) -> None:
         if self.max_segment < 1:
@@ -77,7 +78,7 @@ class StrandPairing:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         costs = Costs(self.hardware) if self.model is None else self.model.costs()
-        order = partial(pairing_order, max_segment=self.max_segment, context=context)
+        order = partial(pairing_order, max_segment=self.max_segment, strands=self.strands, context=context)
         limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
         return apply_order(module, context, order, costs, *limits)
 
