@@ -4,7 +4,7 @@
     "schema": 1,
     "program": "llama-8b: 8 layers, sequence 8192, 16 micro-batches, interleaved, dp 1 x tp 4",
     "made_for": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "collectives": "nccl",
-                 "reduce_scatter": "whole", "memory_limit": 0},
+                 "decomposed": ["reduce-scatter"], "memory_limit": 0},
     "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
     "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004},
     "bodies": [

@@ -110,15 +110,14 @@ class StrandDuplication:
         loop = parts.loop
         if self.pairing == "forward-backward":
             body, forward, backward = _co_executed_body(parts)
-            together = [(forward, backward)]
-            _replace = _replace_loop
+            together, replace = [(forward, backward)], _replace_loop
         else:
             body, together = _same_direction_body(parts, self.pairing)
-            _replace = _replace_loop_by_pairs
+            replace = _replace_loop_by_pairs
         merged: list[str] = []
         for beta, alpha in together if self.merge_layers else ():
             merged += _merge_pairs(body.computation, _loops_of(beta), _loops_of(alpha), context)
-        _replace(computation, parts, body)
+        replace(computation, parts, body)
         context.note(
             "two strands",
             loop.instruction,
