@@ -22,7 +22,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch import plan_picture, plan_step, plan_tables, trainer
-from dhelix.launch.plan_search import MemoryLimit, played, search
+from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
 from dhelix.launch.progress import Progress
@@ -49,6 +49,7 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 _DEFAULT_GPU = "H200"
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
+_STEP = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")  # trainer.Options
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -125,16 +126,31 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         programs = _with_decomposed(options, whole, models, console)
     limit = MemoryLimit.of(chosen["memory_limit"], plain)
     with _Work(console, len(programs) + (options is not None)) as work:
-        candidates = [
-            work.do(f"{model.setting} is planned", search, program, model, chosen["schedule"], limit)
-            for model, program in programs
-        ]
+        candidates = _candidates(programs, chosen["schedule"], limit, work, console)
         best = min(candidates, key=lambda c: c.seconds)
         memory = best.program.memory
         if options is not None:
             memory = work.do("the plan is compiled", plan_step.confirmed, options, best.plan)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
+
+
+def _candidates(
+    programs: Sequence[tuple[CostModel, Program]], schedule: str, limit: MemoryLimit, work: _Work, console: Console
+) -> list[Candidate]:
+    """Plans within the limit. Raises OverLimitError where there is none, with the smallest limit that would do."""
+    found: list[Candidate] = []
+    refused: list[OverLimitError] = []
+    for model, program in programs:
+        try:
+            found.append(work.do(f"{model.setting} is planned", search, program, model, schedule, limit))
+        except OverLimitError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.needed)
+    for error in refused:
+        say(console, f"Left out: {error}.")
+    return found
 
 
 def _with_decomposed(
@@ -150,9 +166,6 @@ def _with_decomposed(
             words = f"both strands are compiled with all-to-alls for {'s and '.join(of_some)}s"
             programs[of_some] = work.do(words, plan_step.of_preset, options, of_some)
     return [(m, programs[k]) for m in models for k in dict.fromkeys([(), kinds[m.setting]])]
-
-
-_STEP = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")
 
 
 def _models(chosen: dict[str, Any], gpu: str) -> list[CostModel]:

@@ -9,19 +9,20 @@ the search found: plans keep operators, and what travels with them may come to s
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dhelix.errors import DhelixError, PassRefusal
+from dhelix.errors import DhelixError
 from dhelix.launch.plan_step import Program
-from dhelix.launch.units import bytes_text
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collectives import find_collective
 from dhelix.passes.costs import CostModel, Costs
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.orders import MemoryRefusal
 from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plan_making import executions, make_plan
 from dhelix.passes.plan_operators import PlanOperators
@@ -128,37 +129,61 @@ class MemoryLimit:
         return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
 
     def beside_arguments(self, program: Program, needed: int) -> int | None:
-        """Bytes for a scheduler, whose limits leave out arguments. `needed`: by XLA's order."""
+        """Bytes for a scheduler, whose limits leave out arguments. `needed`: by XLA's order.
+
+        Raises DhelixError: the user gave a limit, and what the arguments of a dump take is not known.
+        """
+        if program.memory is None and self.given:
+            raise DhelixError(
+                f"{program.name} does not say how much memory its arguments take, so --memory_limit cannot be kept:"
+                " dump the buffer assignment too (--xla_dump_hlo_as_text), or leave it out"
+            )
         if self.bytes is None or program.memory is None:
             return None
         allowed = self.bytes - (program.memory.peak - program.memory.temporaries)
         return max(allowed, 0) if self.given else max(allowed, needed)
 
 
+class OverLimitError(DhelixError):
+    """No order of a program keeps within the limit that the user gave. `needed`: bytes on a GPU that would do."""
+
+    def __init__(self, program: Program, limit: MemoryLimit, needed: int):
+        allowed = "memory" if limit.bytes is None else f"--memory_limit={_gib(limit.bytes)}"
+        super().__init__(
+            f"no order of {program.name} was found that keeps within {allowed}; the smallest limit that would do is"
+            f" {_gib(needed)} (GiB on a GPU, arguments and all)"
+        )
+        self.needed = needed
+
+
 def search(program: Program, model: CostModel, schedule: str, limit: MemoryLimit) -> Candidate:
     """The plan that a schedule, one of `schedules.SCHEDULES`, gives with these costs.
 
-    Raises DhelixError: no order fits the limit that the user gave; the message says which would do.
+    Raises OverLimitError: no order fits the limit that the user gave; the message says which would do.
     """
-    module = HloModule.from_bytes(program.module)
-    bytes_before = _bytes(module)
-    memory_limit = limit.beside_arguments(program, bytes_before)
-    original = dict(module.schedule)
-    begun = time.perf_counter()
+    memory_limit = limit.beside_arguments(program, _bytes(HloModule.from_bytes(program.module)))
     try:
-        for one in default_passes(schedule, model, memory_limit):
-            if one.stage is Stage.POST_SCHEDULER:
-                one.run(module, PassContext(strict=True))
-    except PassRefusal as refusal:
+        return _search(program, model, schedule, memory_limit)
+    except MemoryRefusal as refusal:
         beside = program.memory.peak - program.memory.temporaries if program.memory else 0
-        raise DhelixError(f"{refusal.reason}; arguments and results take {bytes_text(beside)} more") from None
+        raise OverLimitError(program, limit, beside + refusal.needed) from None
+
+
+def _search(program: Program, model: CostModel, schedule: str, memory_limit: int | None) -> Candidate:
+    """`memory_limit`: bytes beside the arguments; None: what XLA's order needs, and 3 %."""
+    module, costs = HloModule.from_bytes(program.module), model.costs()
+    original = dict(module.schedule)
+    before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
+    begun = time.perf_counter()
+    for one in default_passes(schedule, model, memory_limit):
+        if one.stage is Stage.POST_SCHEDULER:
+            one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
     profile = model.profile
     target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, memory_limit)
     found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()
-    before = simulate_module(module, costs.hardware, costs)
     PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
     plan = make_plan(module, original, model, target, program.name)
     timeline = simulate_module(module, costs.hardware, costs)
@@ -177,3 +202,8 @@ def _bytes(module: HloModule) -> int:
 
 def _us(seconds: float) -> float:
     return round(1e6 * seconds, 2)
+
+
+def _gib(count: int) -> str:
+    """Rounded up, so that it does as a limit."""
+    return f"{math.ceil(1000 * count / 2**30) / 1000:g}"

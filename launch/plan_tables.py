@@ -91,7 +91,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     console.print(_collectives(view, top))
     for body in best.plan.bodies[:1]:
         console.print(_segments(body))
-    others = [f"{body.name} ({body.runs:,} runs)" for body in best.plan.bodies[1:]]
+    others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
     if others:
         say(console, f"The plan orders too: {'; '.join(others)}.")
     for line in (*_memory(view), _start(best)):
@@ -135,7 +135,7 @@ def _collectives(view: PlanView, top: int) -> Table:
     table.add_column("beneath it (µs)", overflow="fold")
     rows = view.best.collectives
     for row in rows[:top]:
-        beneath = ", ".join(f"{b['name']} {b['us']:,.0f}" for b in row["beneath"][:_LONGEST] if b["us"] >= 1)
+        beneath = ", ".join(f"{b['name']}: {b['us']:,.0f}" for b in row["beneath"][:_LONGEST] if b["us"] >= 1)
         times = [f"{row[name]:,.0f} µs" for name in ("alone_us", "time_us", "exposed_us")]
         size = bytes_text(row["bytes"])
         where = row["body"].partition(":")[0]

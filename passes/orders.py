@@ -24,6 +24,14 @@ from dhelix.passes.timeline import Timeline, simulate, simulate_module
 from dhelix.profiles.hardware import Hardware
 
 
+class MemoryRefusal(PassRefusal):
+    """No order that was found keeps within memory. `needed`: bytes beside the arguments that the most frugal needs."""
+
+    def __init__(self, reason: str, needed: int):
+        super().__init__(reason)
+        self.needed = needed
+
+
 @dataclass(frozen=True)
 class Limits:
     """What a scheduler must keep to, and what it need not compute again.
@@ -126,7 +134,7 @@ def apply_order(
       Whether the schedule changed; what was done is in the context's notes.
 
     Raises:
-      PassRefusal: the module needs more than `memory_limit` in XLA's order, and in each that was tried.
+      MemoryRefusal: the module needs more than `memory_limit` in XLA's order, and in each that was tried.
     """
     chosen = [c for c in module.computations if c in module.schedule and _has_collectives(c, costs)]
     if not chosen:
@@ -160,9 +168,10 @@ def _check_memory(
 ) -> None:
     if needed > limit:
         module.schedule.update(original)
-        raise PassRefusal(
+        raise MemoryRefusal(
             f"no order was found that needs at most memory_limit={limit} bytes beside the arguments; the smallest "
-            f"limit that would do is {needed}"
+            f"limit that would do is {needed}",
+            needed,
         )
 
 

@@ -30,7 +30,7 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.operator_keys import OperatorKeys
-from dhelix.passes.orders import dependencies
+from dhelix.passes.orders import MemoryRefusal, dependencies
 from dhelix.passes.pairing_plan import FINALLY, PairingPlan, PlanBody
 from dhelix.passes.plan_operators import END, PlanOperators, is_work
 from dhelix.profiles.hardware import describe
@@ -89,9 +89,10 @@ class PlannedOrder:
         if limit is None:
             limit = max(int(before * (1.0 + self.memory_slack)), self.plan.target.memory_limit)
         if needed > limit:
-            raise PassRefusal(
+            raise MemoryRefusal(
                 f"the plan needs {needed} bytes of temporaries by estimate, and {limit} are allowed: give memory_limit="
-                f"{needed} or more, or a plan that needs less"
+                f"{needed} or more, or a plan that needs less",
+                needed,
             )
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from dhelix.errors import DhelixError
 from dhelix.launch import cli, plan_picture, profile_step, trainer
+from dhelix.launch import plan as plan_command
 from dhelix.launch.dumps import Memory
-from dhelix.launch.plan_search import MemoryLimit, search
+from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, search
 from dhelix.launch.plan_step import Program
 from dhelix.passes import pairing_plan_json
 from dhelix.passes.costs import CostModel
@@ -111,8 +113,25 @@ def test_a_memory_limit_of_the_user_is_hard_and_the_default_is_not() -> None:
     assert default.bytes == int(1.03 * (1.25 * 2**30))
     assert default.beside_arguments(step, 1 << 40) == 1 << 40
     assert MemoryLimit.of(1.25, None).beside_arguments(step, 1 << 40) == 1 << 28
-    with pytest.raises(DhelixError, match="the smallest limit that would do is"):
+    with pytest.raises(OverLimitError, match="--memory_limit=1; the smallest limit that would do is") as refused:
         search(step, MODEL, "dp", MemoryLimit.of(1.0, None))
+    assert search(step, MODEL, "dp", MemoryLimit.of(refused.value.needed / 2**30, None)).plan.bodies
+
+
+def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
+    """All-to-alls take memory beside; where the step fits without them alone, that is planned."""
+    small, large = (program(Memory(arguments, 0, 0, 1 << 28, "test")) for arguments in (1 << 30, 1 << 31))
+    limit, console = MemoryLimit.of(1.5, None), Console(file=io.StringIO(), width=400)
+
+    def candidates(*programs: Program) -> list[Candidate]:
+        with plan_command._Work(console, 2) as work:
+            return plan_command._candidates([(MODEL, p) for p in programs], "dp", limit, work, console)
+
+    (one,) = candidates(large, small)
+    assert one.program is small
+    assert "Left out: no order of two strands" in console.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(OverLimitError, match="the smallest limit that would do is 2."):
+        candidates(large)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +140,7 @@ def test_a_memory_limit_of_the_user_is_hard_and_the_default_is_not() -> None:
         ((), "give one step"),
         (("a", "--preset=llama-8b"), "give one step"),
         (("missing",), "no such file"),
+        (("DUMP", "--memory_limit=1", "--setting=default"), "does not say how much memory its arguments take"),
         (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
         (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),
         (("DUMP", "--profile=missing.json"), "cannot be read"),
