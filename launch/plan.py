@@ -21,13 +21,12 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import plan_picture, plan_step, plan_tables, trainer
+from dhelix.launch import plan_picture, plan_step, plan_tables, step_flags, trainer
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
 from dhelix.launch.progress import Progress
 from dhelix.launch.train import say
-from dhelix.models import PRESETS
 from dhelix.passes import exchange, pairing_plan_json
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
@@ -49,7 +48,6 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 _DEFAULT_GPU = "H200"
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
-_STEP = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")  # trainer.Options
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -57,16 +55,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
-    default = trainer.Options()
-    choice("preset", None, list(PRESETS), "the model")
-    number("layers", None, "number of layers, if not the preset's")
-    number("seq", None, "sequence length, if not the preset's")
-    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
-    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
-    number("microbatches", default.microbatches, "micro-batches per step")
-    text("mesh", default.mesh, "GPUs per axis, such as dp=2,tp=4 (default: tp over 4 GPUs)")
-    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
-    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+    step_flags.define(values, None, "tp over 4 GPUs")
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
@@ -111,7 +100,7 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
 
 
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
-    options = None if arguments else trainer.Options(**{f: chosen[f] for f in _STEP})
+    options = None if arguments else step_flags.options(chosen)
     dump = plan_step.of_dump(arguments[0]) if arguments else None
     models = _models(chosen, (dump.hardware if dump else None) or _DEFAULT_GPU)
     if options is not None:

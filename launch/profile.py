@@ -26,14 +26,14 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, profile_output, profile_processes, profile_step, trainer
+from dhelix.launch import dumps, profile_output, profile_processes, profile_step, step_flags
 from dhelix.launch.profile_job import Job
 from dhelix.launch.profile_recorded import Recorded, as_recorded
 from dhelix.launch.profile_step import CompiledStep
 from dhelix.launch.profile_worker import Request
 from dhelix.launch.progress import Progress
 from dhelix.launch.train import say
-from dhelix.models import PRESETS
+from dhelix.launch.trainer import Options
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware, storage
 from dhelix.profiles.keys import CollectiveKey
@@ -68,16 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, flag_values=values)
-    default = trainer.Options()
-    choice("preset", None, list(PRESETS), "the model")
-    number("layers", None, "number of layers, if not the preset's")
-    number("seq", None, "sequence length, if not the preset's")
-    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
-    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
-    number("microbatches", default.microbatches, "micro-batches per step")
-    text("mesh", default.mesh, "GPUs per axis, such as dp=2,tp=4 (default: all there are)")
-    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
-    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+    step_flags.define(values, None, "all there are")
     switch("interleave", False, "the step with interleaved strands instead of the plain one")
     flags.DEFINE_list("settings", ["default"], f"launch settings, of {', '.join(SETTINGS)}", flag_values=values)
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
@@ -310,9 +301,8 @@ def _job(chosen: dict[str, Any], gpu: str, gpus: int, step: CompiledStep | None)
     return Job(gpu, chosen["link"], gpus, settings, path, chosen["pairs"], chosen["force"], steps)
 
 
-def _options(chosen: dict[str, Any]) -> trainer.Options:
-    names = {field.name for field in dataclasses.fields(trainer.Options)}
-    return trainer.Options(**{k: v for k, v in chosen.items() if k in names}, plain=not chosen["interleave"])
+def _options(chosen: dict[str, Any]) -> Options:
+    return step_flags.options(chosen, plain=not chosen["interleave"])
 
 
 def _step(chosen: dict[str, Any], arguments: list[str]) -> CompiledStep | None:

@@ -12,13 +12,13 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import trainer
+from dhelix.launch import step_flags, trainer
 from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
-from dhelix.models import PRESETS
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
+from dhelix.runtime.schedules import SCHEDULES
 
 USAGE = """\
 usage: dhelix train [flags]
@@ -38,15 +38,7 @@ def define_flags(values: flags.FlagValues) -> None:
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
     default = Options()
-    choice("preset", default.preset, list(PRESETS), "the model")
-    number("layers", None, "number of layers, if not the preset's", 1)
-    number("seq", None, "sequence length, if not the preset's", 1)
-    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
-    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
-    number("microbatches", default.microbatches, "micro-batches per step", 1)
-    text("mesh", default.mesh, "devices per axis, such as dp=2,tp=4 (default: all there are)")
-    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
-    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)", 1)
+    step_flags.define(values, default.preset, "all there are")
     number("steps", default.steps, "number of the last step, where the learning rate ends; keep it to resume", 1)
     real("lr", default.lr, "highest learning rate")
     number("warmup", None, "steps of warm-up (default: a tenth, at most 100)", 0)
@@ -54,6 +46,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("plain", help="without the passes")
     switch("interleave", help="with interleaved strands (the default)")
     switch("verify", help="compare the first step with the plain one")
+    choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: list)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")
@@ -103,8 +96,11 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
         raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
-    if chosen["plain"] and chosen["plan"]:
-        raise DhelixError("--plan is for interleaved strands; leave out --plain or --plan")
+    for name in ("plan", "schedule"):
+        if chosen["plain"] and chosen[name]:
+            raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
+    if chosen["plan"] and chosen["schedule"]:
+        raise DhelixError("a plan is an order already; leave out --schedule or --plan")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")

@@ -1,0 +1,36 @@
+"""Flags that say which train step: `dhelix train`, `dhelix plan` and `dhelix profile` have them in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from absl import flags
+
+from dhelix.launch.trainer import Options
+from dhelix.models import PRESETS
+
+_NAMES = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")
+
+
+def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
+    """The flags, on `values`. `preset` is the default; `mesh` says what an empty one means."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    default = Options()
+    choice("preset", preset, list(PRESETS), "the model")
+    number("layers", None, "number of layers, if not the preset's")
+    number("seq", None, "sequence length, if not the preset's")
+    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
+    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
+    number("microbatches", default.microbatches, "micro-batches per step")
+    text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
+    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
+    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+
+
+def options(chosen: Mapping[str, Any], plain: bool = False) -> Options:
+    """The step that the flags say."""
+    return Options(**{name: chosen[name] for name in _NAMES}, plain=plain)
