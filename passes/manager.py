@@ -32,7 +32,7 @@ class Stage(enum.Enum):
     """When a pass runs; members stand in the order in which a program goes through them."""
 
     LOWERED = "lowered"
-    PRE_SCHEDULER = "pre-scheduler"
+    PRE_SCHEDULER = "pre-scheduler"  # loops may share computations there
     POST_SCHEDULER = "post-scheduler"
 
 
@@ -176,6 +176,7 @@ class _Attempt:
         self.module_name = module_name
         self.context = PassContext(manager.strict)
         self.seconds = 0.0
+        self._may_share = one.stage is Stage.PRE_SCHEDULER  # where XLA does: two loops may have one body
 
     def run(self, before: bytes, view: HloModule | None) -> tuple[PassReport, bytes, HloModule | None]:
         """Returns the report, the module after the pass, and its view unless the pass may have spoilt it."""
@@ -183,7 +184,7 @@ class _Attempt:
         try:
             if view is None:
                 view = HloModule.from_bytes(before)
-                verify(view)
+                verify(view, self._may_share)
             count = view.instruction_count
             after = self._apply(before, view)
         except Exception as error:
@@ -206,7 +207,7 @@ class _Attempt:
                 raise DhelixError(f"pass {self.one.name} changed the module and reported no change")
             return before
         after = view.to_bytes()  # first, because it puts instructions in order
-        verify(view)
+        verify(view, self._may_share)
         if not _same_signature(signature, _signature(view)):
             raise HloVerifyError("the entry computation takes or returns other shapes than before")
         if view.is_scheduled != scheduled:

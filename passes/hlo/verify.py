@@ -15,8 +15,13 @@ class HloVerifyError(DhelixError):
     """The module is not well formed."""
 
 
-def verify(module: HloModule) -> None:
-    """Raises HloVerifyError naming the first instruction that breaks a rule. Linear in the module."""
+def verify(module: HloModule, may_share: bool = False) -> None:
+    """Raises HloVerifyError naming the first instruction that breaks a rule. Linear in the module.
+
+    Args:
+      may_share: whether loops, branches and calls may have computations in common, as inside XLA between the
+        partitioner and the flattening of its call graph.
+    """
     computation_names: set[str] = set()  # instructions may have the same: XLA keeps the two apart
     names: set[str] = set()
     known: set[Computation] = set()
@@ -25,7 +30,7 @@ def verify(module: HloModule) -> None:
         if computation.name in computation_names:
             raise HloVerifyError(f"computation {computation.name}: the name is taken")
         computation_names.add(computation.name)
-        _check_computation(computation, names, known, owners)
+        _check_computation(computation, names, known, None if may_share else owners)
         known.add(computation)
     if module.entry not in known:
         raise HloVerifyError(f"entry computation {module.entry.name} is not in the module")
@@ -91,8 +96,9 @@ def _check_computation(
     computation: Computation,
     names: set[str],
     known: set[Computation],
-    owners: dict[Computation, Instruction],
+    owners: dict[Computation, Instruction] | None,
 ) -> None:
+    """`owners`: who runs each computation; None where several may."""
     late = f"which is not before it in {computation.name}"
     seen: set[Instruction] = set()
     for instruction in computation.instructions:
@@ -110,7 +116,9 @@ def _check_computation(
         for called in instruction.called:
             if called not in known:
                 raise _error(instruction, f"calls {called.name}, which is not before {computation.name}")
-            owner = owners.setdefault(called, instruction) if instruction.opcode in _OWNERS else instruction
+            if owners is None or instruction.opcode not in _OWNERS:
+                continue
+            owner = owners.setdefault(called, instruction)
             if owner is not instruction:
                 raise _error(instruction, f"shares {called.name} with {owner.name}; it needs a copy")
         if instruction.opcode in _CHECKS:

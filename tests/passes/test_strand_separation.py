@@ -45,6 +45,39 @@ def test_each_strand_has_a_key_of_its_own() -> None:
     assert keys["c"] == keys["d"] == {}
 
 
+LOOPS = """
+HloModule step
+body {
+  s = (s32[], f32[4]) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  x = f32[4] get-tuple-element(s), index=1
+  g = f32[16] all-gather(x), dimensions={0}, metadata={op_name="jit(step)/strand_alpha/all_gather"}
+  y = f32[4] slice(g), slice={[0:4]}
+  one = s32[] constant(1)
+  n = s32[] add(i, one)
+  ROOT r = (s32[], f32[4]) tuple(n, y)
+}
+condition {
+  s = (s32[], f32[4]) parameter(0)
+  i = s32[] get-tuple-element(s), index=0
+  four = s32[] constant(4)
+  ROOT less = pred[] compare(i, four), direction=LT
+}
+ENTRY main {
+  p = (s32[], f32[4]) parameter(0)
+  first = (s32[], f32[4]) while(p), condition=condition, body=body
+  ROOT second = (s32[], f32[4]) while(first), condition=condition, body=body
+}
+"""
+
+
+def test_loops_may_share_a_body() -> None:
+    """XLA's partitioner lets loops that are alike have one, as those of two pairings of one direction."""
+    module, outcome = run(LOOPS)
+    assert outcome == CHANGED
+    assert len({loop.called[0] for loop in module.entry.instructions if loop.opcode == "while"}) == 1
+
+
 def test_a_program_without_strands_is_left_alone() -> None:
     text = GATHERS.replace("strand_alpha/", "").replace("strand_beta/", "")
     assert run(text)[1] == UNCHANGED
