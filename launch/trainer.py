@@ -55,6 +55,7 @@ class Options:
     seed: int = 0
     plain: bool = False
     verify: bool = False
+    schedule: str | None = None
     plan: str | None = None
     data: str | None = None
     checkpoint_dir: str | None = None
@@ -129,7 +130,7 @@ def prepare(options: Options) -> Run:
     corpus = data.load(options.data)
     corpus.check(config.seq)
     training, batch = make_training(options, config, jax.devices())
-    return Run(options, training, corpus, batch, make_step(training, options.plain, options.verify, options.plan))
+    return Run(options, training, corpus, batch, _step(training, options))
 
 
 def configuration(options: Options) -> LlamaConfig:
@@ -155,14 +156,23 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
     return training, batch
 
 
-def make_step(training: Training, plain: bool, verify: bool = False, plan: str | None = None) -> Any:
+def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
     """The train step to call: as it was written, or interleaved. Either way it takes over its state.
 
-    Raises DhelixError if `plan`, a file, is no plan.
+    Args:
+      interleaving: options of `strand_interleave`.
+
+    Raises DhelixError for options that mean nothing, such as a `plan` that is none.
     """
     if plain:
         return jax.jit(training.train_step, donate_argnums=0)
-    return strand_interleave(training.train_step, verify=verify, plan=plan, donate_argnums=0)
+    return strand_interleave(training.train_step, donate_argnums=0, **interleaving)
+
+
+def _step(training: Training, options: Options) -> Any:
+    given = {"schedule": options.schedule, "plan": options.plan}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return make_step(training, options.plain, verify=options.verify, **chosen)
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:

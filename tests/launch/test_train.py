@@ -43,6 +43,8 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     plain, _ = train(capsys, "--plain", "--peak_tflops=0.001")
     interleaved, lines = train(capsys, "--interleave")
     assert numbers(plain) == numbers(interleaved)
+    other_pairs, _ = train(capsys, "--schedule=forward_forward")
+    assert numbers(plain) == numbers(other_pairs)
     assert numbers(plain)[-1][0] < numbers(plain)[0][0]
 
     assert lines[0].startswith("llama-demo: ") and "interleaved, 2 micro-batches; dp 2 x tp 4" in lines[0]
@@ -122,6 +124,9 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
     [
         (["--plain", "--interleave"], "exclude each other"),
         (["--plain", "--verify"], "leave out --plain or --verify"),
+        (["--plain", "--schedule=dp"], "leave out --plain or --schedule"),
+        (["--schedule=dp", "--plan=p.json"], "leave out --schedule or --plan"),
+        (["--plan=/nowhere.json"], "/nowhere.json"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),
         (["--process_id=0"], "means nothing without --distributed"),
