@@ -13,10 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
+from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.timeline import simulate_module
 
 # variant of strands.py -> (whether strands run, whether XLA hides latency, whether the list schedule follows)
@@ -27,6 +31,7 @@ VARIANTS = {
     "strands": (True, True, False),
     "strands, list schedule": (True, True, True),
 }
+STRUCTURE = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
 # setting of strands.py -> link and setting of the profile
 SETTINGS = {"copy_engine": ("nvlink", "copy-engine"), "no_p2p": ("no-p2p", "default")}
 
@@ -66,8 +71,7 @@ def compiled(arguments: dict[str, Any], strands: bool, latency_hiding: bool) -> 
     training = make_train_step(preset(arguments["preset"], **sizes), mesh, optax.adamw(1e-4), microbatches=count)
     step: Any = jax.jit(training.train_step, donate_argnums=0)
     if strands:
-        disable = ("collective-schedule",)
-        step = strand_interleave(training.train_step, strict=True, donate_argnums=0, disable=disable)
+        step = strand_interleave(training.train_step, passes=STRUCTURE, strict=True, donate_argnums=0)
     lowered = step.lower(training.abstract_state(), training.abstract_batch(count))
     options = {"xla_gpu_enable_latency_hiding_scheduler": latency_hiding}
     return lowering.compiled_module(deviceless.compile_tuned(lowered, **options))
