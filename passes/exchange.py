@@ -137,7 +137,8 @@ def is_communication_bound(module: HloModule, model: CostModel) -> bool:
             for instruction in computation.instructions:
                 if instruction.opcode in CONTROL_FLOW:
                     count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
-                    inner = loads(instruction.called[0])
+                    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+                    inner = max(map(loads, called), key=sum)  # the longest branch, as in `costs`
                     communication, rest = communication + count * inner[0], rest + count * inner[1]
                 elif find_collective(instruction) is None:
                     rest += costs[instruction].seconds

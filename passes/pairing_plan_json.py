@@ -151,14 +151,7 @@ def loads(text: str, origin: str) -> PairingPlan:
     Raises PlanError for all that is not a sound plan of a known schema.
     """
     top = checked_json.parse(text, origin, _KIND)
-    fields = top.mapping()
-    if "schema" not in fields:
-        raise PlanError(f'{origin}: JSON, but no plan (it has no "schema"): check the path')
-    if fields["schema"].integer(1) > SCHEMA:
-        raise PlanError(
-            f"{origin}: written by a newer dhelix (schema {fields['schema'].value}; this one reads {SCHEMA}): upgrade"
-            f" dhelix, or {_KIND.again}"
-        )
+    checked_json.check_schema(top, SCHEMA)
     fields = _fields(top, "schema program made_for start_with predicted bodies")
     bodies = tuple(_body(row) for row in fields["bodies"].sequence())
     for row, body in zip(fields["bodies"].sequence(), bodies, strict=True):

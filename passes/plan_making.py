@@ -139,6 +139,6 @@ def _small(
 
 
 def _segment(segment: PlannedSegment, run: Sequence[str], costs: Costs) -> PlanSegment:
-    alone = sum(o.seconds for o in segment.operators)
+    alone = segment.seconds_alone
     guessed = sum(o.seconds for o in segment.operators if costs[o.head].source is Source.GUESS)
     return PlanSegment(tuple(run), 1e6 * segment.seconds, None, guessed / alone if alone else 0.0)

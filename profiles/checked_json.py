@@ -44,10 +44,17 @@ def parse(text: str, origin: str, kind: Kind = PROFILE) -> Checked:
     def refuse(constant: str) -> None:
         raise kind.error(f"{origin}: {constant} is no number of a {kind.name}: {kind.again}")
 
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for n, (name, _) in enumerate(pairs) if any(name == later for later, _ in pairs[n + 1 :]))
+            raise kind.error(f"{origin}: an object has the field {ascii(twice[:80])} twice: remove one of them")
+        return found
+
     if len(text) > MAX_BYTES:
         raise kind.error(f"{origin}: {len(text) >> 20} MiB are too large for a {kind.name}: not read")
     try:
-        return Checked(json.loads(text, parse_constant=refuse), origin, kind=kind)
+        return Checked(json.loads(text, parse_constant=refuse, object_pairs_hook=unique), origin, kind=kind)
     except kind.error:
         raise
     except json.JSONDecodeError as error:
@@ -58,6 +65,18 @@ def parse(text: str, origin: str, kind: Kind = PROFILE) -> Checked:
         ) from None
     except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
         raise kind.error(f"{origin}: JSON, but no {kind.name}: check the path") from None
+
+
+def check_schema(top: Checked, known: int) -> None:
+    """Raises the error of its kind unless `top` is an object with a `schema` of at most `known`."""
+    schema, kind = top.mapping().get("schema"), top.kind
+    if schema is None:
+        raise kind.error(f'{top.origin}: JSON, but no {kind.name} (it has no "schema"): check the path')
+    if schema.integer(1) > known:
+        raise kind.error(
+            f"{top.origin}: written by a newer dhelix (schema {schema.value}; this one reads {known}): upgrade dhelix,"
+            f" or {kind.again}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,8 +170,9 @@ def loads(text: str, origin: str) -> Profile:
 
     Raises ProfileFileError for all that is not a sound profile of a known schema.
     """
-    top = checked_json.parse(text, origin).mapping()
-    _check_schema(top, origin)
+    whole = checked_json.parse(text, origin)
+    checked_json.check_schema(whole, SCHEMA)
+    top = whole.mapping()
     hardware, link = (_name(top, field, origin) for field in ("hardware", "link"))
     table = [_key(row) for row in _rows(top, "keys")]
     if len(set(table)) != len(table):
@@ -179,17 +180,6 @@ def loads(text: str, origin: str) -> Profile:
     sections = top["sections"].mapping(_MAX_SECTIONS) if "sections" in top else {}
     measured_on = tuple(_provenance(row) for row in _rows(top, "measured_on"))
     return Profile(hardware, link, measured_on, {name: _section(name, v, table) for name, v in sections.items()})
-
-
-def _check_schema(top: Mapping[str, Checked], origin: str) -> None:
-    schema = top.get("schema")
-    if schema is None:
-        raise ProfileFileError(f'{origin}: JSON, but no profile (it has no "schema"): check the path')
-    if schema.integer(1) > SCHEMA:
-        raise ProfileFileError(
-            f"{origin}: written by a newer dhelix (schema {schema.value}; this one reads {SCHEMA}): upgrade dhelix,"
-            " or profile again with this one"
-        )
 
 
 def _name(top: Mapping[str, Checked], field: str, origin: str) -> str:

@@ -1,16 +1,25 @@
 """Which orders are taken: memory as a hard limit, what counts as faster, computations that call others."""
 
+import random
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.costs import Costs
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, PassManager, Stage
 from dhelix.passes.orders import apply_order
-from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.passes.reference_orders import round_robin
+from dhelix.passes.strand_pairing import StrandPairing, pairing_order
 from dhelix.profiles.hardware import H200, H200_NO_P2P
+from dhelix.tests.passes.schedules import Program, build, runs_rightly
+from dhelix.tests.passes.two_strands import limits_of, two_strands
 
 # `wide` is made long before it is read; a gather could lie under `x`.
 WASTEFUL = """HloModule m, is_scheduled=true
@@ -134,3 +143,25 @@ def test_the_manager_leaves_a_refused_module_alone() -> None:
     after, report = PassManager([StrandPairing(H200_NO_P2P, memory_limit=1000)]).run(Stage.POST_SCHEDULER, source)
     assert after is None
     assert "smallest limit that would do" in str(report.passes[0].notes[-1])
+
+
+@settings(deadline=None, max_examples=40)
+@given(two_strands(), st.randoms(use_true_random=False))
+def test_side_effects_and_control_dependencies_keep_their_order(
+    drawn: tuple[Program, list[str]], draw: random.Random
+) -> None:
+    """In the orders of all schedulers; so do buffers that values share."""
+    program, results = drawn
+    module, costs = build(program, results)
+    sequence = module.schedule[module.entry]
+    for number, instruction in enumerate(sequence[1:], 1):
+        if instruction.opcode == "custom-call" and draw.random() < 0.3:
+            instruction.proto.custom_call_has_side_effect = True
+        if draw.random() < 0.2:
+            instruction.control_predecessors = [draw.choice(sequence[:number])]
+    effects = [i for i in sequence if has_side_effect(i)]
+    for order in (list_order, pairing_order, round_robin):
+        found = order(module.entry, sequence, costs, limits_of(module, 1.0))
+        verify_sequence(module.entry, found)
+        assert [i for i in found if has_side_effect(i)] == effects
+        assert runs_rightly(program, found)

@@ -108,6 +108,7 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         (body(segments=[{"run": RUN, "predicted_us": -1}]), "predicted_us must be a number from 0"),
         (body(segments=[{"runs": RUN}]), '"run" is missing'),
         (body(operators={"a": [GATHER, 1], "b": [GATHER, 1]}), "the same operator as 'a'"),
+        (TEXT.replace('"alpha wgrad": [[', '"beta gemm": [], "beta gemm": [['), "has the field 'beta gemm' twice"),
         (body(operators={"a": [GATHER, 0]}), "bodies.0.operators.a.1 must be a whole number from 1"),
         (body(operators={"a": GATHER}), "must be a list"),
         (body(small={"beta gemm": []}), "small.beta gemm: none of the body's operators is called so"),
