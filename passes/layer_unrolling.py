@@ -25,6 +25,7 @@ residual takes the place of one that was read; half of them only after a copy, o
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_uses
@@ -98,8 +99,8 @@ def _unroll(loop: Instruction, in_step: bool) -> None:
     view = WhileLoop(loop)
     computation = loop.computation
     builder = Builder(computation)
-    scalars = [i for i in view.body.instructions if i.shape.element_type in _INDICES and i.opcode != "constant"]
-    tables = {i: t for i in scalars if shapes.element_count(i.shape) == 1 and (t := view.index_table(i)) is not None}
+    indices = [i for i in view.body.instructions if i.shape.element_type in _INDICES and i.opcode != "constant"]
+    tables = {i: t for i in indices if not i.shape.dimensions and (t := view.index_table(i)) is not None}
     skipped = {view.body.parameters[0], view.body.root}
     inside = [i for i in view.body.instructions if i not in skipped]
     together = _handed_on(view) if in_step else []
@@ -211,8 +212,8 @@ def _written_slot(write: Instruction) -> int | None:
     return _whole_slot(write.shape, write.operands[1].shape, write.operands[2:])
 
 
-def _whole_slot(stack: object, part: object, indices: list[Instruction]) -> int | None:
-    sizes, wanted = list(stack.dimensions), list(part.dimensions)  # type: ignore[attr-defined]
+def _whole_slot(stack: Any, part: Any, indices: list[Instruction]) -> int | None:
+    sizes, wanted = list(stack.dimensions), list(part.dimensions)
     first, *rest = (_constant(i) for i in indices)
     if wanted != [1, *sizes[1:]] or first is None or not 0 <= first < sizes[0] or any(r != 0 for r in rest):
         return None

@@ -88,7 +88,8 @@ def _parse(proto: bytes) -> ir.Module:
     try:
         return ir.Module.parse(hlo_to_stablehlo(proto))
     except Exception as error:  # jaxlib raises several types; all of them mean the same to the caller
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = next((line for line in lines if line.startswith("error:")), (*lines, type(error).__name__)[0])
         raise LoweringError(f"the changed HLO cannot be turned back into StableHLO: {reason}") from error
 
 

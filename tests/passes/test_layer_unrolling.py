@@ -114,6 +114,7 @@ SAME_BITS = (
     Program(microbatches=3, stack="buffered", metrics=("activations", "losses")),
     Program(microbatches=4, stack="groups", other_depth=2),
     Program(microbatches=4, stack="frozen", depth=3, other_depth=3),
+    Program(stack="same_way", gradient="per_example"),  # indices with a dimension, of which a slot's is made
 )
 
 

@@ -133,6 +133,13 @@ def test_bytes_that_are_not_a_module_are_refused() -> None:
         lowering.with_hlo(jitted.lower(*arguments), b"not a module")
 
 
+def test_what_does_not_parse_is_said() -> None:
+    scalars = "HloModule m\nENTRY e { a = s32[] parameter(0)\n  ROOT c = s32[2] concatenate(a, a), dimensions={0} }"
+    jitted, arguments = single_result()
+    with pytest.raises(lowering.LoweringError, match="rank-0 values cannot be concatenated"):
+        lowering.with_hlo(jitted.lower(*arguments), HloModule.from_text(scalars).to_bytes())
+
+
 def test_changed_signature_is_refused() -> None:
     other = jax.jit(lambda x: (x, x)).lower(array(8, 8))
     jitted, arguments = single_result()
