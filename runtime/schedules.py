@@ -41,7 +41,7 @@ from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
-from dhelix.profiles.hardware import gpu_name
+from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings
 
@@ -50,7 +50,10 @@ AUTO = "auto"
 
 
 def default_passes(
-    schedule: str = "list", model: CostModel | None = None, memory_limit: int | None = None
+    schedule: str = "list",
+    model: CostModel | None = None,
+    memory_limit: int | None = None,
+    hardware: Hardware = H200,
 ) -> tuple[Pass, ...]:
     """The passes that `strand_interleave` runs.
 
@@ -58,18 +61,19 @@ def default_passes(
       schedule: one of SCHEDULES.
       model: measured costs; None: the roofline's.
       memory_limit: bytes that the step may need beside its arguments; None: what XLA's order needs, and 3 %.
+      hardware: whose roofline counts without a model.
     """
     check_schedule(schedule)
-    pairing = StrandPairing(model=model, memory_limit=memory_limit)
+    pairing = StrandPairing(hardware, memory_limit, model=model)
     strands = (*_strands(), *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
-        "list": (*strands, CollectiveSchedule(model=model, memory_limit=memory_limit)),
+        "list": (*strands, CollectiveSchedule(hardware, memory_limit, model=model)),
         "xla": _strands(),
-        "round_robin": (*_strands(), RoundRobin(model=model, memory_limit=memory_limit)),
+        "round_robin": (*_strands(), RoundRobin(hardware, memory_limit, model=model)),
         "forward_forward": (*_strands("forward-forward"), pairing),
         "backward_backward": (*_strands("backward-backward"), pairing),
-        "intra_batch": (IntraBatch(model=model, memory_limit=memory_limit),),
+        "intra_batch": (IntraBatch(hardware, memory_limit, model=model),),
     }
     return passes[schedule]
 
@@ -157,9 +161,10 @@ class Choice:
             if kind is not None:
                 self._compare_with_plan(self.plan, kind)
         else:
-            needed = kind is not None and self.schedule != "xla"
-            model = self.model(kind) if needed and kind is not None else None
-            passes = default_passes(self.schedule, model, self.memory_limit)
+            passes = default_passes(self.schedule, None, self.memory_limit)
+            if kind is not None and self.schedule != "xla":
+                hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ))
+                passes = default_passes(self.schedule, self.model(kind), self.memory_limit, hardware)
         return PassManager(passes, self.disable, self.strict, self.dump_to)
 
     def model(self, kind: str) -> CostModel | None:
@@ -171,14 +176,11 @@ class Choice:
         except DhelixError as error:
             say_once(f"costs are those of the launch setting 'default': {error}", ("launch setting",))
             setting = "default"
-        gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
         if isinstance(self.profile, Profile):
-            if (self.profile.hardware, self.profile.link) != (gpu, link):
-                line = (
-                    f"costs are those of {self.profile.hardware} with link {self.profile.link}, not {gpu} with {link}"
-                )
-                say_once(line, (line,))
+            if unlike := _unlike(self.profile.hardware, self.profile.link, kind):
+                say_once(f"costs are those of {unlike}", (unlike,))
             return CostModel(self.profile, setting)
+        gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
         found = storage.find(gpu, link)
         if found is None or setting not in found.sections:
             what = f"{gpu} with link {link}" + ("" if found is None else f" under the launch setting {setting!r}")
@@ -188,13 +190,19 @@ class Choice:
 
     def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
         """Says how the process should have been started, and what else is not what the plan was made for."""
-        target = plan.target
-        link = launch_settings.link_of(os.environ)
-        told = [launch_settings.difference(target, options=self.compiler_options)]
-        if gpu_name(kind) != target.hardware or link != target.link:
-            told.append(f"the plan is for {target.hardware} with link {target.link}, not {gpu_name(kind)} with {link}")
+        told = [launch_settings.difference(plan.target, options=self.compiler_options)]
+        if unlike := _unlike(plan.target.hardware, plan.target.link, kind):
+            told.append(f"the plan is for {unlike}")
         for line in filter(None, told):
             say_once(line, (line,))
+
+
+def _unlike(hardware: str, link: str, kind: str) -> str:
+    """These GPUs and those of this process, where they differ; a process cannot say whether its node is two."""
+    gpu, here = gpu_name(kind), launch_settings.link_of(os.environ)
+    if hardware == gpu and link in (here, "two-nodes"):
+        return ""
+    return f"{hardware} with link {link}, not {gpu} with {here}"
 
 
 def _gpu(lowered: jax.stages.Lowered) -> str | None:

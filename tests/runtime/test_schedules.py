@@ -80,7 +80,8 @@ def test_costs_are_of_the_gpus_that_a_program_is_for(
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     model = post(choice().manager(lowered).passes).model
     assert (model.profile.link, model.setting) == ("no-p2p", "connections1")
-    assert post(choice(profile=None).manager(lowered).passes).model is None
+    roofline = post(choice(profile=None).manager(lowered).passes)
+    assert roofline.model is None and roofline.hardware.name == "H200-no-p2p"
 
 
 def test_on_cpu_no_costs_are_looked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -95,6 +96,8 @@ def test_a_profile_of_another_link_is_said(lowered: jax.stages.Lowered, caplog: 
     assert post(choice(profile=given).manager(lowered).passes).model.profile == given
     (record,) = caplog.records
     assert "costs are those of H200 with link no-p2p, not H200 with nvlink" in record.getMessage()
+    choice(profile=Profile("H200", "two-nodes").with_section(Section("default"))).manager(lowered)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.deviceless
