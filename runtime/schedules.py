@@ -181,7 +181,11 @@ class Choice:
                 say_once(f"costs are those of {unlike}", (unlike,))
             return CostModel(self.profile, setting)
         gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
-        found = storage.find(gpu, link)
+        try:
+            found = storage.find(gpu, link)
+        except DhelixError as error:  # a file that nobody named must not stop a job
+            say_once(f"costs are a roofline's: {error}", ("profile",))
+            return None
         if found is None or setting not in found.sections:
             what = f"{gpu} with link {link}" + ("" if found is None else f" under the launch setting {setting!r}")
             say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))

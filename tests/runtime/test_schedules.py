@@ -101,6 +101,18 @@ def test_a_profile_of_another_link_is_said(lowered: jax.stages.Lowered, caplog: 
 
 
 @pytest.mark.deviceless
+def test_a_broken_file_that_nobody_named_stops_no_job(
+    lowered: jax.stages.Lowered, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "h200-nvlink.json").write_text("{")  # in DHELIX_PROFILES
+    assert post(choice().manager(lowered).passes).model is None
+    (record,) = caplog.records
+    assert "costs are a roofline's" in record.getMessage() and "h200-nvlink.json" in record.getMessage()
+    with pytest.raises(DhelixError, match=r"h200-nvlink\.json"):
+        choice(profile=tmp_path / "h200-nvlink.json")
+
+
+@pytest.mark.deviceless
 def test_what_rests_on_costs_can_be_switched_off(lowered: jax.stages.Lowered) -> None:
     """Also where there are no costs: at decoration, nothing is known of the GPUs."""
     off = choice(disable=("all-gather-decomposition",))
