@@ -34,7 +34,6 @@ Equal plans give equal text. Unknown fields are errors, so that a slip of the pe
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -53,7 +52,7 @@ from dhelix.passes.pairing_plan import (
     Prediction,
 )
 from dhelix.profiles import checked_json
-from dhelix.profiles.checked_json import Checked, Kind
+from dhelix.profiles.checked_json import Checked, Kind, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS
 
 SCHEMA = 1
@@ -99,11 +98,11 @@ def dumps(plan: PairingPlan) -> str:
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
     parts = [
         f'"schema": {SCHEMA}',
-        f'"program": {_json(plan.program)}',
-        f'"made_for": {_json(made_for)}',
-        f'"start_with": {_json(start_with)}',
-        f'"predicted": {_json(predicted)}',
-        f'"bodies": {_lines("[", map(_body_text, plan.bodies), "]")}',
+        f'"program": {json_text(plan.program)}',
+        f'"made_for": {json_text(made_for)}',
+        f'"start_with": {json_text(start_with)}',
+        f'"predicted": {json_text(predicted)}',
+        f'"bodies": {json_lines("[", map(_body_text, plan.bodies), "]")}',
     ]
     text = "{\n" + ",\n".join(parts) + "\n}\n"
     loads(text, "this plan")
@@ -111,14 +110,14 @@ def dumps(plan: PairingPlan) -> str:
 
 
 def _body_text(body: PlanBody) -> str:
-    operators = (f"{_json(o.name)}: {_json([o.key, o.occurrence])}" for o in body.operators)
+    operators = (f"{json_text(o.name)}: {json_text([o.key, o.occurrence])}" for o in body.operators)
     parts = [
-        f'"name": {_json(body.name)}',
-        f'"fingerprint": {_json(body.fingerprint)}',
+        f'"name": {json_text(body.name)}',
+        f'"fingerprint": {json_text(body.fingerprint)}',
         f'"runs": {body.runs}',
-        f'"segments": {_lines("[", map(_segment_text, body.segments), "]")}',
-        f'"operators": {_lines("{", operators, "}")}',
-        f'"small": {_lines("{", (f"{_json(name)}: {_json(rows)}" for name, rows in body.small), "}")}',
+        f'"segments": {json_lines("[", map(_segment_text, body.segments), "]")}',
+        f'"operators": {json_lines("{", operators, "}")}',
+        f'"small": {json_lines("{", (f"{json_text(name)}: {json_text(rows)}" for name, rows in body.small), "}")}',
     ]
     return "{\n" + ",\n".join(parts) + "\n}"
 
@@ -127,22 +126,13 @@ def _segment_text(segment: PlanSegment) -> str:
     fields: dict[str, Any] = {"run": list(segment.run), "predicted_us": _rounded(segment.predicted_us)}
     if segment.measured_us is not None:
         fields["measured_us"] = _rounded(segment.measured_us)
-    return _json({**fields, "guessed": _rounded(segment.guessed)})
+    return json_text({**fields, "guessed": _rounded(segment.guessed)})
 
 
 def _rounded(value: float) -> float | int:
     """Six digits, which is more than any of these numbers is good for."""
     short = float(f"{value:.6g}") if math.isfinite(value) else value
     return int(short) if math.isfinite(short) and short == int(short) else short
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _lines(opening: str, items: Iterable[str], closing: str) -> str:
-    text = ",\n".join(items)
-    return f"{opening}\n{text}\n{closing}" if text else opening + closing
 
 
 def loads(text: str, origin: str) -> PairingPlan:

@@ -1,4 +1,6 @@
-"""JSON from strangers: each value is read through a check, and errors say where it stands.
+"""JSON files that people read, one fact a line, and that strangers write: each value is read through a check.
+
+Errors say where it stands:
 
     top = parse(text, "h200-nvlink.json").mapping()
     samples = top["alone"].sequence()[0].integer(least=1)
@@ -11,6 +13,7 @@ numbers outside of what they mean. Files are profiles unless `parse` is told ano
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,17 @@ _MAX_COUNT = 10**9
 
 class ProfileFileError(DhelixError):
     """A file is no profile, or not one that this version can read."""
+
+
+def json_text(value: Any) -> str:
+    """A value in one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_lines(opening: str, items: Iterable[str], closing: str) -> str:
+    """A list or an object with an item on each line, so that files can be read, edited and compared."""
+    text = ",\n".join(items)
+    return f"{opening}\n{text}\n{closing}" if text else opening + closing
 
 
 @dataclass(frozen=True, slots=True)

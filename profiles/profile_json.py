@@ -38,7 +38,6 @@ may add some; what it must not misread gets a higher `schema`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +46,7 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import checked_json, keys
-from dhelix.profiles.checked_json import Checked, ProfileFileError
+from dhelix.profiles.checked_json import Checked, ProfileFileError, json_lines, json_text
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Provenance, Section, Timing
 
@@ -67,15 +66,15 @@ def dumps(profile: Profile) -> str:
     table = sorted(_all_keys(profile.sections.values()), key=_key_order)
     index = {key: i for i, key in enumerate(table)}
     sections = [
-        f"{_json(name)}: {{\n{_section_text(profile.sections[name], index)}}}" for name in sorted(profile.sections)
+        f"{json_text(name)}: {{\n{_section_text(profile.sections[name], index)}}}" for name in sorted(profile.sections)
     ]
     parts = [
         f'"schema": {SCHEMA}',
-        f'"hardware": {_json(profile.hardware)}',
-        f'"link": {_json(profile.link)}',
-        f'"measured_on": {_lines("[", map(_provenance_text, profile.measured_on), "]")}',
-        f'"keys": {_lines("[", map(_key_text, table), "]")}',
-        f'"sections": {_lines("{", sections, "}")}',
+        f'"hardware": {json_text(profile.hardware)}',
+        f'"link": {json_text(profile.link)}',
+        f'"measured_on": {json_lines("[", map(_provenance_text, profile.measured_on), "]")}',
+        f'"keys": {json_lines("[", map(_key_text, table), "]")}',
+        f'"sections": {json_lines("{", sections, "}")}',
     ]
     text = "{\n" + ",\n".join(parts) + "\n}\n"
     loads(text, "this profile")
@@ -106,19 +105,19 @@ def _key_order(key: Key) -> tuple[Any, ...]:
 def _section_text(section: Section, index: Mapping[Key, int]) -> str:
     alone = {index[key]: timing for part in (section.operators, section.collectives) for key, timing in part.items()}
     pairs = {(index[pair.first], index[pair.second]): timing for pair, timing in section.pairs.items()}
-    failures = (f"{_json(key)}: {_json(_one_line(why))}" for key, why in sorted(section.failures.items()))
+    failures = (f"{json_text(key)}: {json_text(_one_line(why))}" for key, why in sorted(section.failures.items()))
     parts = [] if section.gap_seconds is None else [f'"gap_us": {_microseconds(section.gap_seconds)}']
     parts += [
-        f'"alone": {_lines("[", (_timing_text(i, alone[i]) for i in sorted(alone)), "]")}',
-        f'"pairs": {_lines("[", (_pair_text(*ij, pairs[ij]) for ij in sorted(pairs)), "]")}',
-        f'"failures": {_lines("{", failures, "}")}',
+        f'"alone": {json_lines("[", (_timing_text(i, alone[i]) for i in sorted(alone)), "]")}',
+        f'"pairs": {json_lines("[", (_pair_text(*ij, pairs[ij]) for ij in sorted(pairs)), "]")}',
+        f'"failures": {json_lines("{", failures, "}")}',
     ]
     return ",\n".join(parts)
 
 
 def _timing_text(key: int, timing: Timing) -> str:
     seconds, spread = _microseconds(timing.seconds), _microseconds(timing.spread, 3)
-    return f"[{key}, {seconds}, {spread}, {timing.samples}, {_json(timing.source)}]"
+    return f"[{key}, {seconds}, {spread}, {timing.samples}, {json_text(timing.source)}]"
 
 
 def _pair_text(first: int, second: int, timing: PairTiming) -> str:
@@ -132,13 +131,13 @@ def _pair_times(timing: PairTiming) -> tuple[float, ...]:
 
 def _key_text(key: Key) -> str:
     if isinstance(key, OperatorKey):
-        return f"[{_json(str(key))}, {_number(key.flops)}, {key.bytes}]"
-    return f"[{_json(str(key))}]"
+        return f"[{json_text(str(key))}, {_number(key.flops)}, {key.bytes}]"
+    return f"[{json_text(str(key))}]"
 
 
 def _provenance_text(provenance: Provenance) -> str:
     values = {field.name: getattr(provenance, field.name) for field in fields(provenance)}
-    return _json({name: value for name, value in values.items() if value != ""})
+    return json_text({name: value for name, value in values.items() if value != ""})
 
 
 def _microseconds(seconds: float, digits: int = 5) -> str:
@@ -154,15 +153,6 @@ def _one_line(reason: str) -> str:
     """An error message as a file may hold it."""
     printable = "".join(c if c.isprintable() else " " for c in reason)
     return " ".join(printable.split())[:_MAX_REASON]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _lines(opening: str, items: Iterable[str], closing: str) -> str:
-    text = ",\n".join(items)
-    return f"{opening}\n{text}\n{closing}" if text else opening + closing
 
 
 def loads(text: str, origin: str) -> Profile:
