@@ -89,13 +89,19 @@ def _without_graph_flags(setting: Setting) -> Setting:
     return replace(setting, xla_flags=kept)
 
 
+def _copy_engines(connections: int) -> Setting:
+    """Copy engines over so many connections: over one, what they are given delays what is launched after it."""
+    setting = _without_graph_flags(_as_profiled(f"copy_engine{connections}", "copy-engine1"))
+    return replace(setting, environment={**setting.environment, "CUDA_DEVICE_MAX_CONNECTIONS": str(connections)})
+
+
 SETTINGS: dict[str, Setting] = {
     s.name: s
     for s in (
         Setting("default"),
         Setting("connections1", _ONE, profiled="connections1"),
         _without_graph_flags(_as_profiled("copy_engine", "copy-engine")),
-        _without_graph_flags(_as_profiled("copy_engine1", "copy-engine1")),
+        *(_copy_engines(connections) for connections in (1, 2, 4)),
         _as_profiled("no_command_buffers", "default"),
         _as_profiled("command_buffers", "command-buffers"),
         _without_graph_flags(_as_profiled("user_buffers", "user-buffers")),
