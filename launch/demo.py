@@ -93,7 +93,7 @@ def demonstrate(
         training = make_train_step(config, mesh, trainer.optimizer(trainer.Options()), microbatches)
         found, passes = compile_both(training, output, console)
         console.print(comparison(found))
-        say(console, f"Estimates of the {found[0].cost_model} cost model, none measured. What the passes did:")
+        say(console, f"Estimates of the {found[0].cost_model}; the steps were not run. What the passes did:")
         _say_passes(passes, console)
         report["programs"] = json.loads(inspect.to_json(found))
         report["passes_gpu"] = json.loads(passes.to_json())
@@ -114,7 +114,7 @@ Look at {picture}
   the one before it (orange), and the communication of each lies under the computation of the other.
 
 What each collective lies under:
-  .venv/bin/dhelix inspect {output}/plain.hlo.pb --compare {output}/interleaved.hlo.pb"""
+  .venv/bin/dhelix inspect {output}/plain.hlo.pb --compare {output}/interleaved.hlo.pb --profile auto"""
 
 
 def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Report]:
@@ -153,7 +153,7 @@ def compile_both(training: Training, output: Path, console: Console) -> tuple[tu
         say(console, f"{name}: compiled in {time.perf_counter() - begun:.1f} s")
         program = output / f"{name}.hlo.pb"
         program.write_bytes(compiled_module(compiled).to_bytes())
-        found.append(inspect_compiled(compiled, "H200", name, str(program)))
+        found.append(inspect_compiled(compiled, "H200", name, str(program), profile=inspect.AUTO))
     return (found[0], found[1]), interleaved.report(*arguments)
 
 

@@ -93,14 +93,20 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
 
 
 def inspect_compiled(
-    compiled: Any, hardware: str = _DEFAULT_GPU, title: str = "", source: str = "compiled step"
+    compiled: Any,
+    hardware: str = _DEFAULT_GPU,
+    title: str = "",
+    source: str = "compiled step",
+    profile: str = NONE,
+    setting: str = "default",
 ) -> Inspection:
-    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too, by the roofline's costs.
+    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
 
     Args:
       hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`.
       title: of the picture; by default the module's name.
       source: what to call it in tables.
+      profile, setting: whose costs, as of `inspect_dump`.
 
     Raises:
       DhelixError: the executable has no scheduled HLO, or there is no such hardware.
@@ -118,7 +124,8 @@ def inspect_compiled(
     module = compiled_module(compiled)
     if not module.is_scheduled:
         raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
-    return inspect_module(module, Costs(_hardware(hardware)), ROOFLINE, memory, source, title)
+    costs, cost_model = _costs(module, _hardware(hardware), profile, setting)
+    return inspect_module(module, costs, cost_model, memory, source, title)
 
 
 def inspect_dump(
@@ -171,7 +178,7 @@ def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") 
         ratio = other.step_ms / first.step_ms if first.step_ms else 1.0
         summary = f"{other.picture.summary}  ·  {ratio:.2f} × the step above"
         pictures.append(dataclasses.replace(other.picture, summary=summary))
-    timeline_plot.save_png(pictures, path, headline, f"{_estimate(found)} Nothing here was measured.")
+    timeline_plot.save_png(pictures, path, headline, f"{_estimate(found)} The step was not run.")
 
 
 def to_json(found: Sequence[Inspection]) -> str:
