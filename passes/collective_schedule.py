@@ -27,7 +27,7 @@ from functools import partial
 
 from dhelix.passes.buffers import LiveSet
 from dhelix.passes.collectives import is_done, start_of
-from dhelix.passes.costs import Cost, CostModel, Costs, Lane
+from dhelix.passes.costs import Cost, CostModel, Lane, costs_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.orders import Limits, apply_order, dependencies
@@ -63,7 +63,7 @@ class CollectiveSchedule:
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        costs = Costs(self.hardware) if self.model is None else self.model.costs()
+        costs = costs_of(self.hardware, self.model)
         return apply_order(module, context, list_order, costs, self.memory_limit, self.memory_slack, self.min_gain)
 
 

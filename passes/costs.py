@@ -208,6 +208,11 @@ class CostModel:
         return Estimator(self.profile, self.hardware, self.setting)
 
 
+def costs_of(hardware: Hardware, model: CostModel | None) -> Costs:
+    """What the options of a scheduler say: the model's costs, or without one the roofline's of `hardware`."""
+    return Costs(hardware) if model is None else model.costs()
+
+
 def instruction_cost(
     instruction: Instruction, hardware: Hardware, inner: Callable[[Instruction], Cost] | None = None
 ) -> Cost:

@@ -18,7 +18,7 @@ slower, or it would be no baseline; an order that needs more memory than allowed
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.costs import Cost, CostModel, Costs
+from dhelix.passes.costs import Cost, CostModel, costs_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import OrderSearch
@@ -41,7 +41,7 @@ class RoundRobin:
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        costs = Costs(self.hardware) if self.model is None else self.model.costs()
+        costs = costs_of(self.hardware, self.model)
         return apply_order(module, context, round_robin, costs, self.memory_limit, self.memory_slack, min_gain=None)
 
 

@@ -29,7 +29,7 @@ from functools import partial
 from dhelix.errors import DhelixError
 from dhelix.passes.body_plan import BodyPlan, segments_of
 from dhelix.passes.collective_schedule import list_order
-from dhelix.passes.costs import Cost, CostModel, Costs
+from dhelix.passes.costs import Cost, CostModel, costs_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.layer_search import orders_by_layer
 from dhelix.passes.manager import PassContext, Stage
@@ -77,7 +77,7 @@ class StrandPairing:
             raise DhelixError(f"max_in_flight={self.max_in_flight} allows no collective; give 1 or more, or None")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        costs = Costs(self.hardware) if self.model is None else self.model.costs()
+        costs = costs_of(self.hardware, self.model)
         order = partial(pairing_order, max_segment=self.max_segment, strands=self.strands, context=context)
         limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
         return apply_order(module, context, order, costs, *limits)

@@ -17,6 +17,25 @@ from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.costs import FREE, Cost, Lane
 from dhelix.passes.hlo import HloModule, Instruction
 
+PERMUTING_LOOP = """body {
+  n = (s32[], f32[2]) parameter(0)
+  i = s32[] get-tuple-element(n), index=0
+  v = f32[2] get-tuple-element(n), index=1
+  start = (f32[2], f32[2]) collective-permute-start(v), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  w = f32[2] negate(v)
+  done = f32[2] collective-permute-done(start)
+  sum = f32[2] add(w, done)
+  ROOT r = (s32[], f32[2]) tuple(i, sum)
+}
+condition {
+  n = (s32[], f32[2]) parameter(0)
+  i = s32[] get-tuple-element(n), index=0
+  k = s32[] constant(5)
+  ROOT more = pred[] compare(i, k), direction=LT
+}
+"""
+"""A loop body with a pair in it, and its condition, to stand before an entry computation."""
+
 
 def temporaries(compiled: jax.stages.Compiled) -> int:
     """Bytes that the compiler gives a program beside its arguments and results."""

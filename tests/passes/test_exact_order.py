@@ -19,7 +19,7 @@ from dhelix.passes.timeline import evaluate
 from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.profile import Profile
-from dhelix.tests.passes.schedules import Done, Op, Program, Start, build
+from dhelix.tests.passes.schedules import PERMUTING_LOOP, Done, Op, Program, Start, build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,33 +149,17 @@ def test_two_strands_hide_each_other() -> None:
     assert evaluate(paired, costs).seconds == pytest.approx(4e-4)
 
 
-LOOP = """HloModule m, is_scheduled=true
-body {
-  n = (s32[], f32[2]) parameter(0)
-  i = s32[] get-tuple-element(n), index=0
-  v = f32[2] get-tuple-element(n), index=1
-  start = (f32[2], f32[2]) collective-permute-start(v), channel_id=1, source_target_pairs={{0,1},{1,0}}
-  w = f32[2] negate(v)
-  done = f32[2] collective-permute-done(start)
-  sum = f32[2] add(w, done)
-  ROOT r = (s32[], f32[2]) tuple(i, sum)
-}
-condition {
-  n = (s32[], f32[2]) parameter(0)
-  i = s32[] get-tuple-element(n), index=0
-  k = s32[] constant(5)
-  ROOT more = pred[] compare(i, k), direction=LT
-}
-ENTRY e {
+LOOP = f"""HloModule m, is_scheduled=true
+{PERMUTING_LOOP}ENTRY e {{
   state = (s32[], f32[2]) parameter(0)
   x = f32[2] parameter(1)
-  outer = (f32[2], f32[2]) collective-permute-start(x), channel_id=2, source_target_pairs={{0,1},{1,0}}
-  loop = (s32[], f32[2]) while(state), condition=condition, body=body, backend_config={"known_trip_count":{"n":"4"}}
+  outer = (f32[2], f32[2]) collective-permute-start(x), channel_id=2, source_target_pairs={{{{0,1}},{{1,0}}}}
+  loop = (s32[], f32[2]) while(state), condition=condition, body=body, backend_config={{"known_trip_count":{{"n":"4"}}}}
   y = f32[2] negate(x)
   over = f32[2] collective-permute-done(outer)
   v = f32[2] get-tuple-element(loop), index=1
   ROOT last = f32[2] add(v, over)
-}
+}}
 """
 
 

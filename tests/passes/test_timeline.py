@@ -9,7 +9,7 @@ from dhelix.passes.costs import Cost, Costs, Lane
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.timeline import Timeline, simulate, simulate_module
 from dhelix.profiles.hardware import H200
-from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs
+from dhelix.tests.passes.schedules import PERMUTING_LOOP, Done, Op, Program, Start, build, programs
 
 FAIR = dataclasses.replace(H200, compute_rate=1.0, communication_rate=1.0)
 HALF = dataclasses.replace(H200, compute_rate=0.5, communication_rate=0.5)
@@ -63,32 +63,16 @@ def test_both_slow_down_while_they_share() -> None:
     assert timeline.collectives[0].alone == 3.0 and timeline.collectives[0].hidden == 6.0
 
 
-LOOP = """HloModule m, is_scheduled=true
-body {
-  n = (s32[], f32[2]) parameter(0)
-  i = s32[] get-tuple-element(n), index=0
-  v = f32[2] get-tuple-element(n), index=1
-  start = (f32[2], f32[2]) collective-permute-start(v), channel_id=1, source_target_pairs={{0,1},{1,0}}
-  w = f32[2] negate(v)
-  done = f32[2] collective-permute-done(start)
-  sum = f32[2] add(w, done)
-  ROOT r = (s32[], f32[2]) tuple(i, sum)
-}
-condition {
-  n = (s32[], f32[2]) parameter(0)
-  i = s32[] get-tuple-element(n), index=0
-  k = s32[] constant(5)
-  ROOT more = pred[] compare(i, k), direction=LT
-}
-ENTRY e {
+LOOP = f"""HloModule m, is_scheduled=true
+{PERMUTING_LOOP}ENTRY e {{
   state = (s32[], f32[2]) parameter(0)
   x = f32[2] parameter(1)
-  outer = (f32[2], f32[2]) collective-permute-start(x), channel_id=2, source_target_pairs={{0,1},{1,0}}
+  outer = (f32[2], f32[2]) collective-permute-start(x), channel_id=2, source_target_pairs={{{{0,1}},{{1,0}}}}
   loop = (s32[], f32[2]) while(state), condition=condition, body=body, backend_config=TRIPS
   over = f32[2] collective-permute-done(outer)
   v = f32[2] get-tuple-element(loop), index=1
   ROOT last = f32[2] add(v, over)
-}
+}}
 """.replace("TRIPS", '{"known_trip_count":{"n":"4"}}')
 
 
