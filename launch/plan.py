@@ -103,12 +103,11 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     options = None if arguments else step_flags.options(chosen)
     dump = plan_step.of_dump(arguments[0]) if arguments else None
     models = _models(chosen, (dump.hardware if dump else None) or _DEFAULT_GPU)
-    if options is not None:
-        say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
     if options is None:
         assert dump is not None  # _check
         plain, programs = None, [(model, dump) for model in models]
     else:
+        say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
         with _Work(console, 2) as work:
             plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
             whole = work.do("both strands are compiled", plan_step.of_preset, options)
