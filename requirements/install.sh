@@ -55,7 +55,8 @@ for file in "$@"; do
     stamp=$venv/installed-$(basename "$file")
     cmp -s "$file" "$stamp" && continue
     say "packages of $file"
-    pip_install --no-deps --upgrade -r "$file" # newest.txt has ranges, which an older version may fulfil
+    # Without --upgrade, which makes uv load every package anew (5 GB an installation) where its cache has them.
+    pip_install --no-deps -r "$file"
     cp "$file" "$stamp"
 done
 
