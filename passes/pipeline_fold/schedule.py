@@ -94,8 +94,8 @@ class Schedule:
       name: "w", "1f1b", "interleaved", "dualpipev".
       ticks: the cells of each tick, stage by stage.
       slots: how many residual slots a stage's ring has; the same on every stage, since they run one program.
-      lockstep: whether in every tick all stages that are not idle do the same (forward, backward, or both), so that the
-        program needs no branches: an idle stage computes along, and what it makes is masked.
+      lockstep: whether the program needs no branches: if any stage goes forward in a tick, all do, and the same for
+        backward. A stage without such work computes along, and what it makes is masked; each tick costs what it does.
     """
 
     name: str

@@ -1,0 +1,104 @@
+"""Residual slots: which one of its stage each chunk of each micro-batch uses, and which ones idle work may spoil.
+
+Input is a timetable: who goes forward and backward in which tick, as (micro-batch, chunk) pairs. A chunk of a micro-batch
+holds one slot of its stage from its forward tick to its backward tick. A forward takes the lowest free slot, in order;
+where none is free, and reuse within a tick is allowed, the one that the backward of the same tick frees:
+
+    iteration l of the tick's loop     backward: layer padded - 1 - l, reads its place p     forward: layer l, writes p
+
+so the new residuals lie the other way round than the old ones did: `reversed` flips each time a slot is handed over.
+
+In a lockstep schedule a stage without a forward of its own computes along in every tick in which another one goes
+forward. What it writes must spoil nothing: `scratch` names a slot that is dead then. `with_slots` makes the ring large
+enough that there is one in each such tick; for the W schedule this never takes more than its 2P slots (tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
+
+# Micro-batch and chunk.
+Item = tuple[int, int]
+# By tick and stage: what goes forward, what goes backward.
+Timetable = Sequence[Sequence[tuple[Item | None, Item | None]]]
+
+
+def with_slots(
+    name: str,
+    layout: Layout,
+    microbatches: int,
+    timetable: Timetable,
+    *,
+    lockstep: bool,
+    reuse_within_tick: bool = True,
+) -> Schedule:
+    """The schedule of `timetable`, with the smallest ring of slots that serves every stage."""
+    slots = max(_needed(timetable, stage, lockstep, reuse_within_tick) for stage in range(layout.stages))
+    columns = [list(_cells(timetable, stage, slots)) for stage in range(layout.stages)]
+    return Schedule(name, layout, microbatches, tuple(zip(*columns, strict=True)), slots, lockstep)
+
+
+def scratch(schedule: Schedule) -> tuple[tuple[tuple[int, bool] | None, ...], ...]:
+    """By tick and stage: (slot, reversed) that a masked forward may write, or None where there is none to write.
+
+    There is one for each stage without a forward in a tick in which another stage goes forward: a slot that is free
+    during the tick or, in the order of a hand-over, the one that the backward of the tick frees.
+    Raises DhelixError where a stage has no such slot.
+    """
+    columns = [list(_scratch(schedule, stage)) for stage in range(schedule.layout.stages)]
+    return tuple(zip(*columns, strict=True))
+
+
+def _goes_forward(tick: Sequence[tuple[Item | None, Item | None]]) -> bool:
+    return any(forward is not None for forward, _ in tick)
+
+
+def _needed(timetable: Timetable, stage: int, lockstep: bool, reuse_within_tick: bool) -> int:
+    """Slots that `stage` needs."""
+    live, needed = 0, 1
+    for tick in timetable:
+        forward, backward = tick[stage]
+        writes = forward is not None or (lockstep and _goes_forward(tick))
+        handed_over = backward is not None and reuse_within_tick
+        needed = max(needed, live, live + writes - handed_over)
+        live += (forward is not None) - (backward is not None)
+    return needed
+
+
+def _cells(timetable: Timetable, stage: int, slots: int) -> Iterator[Cell]:
+    free, held = set(range(slots)), dict[Item, Work]()
+    for tick in timetable:
+        forward, backward = tick[stage]
+        ends = held.pop(backward) if backward is not None else None
+        starts = None
+        if forward is not None and free:
+            starts = Work(*forward, slot=min(free))
+        elif forward is not None and ends is not None:
+            starts = Work(*forward, slot=ends.slot, reversed=not ends.reversed)
+        if ends is not None:
+            free.add(ends.slot)
+        if forward is not None and starts is not None:
+            free.remove(starts.slot)
+            held[forward] = starts
+        yield Cell(starts, ends)
+
+
+def _scratch(schedule: Schedule, stage: int) -> Iterator[tuple[int, bool] | None]:
+    free = set(range(schedule.slots))
+    for number, tick in enumerate(schedule.ticks):
+        forward, backward = tick[stage].forward, tick[stage].backward
+        if forward is not None or all(cell.forward is None for cell in tick):
+            yield None
+        elif free:
+            yield min(free), False
+        elif backward is not None:
+            yield backward.slot, not backward.reversed
+        else:
+            raise DhelixError(f"tick {number}, stage {stage}: no slot is dead for the masked forward; add a slot")
+        if backward is not None:
+            free.add(backward.slot)
+        if forward is not None:
+            free.discard(forward.slot)

@@ -1,0 +1,159 @@
+"""Checks a schedule before anything runs it: raises `DhelixError` that names tick, stage and what is wrong there.
+
+    shape          as many cells in each tick as stages; equally many chunks on each stage, at least one layer in each
+    work           every chunk of every micro-batch goes forward once and backward once, on the stage that holds it
+    dependencies   what a chunk reads was made in an earlier tick, on a neighbour or on the same stage
+    slots          in range; never overwritten before the backward that needs them, except by the forward of that very
+                   tick, which must walk the slot the other way round; the backward finds its forward's slot and order
+    messages       in one tick a stage gets one activation and one cotangent at most (`transfers.transfers`)
+    lockstep       what the word promises, see `_check_lockstep`
+
+That a cell holds at most one forward and one backward, and a stage thus sends one message of a kind, its type says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold.schedule import Layout, Schedule, Work
+from dhelix.passes.pipeline_fold.slots import scratch
+from dhelix.passes.pipeline_fold.transfers import transfers
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises DhelixError for the first thing that is wrong with `schedule`."""
+    _check_layout(schedule.layout)
+    for number, tick in enumerate(schedule.ticks):
+        if len(tick) != schedule.layout.stages:
+            raise DhelixError(f"tick {number}: {len(tick)} cells for {schedule.layout.stages} stages")
+    forwards, backwards = _check_work(schedule, "forward"), _check_work(schedule, "backward")
+    _check_dependencies(schedule, forwards, backwards)
+    for stage in range(schedule.layout.stages):
+        _check_slots(schedule, stage)
+    _check_messages(schedule)
+    if schedule.lockstep:
+        _check_lockstep(schedule, forwards, backwards)
+
+
+def _check_layout(layout: Layout) -> None:
+    if len(layout.chunk_layers) != len(layout.stage_of):
+        raise DhelixError(f"layout: {len(layout.chunk_layers)} chunk lengths for {len(layout.stage_of)} chunks")
+    if min(layout.chunk_layers) < 1 or layout.padded - min(layout.chunk_layers) > 1:
+        raise DhelixError(f"layout: chunks of {layout.chunk_layers} layers; they may differ by one and not be empty")
+    for stage in range(layout.stages):
+        if len(layout.chunks_of(stage)) * layout.stages != layout.chunks:
+            raise DhelixError(f"layout: stage {stage} holds {len(layout.chunks_of(stage))} of {layout.chunks} chunks")
+
+
+def _works(schedule: Schedule, direction: str) -> Iterator[tuple[int, int, Work]]:
+    """(tick, stage, work) of all that goes `direction`."""
+    for number, tick in enumerate(schedule.ticks):
+        for stage, cell in enumerate(tick):
+            work = cell.forward if direction == "forward" else cell.backward
+            if work is not None:
+                yield number, stage, work
+
+
+def _check_work(schedule: Schedule, direction: str) -> dict[tuple[int, int], int]:
+    """The tick of each (micro-batch, chunk)."""
+    layout, ticks = schedule.layout, dict[tuple[int, int], int]()
+    for tick, stage, work in _works(schedule, direction):
+        where, item = f"tick {tick}, stage {stage}: {direction} of {_name(work)}", (work.microbatch, work.chunk)
+        if not (0 <= work.microbatch < schedule.microbatches and 0 <= work.chunk < layout.chunks):
+            raise DhelixError(f"{where}: there are {schedule.microbatches} micro-batches and {layout.chunks} chunks")
+        if layout.stage_of[work.chunk] != stage:
+            raise DhelixError(f"{where}: the chunk is on stage {layout.stage_of[work.chunk]}")
+        if item in ticks:
+            raise DhelixError(f"{where}: was done in tick {ticks[item]} already")
+        ticks[item] = tick
+    for microbatch in range(schedule.microbatches):
+        for chunk, stage in enumerate(layout.stage_of):
+            if (microbatch, chunk) not in ticks:
+                raise DhelixError(f"stage {stage}: {direction} of micro-batch {microbatch}, chunk {chunk} is missing")
+    return ticks
+
+
+def _check_dependencies(
+    schedule: Schedule, forwards: dict[tuple[int, int], int], backwards: dict[tuple[int, int], int]
+) -> None:
+    last = schedule.layout.chunks - 1
+    for tick, stage, work in _works(schedule, "forward"):
+        made = forwards[work.microbatch, work.chunk - 1] if work.chunk else -1
+        if made >= tick:
+            raise DhelixError(f"tick {tick}, stage {stage}: forward of {_name(work)}: its input is made in tick {made}")
+    for tick, stage, work in _works(schedule, "backward"):
+        item = (work.microbatch, work.chunk)
+        made = max(forwards[item], backwards[work.microbatch, work.chunk + 1] if work.chunk < last else -1)
+        if made >= tick:
+            raise DhelixError(f"tick {tick}, stage {stage}: backward of {_name(work)}: what it reads is made in {made}")
+
+
+def _check_slots(schedule: Schedule, stage: int) -> None:
+    held: dict[int, Work] = {}
+    for number, tick in enumerate(schedule.ticks):
+        forward, backward = tick[stage].forward, tick[stage].backward
+        if backward is not None:
+            if held.get(backward.slot) != backward:
+                what = f"holds {_name(held[backward.slot])}" if backward.slot in held else "is empty"
+                if backward.slot in held and _name(held[backward.slot]) == _name(backward):
+                    what = "lies in the other order"
+                raise DhelixError(
+                    f"tick {number}, stage {stage}: backward of {_name(backward)}: slot {backward.slot} {what}"
+                )
+            del held[backward.slot]
+        if forward is not None:
+            where = f"tick {number}, stage {stage}: forward of {_name(forward)}: slot {forward.slot}"
+            if not 0 <= forward.slot < schedule.slots:
+                raise DhelixError(f"{where} is none of the {schedule.slots}")
+            if forward.slot in held:
+                raise DhelixError(f"{where} still holds {_name(held[forward.slot])}")
+            if backward is not None and backward.slot == forward.slot and backward.reversed == forward.reversed:
+                raise DhelixError(f"{where}: is read in the same tick the other way round; flip `reversed`")
+            held[forward.slot] = forward
+
+
+def _check_messages(schedule: Schedule) -> None:
+    for tick in range(len(schedule.ticks)):
+        for kind, hops in zip(("activations", "cotangents"), transfers(schedule, tick), strict=True):
+            receivers = sorted(receiver for _, receiver in hops)
+            for first, second in zip(receivers, receivers[1:], strict=False):
+                if first == second:
+                    raise DhelixError(f"tick {tick}, stage {first}: gets two {kind}")
+
+
+def _check_lockstep(
+    schedule: Schedule, forwards: dict[tuple[int, int], int], backwards: dict[tuple[int, int], int]
+) -> None:
+    """Whether the schedule runs without branches, every stage computing along in whatever a tick does on any stage.
+
+    Ticks go forward only, then both ways, then backward only. A message is used in the very next tick, since the one
+    of that tick takes its place. A stage that computes along has a slot to write to. And it does so for P - 1
+    micro-batches at most, the bubble of 1F1B: beyond that a schedule is faster with branches and should say so.
+    """
+    layout = schedule.layout
+    forward_ticks = sorted({tick for tick, _, _ in _works(schedule, "forward")})
+    backward_ticks = sorted({tick for tick, _, _ in _works(schedule, "backward")})
+    phases = [*range(len(forward_ticks))], [*range(len(schedule.ticks) - len(backward_ticks), len(schedule.ticks))]
+    if (forward_ticks, backward_ticks) != phases:
+        raise DhelixError("lockstep: ticks must go forward only, then both ways, then backward only, without a gap")
+    for direction, ticks, step in (("forward", forwards, 1), ("backward", backwards, -1)):
+        for (microbatch, chunk), tick in sorted(ticks.items()):
+            used = ticks.get((microbatch, chunk + step), tick + 1)
+            if used != tick + 1:
+                where = f"tick {tick}, stage {layout.stage_of[chunk]}: {direction}"
+                raise DhelixError(
+                    f"{where} of micro-batch {microbatch}, chunk {chunk}: lockstep uses a message in the next tick, "
+                    f"not in tick {used}"
+                )
+    scratch(schedule)
+    allowed = (schedule.microbatches + layout.stages - 1) * layout.chunks // layout.stages
+    if max(len(forward_ticks), len(backward_ticks)) > allowed:
+        raise DhelixError(
+            f"lockstep: {len(forward_ticks)} ticks go forward and {len(backward_ticks)} backward, where 1F1B's bubble "
+            f"allows {allowed}: set lockstep=False"
+        )
+
+
+def _name(work: Work) -> str:
+    return f"micro-batch {work.microbatch}, chunk {work.chunk}"
