@@ -1,0 +1,216 @@
+"""A loss function taken apart: embedding, a chain of equal layers, head.
+
+    loss(params, batch):                         Chain
+      x = params.embedding[batch.tokens]           embed(params, batch)          -> x
+      x, _ = lax.scan(layer, x, params.layers)     layer(context, x, weights)    -> x       once per layer
+      return mean(cross_entropy(x @ params.head))  head(params, batch, x)        -> loss
+
+The function is traced once; the `lax.scan` over the most parameters is the chain, and each part is the slice of the
+trace that computes its results. So nothing is asked of the model's code but that its layers are one scan.
+
+Contract. What a layer reads beside its own weights (`context`: rotary tables, masks) may depend on the batch but on no
+parameter; weights are those that the scan runs over, and what prepares them (a cast) sees no batch. Anything else is
+refused with one line that says what stands in the way: values handed from each layer to the head, weights shared by
+all layers, random keys per layer, a loop that runs backwards. Slices overlap where both ends need a value; it is then
+computed twice, and its gradient is the sum, which is what differentiating the whole would give.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+
+from dhelix.errors import DhelixError
+from dhelix.runtime.pipeline.jaxprs import part, shape, variables
+
+Values = list[Any]
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The parts of a loss function, on flat lists of arrays.
+
+    Attributes:
+      layer_leaves: numbers of the parameters (in the order of the leaves) that the layers are made of.
+      end_leaves: those that embedding and head read.
+      prepare: the layers' parameters, stacked, to the scan's stacked weights.
+      context: (batch) -> what every layer reads beside its weights.
+      context_of_batch: whether that differs from micro-batch to micro-batch.
+      embed: (end parameters, batch) -> what the first layer reads.
+      layer: (context, x, one layer's weights) -> x.
+      head: (end parameters, batch, x) -> the outputs of the loss function.
+      state: shapes of x.
+      weights: shapes of the scan's stacked weights.
+      length: layers that the scan runs over.
+    """
+
+    layer_leaves: tuple[int, ...]
+    end_leaves: tuple[int, ...]
+    prepare: Callable[[Sequence[Any]], Values]
+    context: Callable[[Sequence[Any]], Values]
+    context_of_batch: bool
+    embed: Callable[[Sequence[Any], Sequence[Any]], Values]
+    layer: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Values]
+    head: Callable[[Sequence[Any], Sequence[Any], Sequence[Any]], Values]
+    state: tuple[jax.ShapeDtypeStruct, ...]
+    weights: tuple[jax.ShapeDtypeStruct, ...]
+    length: int
+
+
+def take_apart(function: Callable[..., Sequence[Any]], params: Sequence[Any], batch: Sequence[Any]) -> Chain:
+    """The chain in `function(*params, *batch)`, which returns a flat list with the loss first.
+
+    Args:
+      params, batch: arrays or shapes; a batch is one micro-batch, and everything else that is no parameter.
+
+    Raises DhelixError where the function is no chain of equal layers.
+    """
+    jaxpr = _inline_calls(jax.make_jaxpr(function)(*params, *batch))
+    return _Cut(jaxpr, len(params)).chain()
+
+
+class _Cut:
+    """One traced loss function, with the dependencies of its variables."""
+
+    def __init__(self, jaxpr: Any, parameters: int):
+        self.jaxpr = jaxpr
+        self.params = list(self.jaxpr.invars[:parameters])
+        self.batch = list(self.jaxpr.invars[parameters:])
+        self.scan = self._find_scan()
+        consts, carries = _consts_and_carries(self.scan)
+        self.consts = self.scan.invars[:consts]
+        self.start = self.scan.invars[consts : consts + carries]
+        self.stacks = self.scan.invars[consts + carries :]
+        self.end = self.scan.outvars[:carries]
+        self.ys = self.scan.outvars[carries:]
+
+    def chain(self) -> Chain:
+        self._check()
+        layer_vars = self._reads(self.stacks)
+        end_vars = self._reads([*self.start, *self.jaxpr.outvars], stop=self.end)
+        layers = tuple(i for i, var in enumerate(self.params) if var in layer_vars)
+        ends = tuple(i for i, var in enumerate(self.params) if var in end_vars)
+        shared = sorted(set(layers) & set(ends))
+        if shared:
+            raise DhelixError(
+                f"pipeline=: parameter {shared[0]} {self.params[shared[0]].aval.str_short()} belongs to the layers and"
+                " to the embedding or the head; give each its own"
+            )
+        layer_params = [self.params[i] for i in layers]
+        end_params = [self.params[i] for i in ends]
+        prepare = part(self.jaxpr, layer_params, self.stacks)
+        context = part(self.jaxpr, self.batch, self.consts)
+        embed = part(self.jaxpr, [*end_params, *self.batch], self.start)
+        head = part(self.jaxpr, [*end_params, *self.batch, *self.end], self.jaxpr.outvars)
+        body = jex_core.jaxpr_as_fun(self.scan.params["jaxpr"])
+        carries = len(self.start)
+        return Chain(
+            layer_leaves=layers,
+            end_leaves=ends,
+            prepare=lambda stacked: prepare(*stacked),
+            context=lambda batch: context(*batch),
+            context_of_batch=bool(set(self.batch) & self._reads(self.consts)),
+            embed=lambda params, batch: embed(*params, *batch),
+            layer=lambda context, x, weights: body(*context, *x, *weights)[:carries],
+            head=lambda params, batch, x: head(*params, *batch, *x),
+            state=tuple(shape(var) for var in self.end),
+            weights=tuple(shape(var) for var in self.stacks),
+            length=self.scan.params["length"],
+        )
+
+    def _find_scan(self) -> Any:
+        """The loop over the most parameters."""
+        loops = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
+        sizes = [self._parameter_bytes(eqn) for eqn in loops]
+        if not loops or not max(sizes):
+            raise DhelixError(
+                "pipeline= needs a model whose layers are one jax.lax.scan over stacked parameters, and the loss"
+                " function has none; stack the layers' parameters, and scan over them"
+            )
+        if sum(size > 0 for size in sizes) > 1:
+            raise DhelixError(
+                f"pipeline= needs one chain of equal layers, and the loss function has {sum(s > 0 for s in sizes)}"
+                " loops over stacked parameters; make them one"
+            )
+        return loops[sizes.index(max(sizes))]
+
+    def _parameter_bytes(self, eqn: Any) -> int:
+        stacks = [v for v in eqn.invars[sum(_consts_and_carries(eqn)) :] if not isinstance(v, jex_core.Literal)]
+        used = self._reads(stacks)
+        return sum(v.aval.size * v.aval.dtype.itemsize for v in self.params if v in used)
+
+    def _check(self) -> None:
+        params, batch = set(self.params), set(self.batch)
+        if self.scan.params["reverse"]:
+            raise DhelixError("pipeline=: the scan over layers runs in reverse; give it the layers in order")
+        if self._reads(self.stacks) & batch:
+            raise DhelixError(
+                "pipeline=: the scan over layers runs over values of the batch (or random keys) beside the parameters,"
+                " one per layer; derive them inside the layer from what is the same for all layers"
+            )
+        if self._reads(self.consts) & params:
+            raise DhelixError(
+                "pipeline=: all layers read one parameter (a weight that they share); give each layer its own"
+            )
+        if self._reads(self.jaxpr.outvars, stop=self.scan.outvars) & set(self.ys):
+            raise DhelixError(
+                "pipeline=: the loss reads values that each layer returns beside the residual stream (the scan's ys,"
+                " such as auxiliary losses); carry their sum through the layers"
+            )
+
+    def _reads(self, outputs: Sequence[Any], stop: Sequence[Any] = ()) -> set[Any]:
+        """Inputs of the function, and variables of `stop`, that `outputs` depend on, not looking behind `stop`."""
+        needed, met = variables(outputs), set()
+        for eqn in reversed(self.jaxpr.eqns):
+            met |= needed & set(stop)
+            needed -= set(stop)
+            if not needed.isdisjoint(eqn.outvars):
+                needed -= set(eqn.outvars)
+                needed |= variables(eqn.invars)
+        return (needed & set(self.jaxpr.invars)) | met
+
+
+def _consts_and_carries(scan: Any) -> tuple[int, int]:
+    """How many of a scan's operands stay the same, and how many are its state. Told by rank, which the body's share."""
+    body = scan.params["jaxpr"]
+    stacked = sum(v.aval.ndim > w.aval.ndim for v, w in zip(scan.invars, body.invars, strict=True))
+    carries = sum(v.aval.ndim == w.aval.ndim for v, w in zip(scan.outvars, body.outvars, strict=True))
+    return len(scan.invars) - stacked - carries, carries
+
+
+def _inline_calls(jaxpr: Any) -> Any:
+    """`jaxpr` with the body of each call that holds a scan in the call's place."""
+    while any(_holds_scan(eqn) for eqn in jaxpr.eqns):
+        jaxpr = jax.make_jaxpr(functools.partial(_inlined, jaxpr))(*(shape(var) for var in jaxpr.invars))
+    return jaxpr
+
+
+def _holds_scan(eqn: Any) -> bool:
+    return eqn.primitive.name in _CALLS and any(
+        inner.primitive.name == "scan" or _holds_scan(inner) for inner in eqn.params["jaxpr"].eqns
+    )
+
+
+def _inlined(jaxpr: Any, *args: Any) -> Values:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*jaxpr.consts, *args], strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jex_core.Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        body = eqn.params["jaxpr"] if _holds_scan(eqn) else _alone(jaxpr, eqn)
+        inputs = eqn.invars if _holds_scan(eqn) else body.invars
+        values.update(zip(eqn.outvars, jex_core.jaxpr_as_fun(body)(*map(value, inputs)), strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def _alone(jaxpr: Any, eqn: Any) -> Any:
+    """A program of `eqn` alone."""
+    inputs = [v for v in dict.fromkeys(eqn.invars) if not isinstance(v, jex_core.Literal)]
+    return jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
