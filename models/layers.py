@@ -112,6 +112,7 @@ def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax
 
     A device contributes the rows that it holds and zeros for the others.
     """
-    position = vocab_position(parallel, tokens, table.shape[0])
+    ends = parallel.ends
+    position = vocab_position(ends, tokens, table.shape[0])
     rows = table.at[position].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return parallel.scatter_sequence(rows.astype(config.dtype))
+    return ends.to_layers(ends.scatter_sequence(rows.astype(config.dtype)))

@@ -6,7 +6,7 @@ Parameters are nested dicts of arrays:
     embedding [vocab, hidden], final_norm [hidden], head [hidden, vocab] (absent when tied), layers:
     attention_norm, ffn_norm [L, hidden], wq [L, hidden, heads, head_dim], wk, wv [L, hidden, kv_heads,
     head_dim],
-            wo [L, heads, head_dim, hidden], w_gate, w_up [L, hidden, ffn], w_down [L, ffn, hidden]
+    wo [L, heads, head_dim, hidden], w_gate, w_up [L, hidden, ffn], w_down [L, ffn, hidden]
 
 With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension.
 """
@@ -40,17 +40,25 @@ _LAYER_SPECS = {
 }
 
 
-def param_specs(config: LlamaConfig) -> Params:
-    """The `PartitionSpec` of each parameter over mesh axis `tp`: replicated over `dp`, norms over both."""
-    if config.scan_layers:
-        layers: Any = {
-            name: PartitionSpec(None, *spec) if spec else spec for name, spec in _LAYER_SPECS.items()
-        }
+def param_specs(config: LlamaConfig, pipeline: str | None = None) -> Params:
+    """The `PartitionSpec` of each parameter over mesh axis `tp`: replicated over `dp`, norms over both.
+
+    With `pipeline`, the name of a mesh axis, of the parameters as a pipeline keeps them: the leaves of `layers` are
+    `[chunks, layers of a chunk, ...]` with the chunks split over that axis, and the embedding and the head are split
+    over it too, which works as well where they are one table.
+    """
+    if pipeline is not None and not config.scan_layers:
+        raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
+    if pipeline is not None:
+        layers: Any = {name: PartitionSpec(pipeline, None, *spec) for name, spec in _LAYER_SPECS.items()}
+    elif config.scan_layers:
+        layers = {name: PartitionSpec(None, *spec) if spec else spec for name, spec in _LAYER_SPECS.items()}
     else:
         layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
-    specs = {"embedding": PartitionSpec("tp"), "layers": layers, "final_norm": PartitionSpec()}
+    vocabulary = "tp" if pipeline is None else ("tp", pipeline)
+    specs = {"embedding": PartitionSpec(vocabulary), "layers": layers, "final_norm": PartitionSpec()}
     if not config.tie_embeddings:
-        specs["head"] = PartitionSpec(None, "tp")
+        specs["head"] = PartitionSpec(None, vocabulary)
     return specs
 
 
@@ -108,9 +116,7 @@ def cast_params(config: LlamaConfig, params: Params) -> Params:
     return jax.tree.map(lambda weight: weight.astype(config.dtype), params)
 
 
-def logits(
-    config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE
-) -> jax.Array:
+def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
     """`[batch, seq, vocab / tp]` in the compute dtype, from `tokens` int32 `[batch, seq]` (the whole sequence
     on each device of a `tp` group) and `params` of the compute dtype, this device's shards under
     `shard_map`."""
@@ -130,9 +136,15 @@ def logits(
     else:
         for weights in params["layers"]:
             x = layer(x, weights)
-    h = parallel.gather_sequence(rms_norm(x, params["final_norm"], config.norm_eps))
+    return project(config, params, x, parallel)
+
+
+def project(config: LlamaConfig, params: Params, x: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
+    """The head: `x` after the last layer to logits, normalised and times this device's shard of the vocabulary."""
+    ends = parallel.ends
+    h = ends.gather_sequence(rms_norm(ends.from_layers(x), params["final_norm"], config.norm_eps))
     head = params["embedding"].T if config.tie_embeddings else params["head"]
-    return parallel.split_features(jnp.einsum("bsh,hv->bsv", h, head))
+    return ends.split_features(jnp.einsum("bsh,hv->bsv", h, head))
 
 
 def loss(
@@ -145,7 +157,7 @@ def loss(
     """Mean cross-entropy per token in nats, float32; `tokens` and `targets` int32 `[batch, seq]`, `params` in
     the compute dtype. Under `shard_map` it is the mean over this device's `dp` shard, the same on all of its
     `tp` group."""
-    return jnp.mean(cross_entropy(logits(config, params, tokens, parallel), targets, parallel))
+    return jnp.mean(cross_entropy(logits(config, params, tokens, parallel), targets, parallel.ends))
 
 
 def _as_module(tree: Any, specs: Any) -> Any:

@@ -1,12 +1,20 @@
 """How a model's arrays are exchanged over the mesh: not at all, by hand under `shard_map`, or by XLA's
 partitioner.
 
-Mesh axes are `dp` (data parallel) and `tp` (tensor parallel, and sequence parallel between blocks). Layer
-functions are written once, against `Parallel`: whether `[batch, seq, hidden]` is a shard of the sequence, and
-whether a sum is a partial one, is known only here.
+Mesh axes are `dp` (data parallel), `tp` (tensor parallel, and sequence parallel between blocks) and, with a
+pipeline of layers, `pp`. Layer functions are written once, against `Parallel`: whether `[batch, seq, hidden]`
+is a shard of the sequence, and whether a sum is a partial one, is known only here.
+
+The layers of a pipeline lie on different stages. Its ends, embedding and head, belong to none: every stage holds
+a part of the vocabulary, so that they unbalance nothing.
+
+    embedding   [vocab / (tp pp), hidden]   partial sums  -> [b, s / (tp pp), h] -gather-> [b, s / tp, h]
+    layers      of this stage               [b, s / tp, h], another chunk of the model on each stage
+    head        [hidden, vocab / (tp pp)]   [b, s / tp, h] -slice-> [b, s / (tp pp), h] -gather-> [b, s, h]
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +55,20 @@ class Parallel:
         """Which shard of the vocabulary this device holds."""
         return 0
 
+    @property
+    def ends(self) -> "Parallel":
+        """How embedding and head are split: as the layers are, unless these form a pipeline."""
+        return self
+
+    def to_layers(self, x: jax.Array) -> jax.Array:
+        """The ends' shard of the sequence `[batch, seq / (tp pp), hidden]` to the layers' `[batch, seq / tp,
+        hidden]`."""
+        return x
+
+    def from_layers(self, x: jax.Array) -> jax.Array:
+        """The layers' shard of the sequence, the same on every stage, to the ends'."""
+        return x
+
 
 SINGLE_DEVICE = Parallel()
 
@@ -58,9 +80,19 @@ class ManualParallel(Parallel):
     The transpose of all-gather is reduce-scatter and the other way round, which is right whether or not
     `shard_map` tracks replication. `sum` and `max` have no such agreement and are used only inside the
     hand-written derivative of the cross-entropy.
+
+    `pipeline` names the axis whose devices hold different layers; see `PipelineEnds`.
     """
 
-    axis: str = "tp"
+    axis: str | tuple[str, ...] = "tp"
+    pipeline: str | None = None
+
+    @property
+    def ends(self) -> Parallel:
+        if self.pipeline is None:
+            return self
+        axes = (self.axis,) if isinstance(self.axis, str) else self.axis
+        return PipelineEnds(axis=(*axes, self.pipeline), stages=self.pipeline)
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
         return lax.all_gather(x, self.axis, axis=1, tiled=True)
@@ -76,6 +108,26 @@ class ManualParallel(Parallel):
 
     def shard_index(self) -> jax.Array:
         return lax.axis_index(self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineEnds(ManualParallel):
+    """Embedding and head of a pipeline: `axis` is (tp, pp), so both divide vocabulary and sequence.
+
+    The pipeline's part is the inner one of a `tp` shard, which makes gathering and slicing it contiguous.
+    Derivatives follow from those of the collectives where cotangents mean "of this device's own work": of the
+    embedding's result that of the first chunk's stage, with zeros on the others; of the head's input each
+    stage's slice, with zeros elsewhere, to be summed over the stages.
+    """
+
+    stages: str = "pp"
+
+    def to_layers(self, x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, self.stages, axis=1, tiled=True)
+
+    def from_layers(self, x: jax.Array) -> jax.Array:
+        length = x.shape[1] // lax.axis_size(self.stages)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.stages) * length, length, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +148,17 @@ class AutoParallel(Parallel):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", None, "tp")))
 
 
-def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A `dp` x `tp` mesh; neighbouring devices share a `tp` group, so that it stays inside a node."""
+def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 1) -> Mesh:
+    """A `dp` x `tp` mesh, or with `pp` stages `pp` x `dp` x `tp`; neighbouring devices share a `tp` group, so
+    that it stays inside a node."""
     devices = jax.devices() if devices is None else devices
-    if dp * tp > len(devices):
-        raise ValueError(f"a mesh of dp {dp} x tp {tp} needs {dp * tp} devices, and there are {len(devices)}")
-    grid = np.array(devices[: dp * tp]).reshape(dp, tp)
-    return Mesh(grid, ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    axes = ({"pp": pp} if pp > 1 else {}) | {"dp": dp, "tp": tp}
+    size = math.prod(axes.values())
+    if size > len(devices):
+        text = " x ".join(f"{name} {extent}" for name, extent in axes.items())
+        raise ValueError(f"a mesh of {text} needs {size} devices, and there are {len(devices)}")
+    grid = np.array(devices[:size]).reshape(*axes.values())
+    return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def vocab_position(parallel: Parallel, ids: jax.Array, shard_size: int) -> jax.Array:

@@ -171,9 +171,7 @@ def make_train_step(
     )
 
 
-def _initial_state(
-    config: LlamaConfig, optimizer: optax.GradientTransformation, key: jax.Array
-) -> TrainState:
+def _initial_state(config: LlamaConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     params = llama.init_params(config, key)
     return TrainState(params, optimizer.init(_widen(params)), jnp.int32(0))
 
@@ -200,17 +198,13 @@ def _check(config: LlamaConfig, mesh: Mesh, microbatches: int, sharding: str) ->
     if sharding not in ("shard_map", "auto"):
         raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map' or 'auto'")
     if tuple(mesh.axis_names) != ("dp", "tp") or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
-            f"the mesh must have the Auto axes 'dp' and 'tp', not {mesh}; build it with make_mesh(dp, tp)"
-        )
+        raise ValueError(f"the mesh must have the Auto axes 'dp' and 'tp', not {mesh}; build it with make_mesh(dp, tp)")
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; give a number of at least 1")
     tp = mesh.shape["tp"]
     for name in ("heads", "kv_heads", "ffn", "vocab"):
         if getattr(config, name) % tp:
-            raise ValueError(
-                f"{name} = {getattr(config, name)} does not divide by tp = {tp}; use a smaller tp"
-            )
+            raise ValueError(f"{name} = {getattr(config, name)} does not divide by tp = {tp}; use a smaller tp")
 
 
 def _check_batch(config: LlamaConfig, mesh: Mesh, microbatches: int, tokens: jax.Array) -> None:
