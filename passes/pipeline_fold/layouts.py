@@ -6,9 +6,9 @@
     fold (U)                0 1 | 6 7        2 3 | 4 5          chunk c on stage min(c, 2P - 1 - c)
 
 Contract: chunks cover the model's layers in order, each layer once; all stages hold equally many chunks; chunk lengths
-differ by one at most. Where the layers do not divide, the last chunks are the longer ones: in each of these layouts they
-lie on different stages until every stage has one, so stages differ by one layer at most; and residuals of late chunks
-live shortest, so the additional layers cost the least memory.
+differ by one at most. Where the layers do not divide, the last chunks are the longer ones. In each of these layouts
+they lie on different stages until every stage has one, so stages differ by one layer at most; and residuals of late
+chunks live shortest, so the additional layers cost the least memory.
 
 Parameters of a model that is a scan over layers are stacked, [layers, ...]. A pipeline stores them stage by stage,
 [stages, chunks of a stage, padded layers of a chunk, ...]: `storage_order` and `model_order` are the two permutations.
@@ -56,7 +56,7 @@ def storage_order(layout: Layout) -> np.ndarray:
 
 
 def model_order(layout: Layout) -> np.ndarray:
-    """The place of each layer in the flattened `storage_order`, int32[layers]; taking these places undoes the storage."""
+    """The place of each layer in the flattened `storage_order`, int32[layers]: taking these places undoes it."""
     flat = storage_order(layout).reshape(-1)
     places = np.flatnonzero(flat >= 0)
     return places[np.argsort(flat[places])].astype(np.int32)
@@ -66,9 +66,8 @@ def _chunk_layers(layers: int, stages: int, chunks: int) -> tuple[int, ...]:
     if stages < 1:
         raise DhelixError(f"{stages} pipeline stages: a pipeline needs at least one")
     if chunks > layers:
-        raise DhelixError(
-            f"{layers} layers do not fill {chunks} chunks on {stages} stages: "
-            f"take at most {layers // (chunks // stages)} stages"
-        )
+        most = layers * stages // chunks
+        advice = f"take at most {most} stages" if most else "take fewer chunks, or a deeper model"
+        raise DhelixError(f"{layers} layers do not fill {chunks} chunks on {stages} stages: {advice}")
     short, longer = divmod(layers, chunks)
     return (short,) * (chunks - longer) + (short + 1,) * longer

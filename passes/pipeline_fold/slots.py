@@ -1,8 +1,9 @@
 """Residual slots: which one of its stage each chunk of each micro-batch uses, and which ones idle work may spoil.
 
-Input is a timetable: who goes forward and backward in which tick, as (micro-batch, chunk) pairs. A chunk of a micro-batch
-holds one slot of its stage from its forward tick to its backward tick. A forward takes the lowest free slot, in order;
-where none is free, and reuse within a tick is allowed, the one that the backward of the same tick frees:
+Input is a timetable: who goes forward and backward in which tick, as (micro-batch, chunk) pairs. A chunk of a
+micro-batch holds one slot of its stage from its forward tick to its backward tick. A forward takes the lowest free
+slot, in order; where none is free, and reuse within a tick is allowed, the one that the backward of the same tick
+frees:
 
     iteration l of the tick's loop     backward: layer padded - 1 - l, reads its place p     forward: layer l, writes p
 
