@@ -50,9 +50,9 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None) -> Params:
     if pipeline is not None and not config.scan_layers:
         raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
     if pipeline is not None:
-        layers: Any = {name: PartitionSpec(pipeline, None, *spec) for name, spec in _LAYER_SPECS.items()}
+        layers: Any = {name: _stacked(spec, pipeline, None) for name, spec in _LAYER_SPECS.items()}
     elif config.scan_layers:
-        layers = {name: PartitionSpec(None, *spec) if spec else spec for name, spec in _LAYER_SPECS.items()}
+        layers = {name: _stacked(spec, None) for name, spec in _LAYER_SPECS.items()}
     else:
         layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
     vocabulary = "tp" if pipeline is None else ("tp", pipeline)
@@ -60,6 +60,14 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None) -> Params:
     if not config.tie_embeddings:
         specs["head"] = PartitionSpec(None, vocabulary)
     return specs
+
+
+def _stacked(spec: PartitionSpec, *leading: str | None) -> PartitionSpec:
+    """`spec` behind leading dimensions, without Nones at the end: with them, equal shardings differ."""
+    entries = [*leading, *spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

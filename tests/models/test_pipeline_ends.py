@@ -92,7 +92,7 @@ def test_each_stage_holds_its_part_of_the_vocabulary() -> None:
     assert specs["head"] == PartitionSpec(None, ("tp", "pp"))
     assert specs["final_norm"] == PartitionSpec()
     assert specs["layers"]["wq"] == PartitionSpec("pp", None, None, "tp")
-    assert specs["layers"]["ffn_norm"] == PartitionSpec("pp", None)
+    assert specs["layers"]["ffn_norm"] == PartitionSpec("pp")
 
 
 def test_a_pipeline_needs_stacked_layers() -> None:
