@@ -13,6 +13,8 @@ training.abstract_batch(batch=16))`.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -30,6 +32,8 @@ from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Sharding = Literal["shard_map", "auto"]
+Gradients = Callable[[llama.Params, jax.Array], tuple[jax.Array, llama.Params]]
+"""(parameters, tokens) -> (mean loss, float32 mean gradients)."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +54,9 @@ class Training:
     float32 scalars `loss` (nats per token) and `grad_norm`. `batch["tokens"]` is int32 `[microbatches *
     batch, seq + 1]`, sharded by `batch_sharding`; micro-batch m is rows m, m + microbatches, ..., the same
     for any number of `dp` shards.
+
+    Checkpoints hold the model's own order of layers. A train step that keeps another one says how to get there and
+    back, for states of arrays or of `jax.ShapeDtypeStruct`s.
     """
 
     config: LlamaConfig
@@ -59,6 +66,12 @@ class Training:
     init: Callable[[jax.Array], TrainState]
     state_shardings: TrainState
     batch_sharding: NamedSharding
+    to_model_order: Callable[[TrainState], TrainState] = lambda state: state
+    from_model_order: Callable[[TrainState], TrainState] = lambda state: state
+
+    def check_batch(self, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
+        """Raises ValueError for `tokens` that do not divide over the mesh."""
+        _check_batch(self.mesh, self.microbatches, tokens)
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
@@ -98,33 +111,52 @@ def accumulate_gradients(
     return total / microbatches, jax.tree.map(lambda g: g / microbatches, gradients)
 
 
-def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int):
+def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
     """Loss and gradients under `shard_map`.
 
     `check_vma=False`: with JAX's tracking of replication, the gradient of a replicated parameter is summed
     over the mesh where it arises, that is, an all-reduce over dp and tp in each layer of each micro-batch,
     unless every parameter is first cast to varying. Without it, collectives transpose as `models.parallel`
-    says and nothing is added: each device's gradients are those of its own tokens, and the sums are the two
-    lines below, once per step.
+    says and nothing is added: each device's gradients are those of its own tokens, and `reduce_gradients`
+    sums them, once per step.
     """
     specs = llama.param_specs(config)
 
     def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
         loss, gradients = accumulate_gradients(config, ManualParallel(), microbatches, params, rows)
+        return lax.pmean(loss, "dp"), reduce_gradients(gradients, specs)
 
-        def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-            # A norm's weight is replicated over tp, but each device has seen its part of the sequence only.
-            if "tp" not in spec:
-                gradient = lax.psum(gradient, "tp")
-            return lax.pmean(gradient, "dp")
+    return over_mesh(local, mesh, specs)
 
-        return lax.pmean(loss, "dp"), jax.tree.map(reduce, gradients, specs)
 
+def over_mesh(local: Gradients, mesh: Mesh, specs: llama.Params) -> Gradients:
+    """`local(params, rows) -> (loss, gradients)`, written for one device, under `shard_map`."""
     in_specs, out_specs = (specs, PartitionSpec("dp")), (PartitionSpec(), specs)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _auto_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int):
+def reduce_gradients(
+    gradients: llama.Params, specs: llama.Params, model_axes: tuple[str, ...] = ("tp",)
+) -> llama.Params:
+    """Each device's own gradients, under `shard_map`, to those of the mean over `dp`.
+
+    A parameter that is replicated over one of `model_axes`, such as a norm's weight, has on each device met a
+    part of the sequence only: its gradients are summed.
+    """
+
+    def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        axes = tuple(axis for axis in model_axes if axis not in _axes_of(spec))
+        return lax.pmean(lax.psum(gradient, axes) if axes else gradient, "dp")
+
+    return jax.tree.map(reduce, gradients, specs)
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that an array is split over."""
+    return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
+
+
+def _auto_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
     """Loss and gradients of the global arrays; XLA's partitioner inserts the collectives."""
 
     def whole(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
@@ -143,17 +175,40 @@ def make_train_step(
     """A train step of `config` over `mesh` (axes `dp` and `tp`), with explicit collectives or by XLA's
     partitioner.
 
-    The optimizer's update stands outside of `shard_map`, so that a global norm is one. Raises ValueError for
-    a mesh or a batch that the model does not divide over.
+    Raises ValueError for a mesh that the model does not divide over.
     """
-    _check(config, mesh, microbatches, sharding)
+    if sharding not in ("shard_map", "auto"):
+        raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map' or 'auto'")
+    check_mesh(config, mesh, microbatches)
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
     make_gradients = _manual_gradients if sharding == "shard_map" else _auto_gradients
     gradients_of = make_gradients(config, mesh, microbatches)
-    shardings = _state_shardings(config, mesh, optimizer)
+    initial = functools.partial(llama.init_params, config)
+    return assemble(config, mesh, microbatches, optimizer, gradients_of, llama.param_specs(config), initial)
+
+
+def assemble(
+    config: LlamaConfig,
+    mesh: Mesh,
+    microbatches: int,
+    optimizer: optax.GradientTransformation,
+    gradients_of: Gradients,
+    specs: llama.Params,
+    initial_params: Callable[[jax.Array], llama.Params],
+) -> Training:
+    """A `Training` around what computes loss and gradients of parameters that are split as `specs` say.
+
+    The optimizer's update stands outside of `shard_map`, so that a global norm is one.
+    """
+
+    def initial_state(key: jax.Array) -> TrainState:
+        params = initial_params(key)
+        return TrainState(params, optimizer.init(_widen(params)), jnp.int32(0))
+
+    shardings = _state_shardings(jax.eval_shape(initial_state, jax.random.key(0)), mesh, optimizer, specs)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _check_batch(config, mesh, microbatches, batch["tokens"])
+        _check_batch(mesh, microbatches, batch["tokens"])
         loss, gradients = gradients_of(state.params, batch["tokens"])
         updates, opt_state = optimizer.update(gradients, state.opt_state, _widen(state.params))
         params: Any = optax.apply_updates(state.params, updates)
@@ -165,15 +220,10 @@ def make_train_step(
         mesh=mesh,
         microbatches=microbatches,
         train_step=train_step,
-        init=jax.jit(lambda key: _initial_state(config, optimizer, key), out_shardings=shardings),
+        init=jax.jit(initial_state, out_shardings=shardings),
         state_shardings=shardings,
         batch_sharding=NamedSharding(mesh, PartitionSpec("dp")),
     )
-
-
-def _initial_state(config: LlamaConfig, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    params = llama.init_params(config, key)
-    return TrainState(params, optimizer.init(_widen(params)), jnp.int32(0))
 
 
 def _widen(params: llama.Params) -> llama.Params:
@@ -181,11 +231,12 @@ def _widen(params: llama.Params) -> llama.Params:
     return jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
 
 
-def _state_shardings(config: LlamaConfig, mesh: Mesh, optimizer: optax.GradientTransformation) -> TrainState:
+def _state_shardings(
+    state: TrainState, mesh: Mesh, optimizer: optax.GradientTransformation, specs: llama.Params
+) -> TrainState:
     """Optimizer state of a parameter's shape is sharded as the parameter, the rest of it is replicated."""
-    state = jax.eval_shape(lambda key: _initial_state(config, optimizer, key), jax.random.key(0))
     replicated = NamedSharding(mesh, PartitionSpec())
-    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), llama.param_specs(config))
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     opt_state: Any = optax.tree.map_params(
         optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: replicated
     )
@@ -194,26 +245,38 @@ def _state_shardings(config: LlamaConfig, mesh: Mesh, optimizer: optax.GradientT
     return TrainState(**fields)
 
 
-def _check(config: LlamaConfig, mesh: Mesh, microbatches: int, sharding: str) -> None:
-    if sharding not in ("shard_map", "auto"):
-        raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map' or 'auto'")
-    if tuple(mesh.axis_names) != ("dp", "tp") or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(f"the mesh must have the Auto axes 'dp' and 'tp', not {mesh}; build it with make_mesh(dp, tp)")
+def check_mesh(config: LlamaConfig, mesh: Mesh, microbatches: int, axes: tuple[str, ...] = ("dp", "tp")) -> None:
+    """Raises ValueError unless `mesh` has these axes and the model divides over them."""
+    if tuple(mesh.axis_names) != axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        quoted = ", ".join(repr(axis) for axis in axes[:-1])
+        make = "make_mesh(dp, tp, pp=stages)" if "pp" in axes else "make_mesh(dp, tp)"
+        raise ValueError(
+            f"the mesh must have the Auto axes {quoted} and {axes[-1]!r}, not {mesh}; build it with {make}"
+        )
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; give a number of at least 1")
-    tp = mesh.shape["tp"]
-    for name in ("heads", "kv_heads", "ffn", "vocab"):
-        if getattr(config, name) % tp:
-            raise ValueError(f"{name} = {getattr(config, name)} does not divide by tp = {tp}; use a smaller tp")
+    layers, ends = ("tp", mesh.shape["tp"]), _ends_shards(mesh)
+    for name, (axis, shards) in {"heads": layers, "kv_heads": layers, "ffn": layers, "vocab": ends}.items():
+        if getattr(config, name) % shards:
+            raise ValueError(
+                f"{name} = {getattr(config, name)} does not divide by {axis} = {shards}; use a smaller {axis}"
+            )
 
 
-def _check_batch(config: LlamaConfig, mesh: Mesh, microbatches: int, tokens: jax.Array) -> None:
+def _check_batch(mesh: Mesh, microbatches: int, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
     rows, length = tokens.shape
-    dp, tp = mesh.shape["dp"], mesh.shape["tp"]
+    dp = mesh.shape["dp"]
     if rows % (microbatches * dp):
         raise ValueError(
             f"a batch of {rows} rows does not divide by {microbatches} micro-batches x dp {dp}; "
             f"use a multiple of {microbatches * dp} rows"
         )
-    if (length - 1) % tp:
-        raise ValueError(f"rows of {length} tokens train on {length - 1}, which does not divide by tp {tp}")
+    axis, shards = _ends_shards(mesh)
+    if (length - 1) % shards:
+        raise ValueError(f"rows of {length} tokens train on {length - 1}, which does not divide by {axis} {shards}")
+
+
+def _ends_shards(mesh: Mesh) -> tuple[str, int]:
+    """What embedding and head are split over, in words, and into how many shards."""
+    axes = [axis for axis in ("tp", "pp") if axis in mesh.shape]
+    return " x ".join(axes), math.prod(mesh.shape[axis] for axis in axes)
