@@ -64,6 +64,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text("profile", None, "the profile's file (default: the shipped one and the user's own)")
     limit = "GiB that the step may need on a GPU, arguments and all (default: what the plain step needs, and 3 %)"
     flags.DEFINE_float("memory_limit", None, limit, lower_bound=0.0, flag_values=values)
+    number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)")
     text("out", None, "write the plan to this file")
     text("picture", None, "draw the pairing to this file, a PNG")
     flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
@@ -114,7 +115,10 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         programs = _with_decomposed(options, whole, models, console)
     limit = MemoryLimit.of(chosen["memory_limit"], plain)
     with _Work(console, len(programs) + (options is not None)) as work:
-        candidates = _candidates(programs, chosen["schedule"], limit, work, console)
+        find = functools.partial(
+            search, schedule=chosen["schedule"], limit=limit, max_in_flight=chosen["max_in_flight"]
+        )
+        candidates = _candidates(programs, find, work, console)
         best = min(candidates, key=lambda c: c.seconds)
         memory = best.program.memory
         if options is not None:
@@ -124,14 +128,17 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
 
 
 def _candidates(
-    programs: Sequence[tuple[CostModel, Program]], schedule: str, limit: MemoryLimit, work: _Work, console: Console
+    programs: Sequence[tuple[CostModel, Program]],
+    find: Callable[[Program, CostModel], Candidate],
+    work: _Work,
+    console: Console,
 ) -> list[Candidate]:
     """Plans within the limit. Raises OverLimitError where there is none, with the smallest limit that would do."""
     found: list[Candidate] = []
     refused: list[OverLimitError] = []
     for model, program in programs:
         try:
-            found.append(work.do(f"{model.setting} is planned", search, program, model, schedule, limit))
+            found.append(work.do(f"{model.setting} is planned", find, program, model))
         except OverLimitError as error:
             refused.append(error)
     if not found:

@@ -156,31 +156,38 @@ class OverLimitError(DhelixError):
         self.needed = needed
 
 
-def search(program: Program, model: CostModel, schedule: str, limit: MemoryLimit) -> Candidate:
+def search(
+    program: Program, model: CostModel, schedule: str, limit: MemoryLimit, max_in_flight: int | None = None
+) -> Candidate:
     """The plan that a schedule, one of `schedules.SCHEDULES`, gives with these costs.
+
+    `max_in_flight`: collectives of one lane that may be under way at once; None: as many as are fastest.
 
     Raises OverLimitError: no order fits the limit that the user gave; the message says which would do.
     """
     memory_limit = limit.beside_arguments(program, _bytes(HloModule.from_bytes(program.module)))
     try:
-        return _search(program, model, schedule, memory_limit)
+        return _search(program, model, schedule, memory_limit, max_in_flight)
     except MemoryRefusal as refusal:
         beside = program.memory.peak - program.memory.temporaries if program.memory else 0
         raise OverLimitError(program, limit, beside + refusal.needed) from None
 
 
-def _search(program: Program, model: CostModel, schedule: str, memory_limit: int | None) -> Candidate:
+def _search(
+    program: Program, model: CostModel, schedule: str, memory_limit: int | None, max_in_flight: int | None
+) -> Candidate:
     """`memory_limit`: bytes beside the arguments; None: what XLA's order needs, and 3 %."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     original = dict(module.schedule)
     before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
     begun = time.perf_counter()
-    for one in default_passes(schedule, model, memory_limit):
+    for one in default_passes(schedule, model, memory_limit, max_in_flight=max_in_flight):
         if one.stage is Stage.POST_SCHEDULER:
             one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
     profile = model.profile
-    target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, memory_limit)
+    limits = memory_limit, max_in_flight
+    target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, *limits)
     found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()

@@ -48,6 +48,7 @@ class PlanView:
             "xla_flags": list(target.xla_flags),
             "collective_implementation": target.collectives,
             "decomposed": list(target.decomposed),
+            "max_in_flight": target.max_in_flight,
             **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
             "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),

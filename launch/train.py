@@ -48,6 +48,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("verify", help="compare the first step with the plain one")
     choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: list)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
+    number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")
     number("save_every", None, "steps between checkpoints (default: one at the end)", 1)
@@ -96,7 +97,7 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
         raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
-    for name in ("plan", "schedule"):
+    for name in ("plan", "schedule", "max_in_flight"):
         if chosen["plain"] and chosen[name]:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:

@@ -57,6 +57,7 @@ class Options:
     verify: bool = False
     schedule: str | None = None
     plan: str | None = None
+    max_in_flight: int | None = None
     data: str | None = None
     checkpoint_dir: str | None = None
     save_every: int | None = None
@@ -170,7 +171,7 @@ def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
 
 
 def _step(training: Training, options: Options) -> Any:
-    given = {"schedule": options.schedule, "plan": options.plan}
+    given = {name: getattr(options, name) for name in ("schedule", "plan", "max_in_flight")}
     chosen = {name: value for name, value in given.items() if value is not None}
     return make_step(training, options.plain, verify=options.verify, **chosen)
 

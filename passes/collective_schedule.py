@@ -51,6 +51,7 @@ class CollectiveSchedule:
       min_gain: share of a computation's time that a new order must be predicted to save. Less is within the
         roofline's error: two strands took 1041 ms under a list schedule where XLA's order took 1025.
       model: measured costs and rates.
+      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
     """
 
     hardware: Hardware = H200
@@ -58,13 +59,15 @@ class CollectiveSchedule:
     memory_slack: float = 0.03
     min_gain: float = 0.01
     model: CostModel | None = None
+    max_in_flight: int | None = None
 
     name = "collective-schedule"
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         costs = costs_of(self.hardware, self.model)
-        return apply_order(module, context, list_order, costs, self.memory_limit, self.memory_slack, self.min_gain)
+        limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
+        return apply_order(module, context, list_order, costs, *limits)
 
 
 def list_order(

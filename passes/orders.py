@@ -1,7 +1,9 @@
 """Orders of a scheduled module's computations: what is legal, what fits into memory, and which one is taken.
 
 A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` asks it about each
-computation that holds async collectives, callees before callers, and takes what is faster by the evaluator.
+computation that holds async collectives, callees before callers, and takes what is faster by the evaluator. Where only
+so many collectives may be in flight, ends of collectives move up in what it says, and XLA's order does not stay where
+it has more.
 
 Legal is what keeps data flow, control dependencies, the order of side effects and the order in which instructions
 meet in a shared buffer (`passes/buffers.py`): `dependencies`. Memory is a hard limit: an order that needs more, by the
@@ -70,6 +72,16 @@ def dependencies(
     return edges
 
 
+def predecessors(
+    computation: Computation, sequence: Sequence[Instruction], memory: Memory
+) -> dict[Instruction, list[Instruction]]:
+    """`dependencies`, by what comes after; nothing for what comes first."""
+    before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
+    for earlier, later in dependencies(computation, sequence, memory):
+        before[later].append(earlier)
+    return before
+
+
 def few_in_flight(
     order: Sequence[Instruction],
     before: Mapping[Instruction, Sequence[Instruction]],
@@ -96,6 +108,18 @@ def few_in_flight(
             flying[lane].append(instruction)
         laid[instruction] = None
     return list(laid)
+
+
+def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> int:
+    """The most collectives of one lane that are between their start and their end at once."""
+    flying, most = dict.fromkeys(Lane, 0), 0
+    for instruction in order:
+        source = start_of(instruction) if is_done(instruction) else instruction
+        lane = costs[source].lane
+        if lane is not Lane.COMPUTE:
+            flying[lane] += -1 if is_done(instruction) else is_start(instruction)
+            most = max(most, flying[lane])
+    return most
 
 
 def _missing(
@@ -129,6 +153,7 @@ def apply_order(
 
     Args:
       min_gain: None takes every order that fits, also where it is predicted to be slower: a baseline.
+      max_in_flight: as of `Limits`; an order that keeps to it is taken instead of one that does not, slower or not.
 
     Returns:
       Whether the schedule changed; what was done is in the context's notes.
@@ -145,6 +170,7 @@ def apply_order(
     needed = memory.peak(module.entry, module.schedule[module.entry])
     if memory_limit is None:
         memory_limit = int(needed * (1.0 + memory_slack))
+    crowded = max_in_flight is not None and any(most_in_flight(original[c], costs) > max_in_flight for c in chosen)
     for computation in chosen:
         memory.forget()
         limits = Limits(costs.hardware, memory_limit - memory.beside(computation), memory, bodies, max_in_flight)
@@ -155,7 +181,7 @@ def apply_order(
         return False
     after = simulate_module(module, costs.hardware, costs).seconds
     facts = {"seconds_before": before, "seconds_after": after}
-    if after >= before and min_gain is not None and needed <= memory_limit:
+    if after >= before and min_gain is not None and needed <= memory_limit and not crowded:
         module.schedule.update(original)
         context.note("stood down: the module as a whole plays no faster", **facts)
         return False
@@ -190,6 +216,10 @@ def _improve(
     schedule = computation.module.schedule
     old = schedule[computation]
     new = order(computation, old, costs, limits)
+    crowded = False
+    if limits.max_in_flight is not None:
+        new = few_in_flight(new, predecessors(computation, old, limits.memory), costs, limits.max_in_flight)
+        crowded = most_in_flight(old, costs) > limits.max_in_flight
     verify_sequence(computation, new)
     before, after = (simulate(computation, s, costs, limits.hardware, limits.bodies) for s in (old, new))
     peak_before, peak = (limits.memory.peak(computation, s) for s in (old, new))
@@ -207,7 +237,7 @@ def _improve(
     if peak > max(peak_before, limits.bytes):
         context.note("stood down: the order needs more memory than allowed", **facts)
         return
-    if new == old or not (faster or peak_before > limits.bytes):
+    if new == old or not (faster or crowded or peak_before > limits.bytes):
         context.note("stood down: no order plays better than XLA's", **facts)
         return
     schedule[computation] = new

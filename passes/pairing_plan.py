@@ -99,6 +99,7 @@ class PlanTarget:
       decomposed: kinds of collectives that all-to-alls take the place of (`passes/exchange.py`).
       environment, xla_flags: the setting, spelled out.
       memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
+      max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
     """
 
     hardware: str = "H200"
@@ -109,15 +110,23 @@ class PlanTarget:
     environment: tuple[tuple[str, str], ...] = ()
     xla_flags: tuple[str, ...] = ()
     memory_limit: int = 0
+    max_in_flight: int = 0
 
     @classmethod
     def of(
-        cls, hardware: str, link: str, setting: str, decomposed: tuple[str, ...] = (), memory_limit: int | None = None
+        cls,
+        hardware: str,
+        link: str,
+        setting: str,
+        decomposed: tuple[str, ...] = (),
+        memory_limit: int | None = None,
+        max_in_flight: int | None = None,
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         start = tuple(sorted(known.environment.items())), known.xla_flags
-        return cls(hardware, link, setting, known.implementation, decomposed, *start, memory_limit or 0)
+        limits = memory_limit or 0, max_in_flight or 0
+        return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.operator_keys import OperatorKeys
-from dhelix.passes.orders import MemoryRefusal, dependencies
+from dhelix.passes.orders import MemoryRefusal, predecessors
 from dhelix.passes.pairing_plan import FINALLY, PairingPlan, PlanBody
 from dhelix.passes.plan_operators import END, PlanOperators, is_work
 from dhelix.profiles.hardware import describe
@@ -163,9 +163,7 @@ def planned_sequence(
 
     Raises PassRefusal if one of `heads` must come before another that stands before it.
     """
-    before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
-    for earlier, later in dependencies(computation, sequence, memory):
-        before[later].append(earlier)
+    before = predecessors(computation, sequence, memory)
     placed = {i for instructions in small.values() for i in instructions}
     layer = _Layer(before, _trailing(sequence, before, heads) - placed)
     needs = _needs(sequence, before, heads)

@@ -36,13 +36,15 @@ class RoundRobin:
     memory_limit: int | None = None
     memory_slack: float = 0.03
     model: CostModel | None = None
+    max_in_flight: int | None = None
 
     name = "round-robin"
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         costs = costs_of(self.hardware, self.model)
-        return apply_order(module, context, round_robin, costs, self.memory_limit, self.memory_slack, min_gain=None)
+        limits = self.memory_limit, self.memory_slack, None, self.max_in_flight
+        return apply_order(module, context, round_robin, costs, *limits)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,8 @@ class StrandPairing:
 
     Attributes:
       hardware: whose costs and rates count where there is no `model`.
-      memory_limit, memory_slack, min_gain, model: as of `CollectiveSchedule`.
+      memory_limit, memory_slack, min_gain, model, max_in_flight: as of `CollectiveSchedule`.
       max_segment: operators of one strand in a segment.
-      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
     """
 
     hardware: Hardware = H200

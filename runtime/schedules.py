@@ -54,6 +54,7 @@ def default_passes(
     model: CostModel | None = None,
     memory_limit: int | None = None,
     hardware: Hardware = H200,
+    max_in_flight: int | None = None,
 ) -> tuple[Pass, ...]:
     """The passes that `strand_interleave` runs.
 
@@ -62,18 +63,20 @@ def default_passes(
       model: measured costs; None: the roofline's.
       memory_limit: bytes that the step may need beside its arguments; None: what XLA's order needs, and 3 %.
       hardware: whose roofline counts without a model.
+      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
     """
     check_schedule(schedule)
-    pairing = StrandPairing(hardware, memory_limit, model=model)
+    limits: dict[str, Any] = {"memory_limit": memory_limit, "model": model, "max_in_flight": max_in_flight}
+    pairing = StrandPairing(hardware, **limits)
     strands = (*_strands(), *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
-        "list": (*strands, CollectiveSchedule(hardware, memory_limit, model=model)),
+        "list": (*strands, CollectiveSchedule(hardware, **limits)),
         "xla": _strands(),
-        "round_robin": (*_strands(), RoundRobin(hardware, memory_limit, model=model)),
+        "round_robin": (*_strands(), RoundRobin(hardware, **limits)),
         "forward_forward": (*_strands("forward-forward"), pairing),
         "backward_backward": (*_strands("backward-backward"), pairing),
-        "intra_batch": (IntraBatch(hardware, memory_limit, model=model),),
+        "intra_batch": (IntraBatch(hardware, **limits),),
     }
     return passes[schedule]
 
@@ -116,6 +119,7 @@ class Choice:
     profile: str | Path | Profile | None = AUTO
     plan: PairingPlan | None = None
     memory_limit: int | None = None
+    max_in_flight: int | None = None
     passes: tuple[Pass, ...] | None = None
     disable: Collection[str] = ()
     strict: bool = False
@@ -129,6 +133,7 @@ class Choice:
         profile: str | Path | Profile | None,
         plan: str | Path | PairingPlan | None,
         memory_limit: int | None,
+        max_in_flight: int | None,
         passes: Sequence[Pass] | None,
         **others: Any,
     ) -> Choice:
@@ -146,7 +151,9 @@ class Choice:
             raise DhelixError("passes= is all that runs, so memory_limit= has no effect: give it to a pass of them")
         if memory_limit is not None and plan is None and schedule == "xla":
             raise DhelixError("schedule='xla' keeps to no memory_limit: leave it out, or take another schedule")
-        return cls(schedule, profile, plan, memory_limit, None if passes is None else tuple(passes), **others)
+        _check_in_flight(max_in_flight, schedule, plan, passes)
+        found = None if passes is None else tuple(passes)
+        return cls(schedule, profile, plan, memory_limit, max_in_flight, found, **others)
 
     def manager(self, lowered: jax.stages.Lowered | None = None) -> PassManager:
         """The passes for a program; without one as for CPUs, where no costs are needed.
@@ -161,10 +168,11 @@ class Choice:
             if kind is not None:
                 self._compare_with_plan(self.plan, kind)
         else:
-            passes = default_passes(self.schedule, None, self.memory_limit)
+            passes = default_passes(self.schedule, None, self.memory_limit, max_in_flight=self.max_in_flight)
             if kind is not None and self.schedule != "xla":
                 hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ))
-                passes = default_passes(self.schedule, self.model(kind), self.memory_limit, hardware)
+                model = self.model(kind)
+                passes = default_passes(self.schedule, model, self.memory_limit, hardware, self.max_in_flight)
         return PassManager(passes, self.disable, self.strict, self.dump_to)
 
     def model(self, kind: str) -> CostModel | None:
@@ -199,6 +207,19 @@ class Choice:
             told.append(f"the plan is for {unlike}")
         for line in filter(None, told):
             say_once(line, (line,))
+
+
+def _check_in_flight(most: int | None, schedule: str, plan: object, passes: object) -> None:
+    if most is None:
+        return
+    if not isinstance(most, int) or most < 1:
+        raise DhelixError(f"max_in_flight={most!r}: give how many collectives, 1 or more, or None for what is fastest")
+    if passes is not None:
+        raise DhelixError("passes= is all that runs, so max_in_flight= has no effect: give it to a pass of them")
+    if plan is not None:
+        raise DhelixError("a plan says what is in flight: leave out max_in_flight=, or plan with --max_in_flight")
+    if schedule == "xla":
+        raise DhelixError("schedule='xla' keeps to no max_in_flight: leave it out, or take another schedule")
 
 
 def _unlike(hardware: str, link: str, kind: str) -> str:

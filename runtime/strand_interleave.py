@@ -55,6 +55,7 @@ def strand_interleave(
     profile: str | Path | Profile | None = AUTO,
     plan: str | Path | PairingPlan | None = None,
     memory_limit: int | None = None,
+    max_in_flight: int | None = None,
     strict: bool = False,
     verify: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -76,6 +77,8 @@ def strand_interleave(
         step, XLA's order stays, and a line in the log says why; `strict` raises.
       memory_limit: bytes that the step may need beside its arguments on each GPU; by default what XLA's order of the
         two strands needs, and 3 %. Where no order needs less, XLA's stays, and a line says which limit would do.
+      max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
+        fastest.
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
@@ -91,12 +94,12 @@ def strand_interleave(
     if function is None:
         return functools.partial(
             strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, profile=profile,
-            plan=plan, memory_limit=memory_limit, strict=strict, verify=verify, passes=passes, disable=disable,
-            dump_to=dump_to, **jit_options,
+            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, strict=strict, verify=verify,
+            passes=passes, disable=disable, dump_to=dump_to, **jit_options,
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
     choice = Choice.of(
-        schedule, profile, plan, memory_limit, passes, disable=disable, strict=strict, dump_to=dump_to,
+        schedule, profile, plan, memory_limit, max_in_flight, passes, disable=disable, strict=strict, dump_to=dump_to,
         compiler_options=jit_options.get("compiler_options"),
     )  # fmt: skip
     even_on_one_device = strict or passes is not None

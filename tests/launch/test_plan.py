@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from dhelix.launch.plan_step import Program
 from dhelix.passes import pairing_plan_json
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.orders import most_in_flight
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
 from dhelix.tests.passes import strand_module
+from dhelix.tests.passes.two_strands import TOGETHER
 
 Plan = Callable[..., Any]
 
@@ -95,6 +99,15 @@ def test_what_is_predicted_is_what_the_plan_gives() -> None:
     assert sum(s.predicted_us for s in found.plan.bodies[0].segments) == pytest.approx(1e6 * found.seconds, rel=1e-4)
 
 
+def test_a_plan_keeps_to_how_many_collectives_may_be_in_flight() -> None:
+    """Also when it is carried out again; XLA's order has two, and is faster."""
+    step = replace(program(), module=HloModule.from_text(TOGETHER).to_bytes())
+    found = search(step, MODEL, "dp", MemoryLimit(None), max_in_flight=1)
+    assert most_in_flight(found.module.schedule[found.module.entry], found.costs) == 1
+    assert found.plan.target.max_in_flight == 1
+    assert found.seconds > found.seconds_xla == search(step, MODEL, "dp", MemoryLimit(None)).seconds
+
+
 def test_the_picture_has_both_strands_and_what_they_send() -> None:
     found = search(program(), MODEL, "dp", MemoryLimit(None))
     drawn = plan_picture.picture(found)
@@ -121,11 +134,12 @@ def test_a_memory_limit_of_the_user_is_hard_and_the_default_is_not() -> None:
 def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
     """All-to-alls take memory beside; where the step fits without them alone, that is planned."""
     small, large = (program(Memory(arguments, 0, 0, 1 << 28, "test")) for arguments in (1 << 30, 1 << 31))
-    limit, console = MemoryLimit.of(1.5, None), Console(file=io.StringIO(), width=400)
+    console = Console(file=io.StringIO(), width=400)
+    find = functools.partial(search, schedule="dp", limit=MemoryLimit.of(1.5, None))
 
     def candidates(*programs: Program) -> list[Candidate]:
         with plan_command._Work(console, 2) as work:
-            return plan_command._candidates([(MODEL, p) for p in programs], "dp", limit, work, console)
+            return plan_command._candidates([(MODEL, p) for p in programs], find, work, console)
 
     (one,) = candidates(large, small)
     assert one.program is small

@@ -126,6 +126,8 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--plain", "--verify"], "leave out --plain or --verify"),
         (["--plain", "--schedule=dp"], "leave out --plain or --schedule"),
         (["--schedule=dp", "--plan=p.json"], "leave out --schedule or --plan"),
+        (["--plain", "--max_in_flight=1"], "leave out --plain or --max_in_flight"),
+        (["--schedule=xla", "--max_in_flight=1"], "take another schedule"),
         (["--plan=/nowhere.json"], "/nowhere.json"),
         (["--resume"], "--resume needs --checkpoint_dir"),
         (["--save_every=2"], "--save_every needs --checkpoint_dir"),

@@ -14,12 +14,12 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext, PassManager, Stage
-from dhelix.passes.orders import apply_order
-from dhelix.passes.reference_orders import round_robin
+from dhelix.passes.orders import apply_order, most_in_flight
+from dhelix.passes.reference_orders import RoundRobin, round_robin
 from dhelix.passes.strand_pairing import StrandPairing, pairing_order
 from dhelix.profiles.hardware import H200, H200_NO_P2P
 from dhelix.tests.passes.schedules import Program, build, runs_rightly
-from dhelix.tests.passes.two_strands import limits_of, two_strands
+from dhelix.tests.passes.two_strands import TOGETHER, limits_of, two_strands
 
 # `wide` is made long before it is read; a gather could lie under `x`.
 WASTEFUL = """HloModule m, is_scheduled=true
@@ -136,6 +136,19 @@ def test_a_gain_counts_against_a_computations_own_time() -> None:
     assert 0.97 * facts["seconds_before"] < facts["seconds_after"] < facts["seconds_before"]
     order = [i.name for i in module.schedule[module.entry]]
     assert order.index("begin") < order.index("last") < order.index("end")
+
+
+@pytest.mark.parametrize("one", (*PASSES, RoundRobin))
+def test_no_more_collectives_are_in_flight_than_allowed_even_if_that_is_slower(one: type) -> None:
+    module, costs = HloModule.from_text(TOGETHER), Costs(H200_NO_P2P)
+    assert most_in_flight(module.schedule[module.entry], costs) == 2
+    context = PassContext()
+    assert one(H200_NO_P2P, memory_slack=1.0, max_in_flight=1).run(module, context)
+    assert most_in_flight(module.schedule[module.entry], costs) == 1
+    assert context.notes[-1].facts["seconds_after"] > context.notes[-1].facts["seconds_before"]
+    free = HloModule.from_text(TOGETHER)
+    one(H200_NO_P2P, memory_slack=1.0, max_in_flight=2).run(free, PassContext())
+    assert most_in_flight(free.schedule[free.entry], costs) == 2
 
 
 def test_the_manager_leaves_a_refused_module_alone() -> None:

@@ -34,7 +34,7 @@ BODY = PlanBody(
     ),
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
-TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", decomposed=("reduce-scatter",), memory_limit=1 << 33)
+TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", ("reduce-scatter",), memory_limit=1 << 33, max_in_flight=2)
 PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
 TEXT = pairing_plan_json.dumps(PLAN)
 
@@ -98,6 +98,10 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         (json.dumps({"schema": 1}), '"program" is missing'),
         (edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["?"]}), "made_for.decomposed"),
         (edited(bodies=json.loads(TEXT)["bodies"] * 2), "two bodies have the fingerprint"),
+        (
+            edited(made_for={**json.loads(TEXT)["made_for"], "max_in_flight": -1}),
+            "max_in_flight must be a whole",
+        ),
         (body(fingerprint="x"), "bodies.0.fingerprint must be 16 hexadecimal digits, not 'x'"),
         (body(segments=[{"run": [*RUN, "beta gemm"]}]), "bodies.0.segments.0.run.3 must be the name of one of"),
         (

@@ -31,6 +31,28 @@ ENTRY e {
   ROOT result = (bf16[8192,4096], bf16[8192,4096]) tuple(forward, backward)
 }"""  # noqa: E501
 
+# Two gathers that both lie under one product: with one in flight at a time, one of them does not.
+TOGETHER = """HloModule m, is_scheduled=true
+gather {
+  q = bf16[2048,4096] parameter(0)
+  ROOT g = bf16[8192,4096] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}, channel_id=1, use_global_device_ids=true
+}
+other {
+  q = bf16[2048,4096] parameter(0)
+  ROOT g = bf16[8192,4096] all-gather(q), dimensions={0}, replica_groups={{0,1,2,3}}, channel_id=2, use_global_device_ids=true
+}
+ENTRY e {
+  p = bf16[2048,4096] parameter(0)
+  w = bf16[4096,4096] parameter(1)
+  y = bf16[131072,4096] parameter(2)
+  start = ((bf16[2048,4096]), bf16[8192,4096]) async-start(p), calls=gather
+  start2 = ((bf16[2048,4096]), bf16[8192,4096]) async-start(p), calls=other
+  x = bf16[131072,4096] dot(y, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  done = bf16[8192,4096] async-done(start)
+  done2 = bf16[8192,4096] async-done(start2)
+  ROOT result = (bf16[131072,4096], bf16[8192,4096], bf16[8192,4096]) tuple(x, done, done2)
+}"""  # noqa: E501
+
 
 def limits_of(module: HloModule, slack: float = 0.0) -> Limits:
     """Without peer-to-peer, and `slack` more memory than the entry needs."""

@@ -31,8 +31,8 @@ def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def choice(**options: Any) -> Choice:
-    given = {"schedule": "dp", "profile": "auto", "plan": None, "memory_limit": None, "passes": None, **options}
-    return Choice.of(**given)
+    given = {"schedule": "dp", "profile": "auto", "plan": None, "memory_limit": None}
+    return Choice.of(**{**given, "max_in_flight": None, "passes": None, **options})
 
 
 def post(passes: Any) -> Any:
@@ -56,6 +56,11 @@ def test_every_schedule_has_passes(schedule: str) -> None:
 def test_a_limit_reaches_the_pass_that_keeps_to_it() -> None:
     assert post(default_passes("dp", memory_limit=5)).memory_limit == 5
     assert post(planned_passes(PLAN, 5)).memory_limit == 5
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s != "xla"])
+def test_how_many_collectives_are_in_flight_reaches_the_pass_that_orders(schedule: str) -> None:
+    assert post(choice(schedule=schedule, max_in_flight=2).manager().passes).max_in_flight == 2
 
 
 def test_a_plan_brings_what_it_was_made_with() -> None:
@@ -164,6 +169,10 @@ def test_a_plan_for_another_process_is_said_once(
         ({"plan": PLAN, "passes": []}, "leave out one"),
         ({"passes": [], "memory_limit": 5}, "give it to a pass"),
         ({"schedule": "xla", "memory_limit": 5}, "take another schedule"),
+        ({"max_in_flight": 0}, "max_in_flight=0: give how many collectives"),
+        ({"schedule": "xla", "max_in_flight": 1}, "take another schedule"),
+        ({"passes": [], "max_in_flight": 1}, "give it to a pass"),
+        ({"plan": PLAN, "max_in_flight": 1}, "plan with --max_in_flight"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
