@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
 from dhelix.passes.gradient_accumulation import GradientAccumulation
-from dhelix.passes.manager import Pass, PassManager, say_once
+from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
@@ -125,6 +125,7 @@ class Choice:
     strict: bool = False
     dump_to: str | Path | None = None
     compiler_options: Mapping[str, Any] | None = None
+    pipelined: bool = False
 
     @classmethod
     def of(
@@ -155,6 +156,10 @@ class Choice:
         found = None if passes is None else tuple(passes)
         return cls(schedule, profile, plan, memory_limit, max_in_flight, found, **others)
 
+    def without_plan(self) -> Choice:
+        """The same, with both strands in XLA's order in place of a plan's."""
+        return replace(self, plan=None, schedule="xla", disable=())
+
     def manager(self, lowered: jax.stages.Lowered | None = None) -> PassManager:
         """The passes for a program; without one as for CPUs, where no costs are needed.
 
@@ -173,6 +178,8 @@ class Choice:
                 hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ))
                 model = self.model(kind)
                 passes = default_passes(self.schedule, model, self.memory_limit, hardware, self.max_in_flight)
+        if self.pipelined and self.passes is None:  # the executor has made the strands
+            passes = [one for one in passes if one.stage is not Stage.LOWERED]
         return PassManager(passes, self.disable, self.strict, self.dump_to)
 
     def model(self, kind: str) -> CostModel | None:

@@ -32,6 +32,7 @@ from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.report import Report
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
+from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.schedules import AUTO, Choice
@@ -56,6 +57,7 @@ def strand_interleave(
     plan: str | Path | PairingPlan | None = None,
     memory_limit: int | None = None,
     max_in_flight: int | None = None,
+    pipeline: Fold | None = None,
     strict: bool = False,
     verify: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -79,6 +81,8 @@ def strand_interleave(
         two strands needs, and 3 %. Where no order needs less, XLA's stays, and a line says which limit would do.
       max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
         fastest.
+      pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model that
+        is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
@@ -94,16 +98,18 @@ def strand_interleave(
     if function is None:
         return functools.partial(
             strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, profile=profile,
-            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, strict=strict, verify=verify,
-            passes=passes, disable=disable, dump_to=dump_to, **jit_options,
+            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, pipeline=pipeline, strict=strict,
+            verify=verify, passes=passes, disable=disable, dump_to=dump_to, **jit_options,
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
+    if pipeline is not None:
+        _check_pipeline(pipeline, microbatches, schedule, verify)
     choice = Choice.of(
         schedule, profile, plan, memory_limit, max_in_flight, passes, disable=disable, strict=strict, dump_to=dump_to,
-        compiler_options=jit_options.get("compiler_options"),
+        compiler_options=jit_options.get("compiler_options"), pipelined=pipeline is not None,
     )  # fmt: skip
     even_on_one_device = strict or passes is not None
-    return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device)
+    return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device, pipeline)
 
 
 class InterleavedStep:
@@ -120,6 +126,7 @@ class InterleavedStep:
         verify: bool,
         jit_options: dict[str, Any],
         even_on_one_device: bool = False,
+        pipeline: Fold | None = None,
     ):
         functools.update_wrapper(self, function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
@@ -131,8 +138,11 @@ class InterleavedStep:
         self._reduce = reduce
         self._function = function
         self._jit_options = jit_options
+        self._pipeline = pipeline
         self._plain = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
         self._jitted = self._plain if microbatches is None else self._jit_traced(microbatches)
+        if pipeline is not None:  # no other program computes with a folded state
+            self._plain = self._jitted
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
@@ -223,7 +233,7 @@ class InterleavedStep:
 
         @functools.wraps(self._function)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            with microbatching(microbatches, self._reduce) as active:
+            with microbatching(microbatches, self._reduce, self._pipeline) as active:
                 output = self._function(*args, **kwargs)
             self._check_used(active)
             return active.results if results else output
@@ -324,6 +334,18 @@ def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return type(leaf), jax.typeof(leaf)
+
+
+def _check_pipeline(pipeline: Fold, microbatches: int | None, schedule: str, verify: bool) -> None:
+    if microbatches is None:
+        raise DhelixError("pipeline= needs microbatches=: how many go through the stages in one step")
+    if schedule in ("forward_forward", "backward_backward", "intra_batch"):
+        raise DhelixError(f"schedule={schedule!r} has no pipeline: take dp, list, xla or round_robin")
+    if verify:
+        raise DhelixError(
+            "verify= compares with the step without strands, and with pipeline= there is none: compare a few steps with"
+            " those of an unfolded state, as docs/pipeline.md shows"
+        )
 
 
 def _check_options(

@@ -33,6 +33,8 @@ import jax
 import jax.numpy as jnp
 
 from dhelix.errors import DhelixError
+from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.pipeline.gradients import pipelined_sums
 
 REDUCTIONS = ("mean", "sum", "weighted")
 Weights = Callable[..., jax.Array | float]
@@ -45,11 +47,13 @@ class Microbatching:
     Attributes:
       microbatches: 1 leaves the batch whole.
       reduce: used by calls that do not name their own.
+      pipeline: executes the micro-batches by a schedule over pipeline stages.
       results: (value, gradients) of each call, tracers of the step that is being traced.
     """
 
     microbatches: int
     reduce: str
+    pipeline: Fold | None = None
     results: list[Any] = field(default_factory=list)
 
 
@@ -57,9 +61,9 @@ _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", d
 
 
 @contextlib.contextmanager
-def microbatching(microbatches: int, reduce: str) -> Iterator[Microbatching]:
+def microbatching(microbatches: int, reduce: str, pipeline: Fold | None = None) -> Iterator[Microbatching]:
     """While this is entered, `value_and_grad` splits its batch."""
-    token = _active.set(Microbatching(microbatches, reduce))
+    token = _active.set(Microbatching(microbatches, reduce, pipeline))
     try:
         active = _active.get()
         assert active is not None
@@ -98,7 +102,13 @@ def value_and_grad(
         shape depends on the batch in another way, "weighted" without weights.
     """
     options = _Options(
-        _as_tuple(argnums), has_aux, _as_tuple(batch_argnums), _as_tuple(rng_argnums) or (), reduce, weights
+        _as_tuple(argnums),
+        isinstance(argnums, int),
+        has_aux,
+        _as_tuple(batch_argnums),
+        _as_tuple(rng_argnums) or (),
+        reduce,
+        weights,
     )
     if reduce is not None:
         check_reduction(reduce)
@@ -109,7 +119,9 @@ def value_and_grad(
         active = _active.get()
         if active is None:
             return plain(*args, **kwargs)
-        if active.microbatches == 1:
+        if active.pipeline is not None:
+            result = _Pipelined(loss_fn, active.pipeline, plain, options, active, args, kwargs).run()
+        elif active.microbatches == 1:
             result = plain(*args, **kwargs)
         else:
             result = _Loop(plain, options, active, args, kwargs).run()
@@ -128,6 +140,7 @@ def check_reduction(reduce: str) -> None:
 @dataclass(frozen=True)
 class _Options:
     argnums: tuple[int, ...] | None
+    single: bool  # whether argnums was a number: the gradients are those of one argument
     has_aux: bool
     batch_argnums: tuple[int, ...] | None
     rng_argnums: tuple[int, ...]
@@ -153,9 +166,7 @@ class _Sum:
 class _Loop:
     """One call of a gradient function over M micro-batches."""
 
-    def __init__(
-        self, plain: Callable[..., Any], options: _Options, active: Microbatching, args: Any, kwargs: Any
-    ):
+    def __init__(self, plain: Callable[..., Any], options: _Options, active: Microbatching, args: Any, kwargs: Any):
         self.plain = plain
         self.options = options
         self.count = active.microbatches
@@ -203,20 +214,27 @@ class _Loop:
 
     def _microbatch(self, xs: Any) -> tuple[Any, jax.Array | None]:
         """Result of one micro-batch and its weight."""
+        args = self._arguments(xs)
+        return self.plain(*args, **self.kwargs), self._weight(args)
+
+    def _arguments(self, xs: Any) -> list[Any]:
+        """Those of one micro-batch."""
         batches, number = xs
         args = list(self.args)
         for index, batch in batches.items():
             args[index] = batch
         for index in self.options.rng_argnums:
             args[index] = jax.random.fold_in(args[index], number)
-        result = self.plain(*args, **self.kwargs)
+        return args
+
+    def _weight(self, args: Sequence[Any]) -> jax.Array | None:
         if self.reduce != "weighted":
-            return result, None
+            return None
         assert self.options.weights is not None
         weight = jnp.asarray(self.options.weights(*args, **self.kwargs), jnp.float32)
         if weight.shape:
             raise DhelixError(f"weights= must return one number for a micro-batch, not shape {weight.shape}")
-        return result, weight
+        return weight
 
     def _plan(self, one: Any) -> Any:
         """A _Sum for each output."""
@@ -292,6 +310,56 @@ class _Loop:
         elif how.weighted and self.reduce == "mean":
             total = total / self.count
         return total.astype(how.like.dtype)
+
+
+class _Pipelined(_Loop):
+    """One call of a gradient function whose micro-batches go through a pipeline."""
+
+    def __init__(self, loss_fn: Callable[..., Any], fold: Fold, *rest: Any):
+        super().__init__(*rest)
+        self.loss_fn = loss_fn
+        self.fold = fold
+
+    def run(self) -> Any:
+        batches = {index: self.args[index] for index in self.batch_argnums}
+        self._check(batches)
+        argnums = self.options.argnums or ()
+        params, params_tree = jax.tree.flatten([self.args[i] for i in argnums])
+        numbers = jnp.arange(self.count, dtype=jnp.uint32)
+        batch, batch_tree = jax.tree.flatten((jax.tree.map(self._split, batches), numbers))
+        structure: list[Any] = []
+
+        def function(*flat: Any) -> list[Any]:
+            args = self._arguments(batch_tree.unflatten(flat[len(params) :]))
+            for index, value in zip(argnums, params_tree.unflatten(flat[: len(params)]), strict=True):
+                args[index] = value
+            result = self.loss_fn(*args, **self.kwargs)
+            outputs, tree = jax.tree.flatten(result)
+            structure[:] = [tree]
+            _check_numbers(outputs)
+            return outputs
+
+        def seed(flat: Sequence[Any]) -> jax.Array:
+            weight = self._weight(self._arguments(batch_tree.unflatten(flat)))
+            return jnp.float32(1) if weight is None else weight
+
+        outputs, gradients = pipelined_sums(function, self.fold, params, batch, seed)
+        weight = jnp.sum(jax.lax.map(seed, batch)) if self.reduce == "weighted" else None
+        sums = [_Sum(jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.issubdtype(x.dtype, jnp.inexact)) for x in outputs]
+        result = structure[0].unflatten([self._finish(x, weight, how) for x, how in zip(outputs, sums, strict=True)])
+        like = [_Sum(jax.ShapeDtypeStruct(x.shape, x.dtype), weighted=True) for x in params]
+        gradients = [self._finish(x, weight, how) for x, how in zip(gradients, like, strict=True)]
+        by_argument = params_tree.unflatten(gradients)
+        return result, by_argument[0] if self.options.single else tuple(by_argument)
+
+
+def _check_numbers(outputs: Sequence[Any]) -> None:
+    for output in outputs:
+        if output.shape:
+            raise DhelixError(
+                f"pipeline=: the loss function returns {output.dtype}{list(output.shape)}; under a pipeline its loss"
+                " and auxiliary outputs are numbers: reduce them there"
+            )
 
 
 def _add(total: jax.Array, value: jax.Array, how: _Sum, weight: jax.Array | None) -> jax.Array:

@@ -40,6 +40,7 @@ class Chain:
       layer_leaves: numbers of the parameters (in the order of the leaves) that the layers are made of.
       end_leaves: those that embedding and head read.
       prepare: the layers' parameters, stacked, to the scan's stacked weights.
+      casts: where each stack is a parameter or its cast, which of the layers' parameters; else empty.
       context: (batch) -> what every layer reads beside its weights.
       context_of_batch: whether that differs from micro-batch to micro-batch.
       embed: (end parameters, batch) -> what the first layer reads.
@@ -53,6 +54,7 @@ class Chain:
     layer_leaves: tuple[int, ...]
     end_leaves: tuple[int, ...]
     prepare: Callable[[Sequence[Any]], Values]
+    casts: tuple[int, ...]
     context: Callable[[Sequence[Any]], Values]
     context_of_batch: bool
     embed: Callable[[Sequence[Any], Sequence[Any]], Values]
@@ -63,16 +65,21 @@ class Chain:
     length: int
 
 
-def take_apart(function: Callable[..., Sequence[Any]], params: Sequence[Any], batch: Sequence[Any]) -> Chain:
-    """The chain in `function(*params, *batch)`, which returns a flat list with the loss first.
+def trace(function: Callable[..., Sequence[Any]], params: Sequence[Any], batch: Sequence[Any]) -> Any:
+    """The trace of `function(*params, *batch)`, which returns a flat list with the loss first.
 
     Args:
       params, batch: arrays or shapes; a batch is one micro-batch, and everything else that is no parameter.
+    """
+    return _inline_calls(jax.make_jaxpr(function)(*params, *batch))
+
+
+def take_apart(jaxpr: Any, parameters: int) -> Chain:
+    """The chain in a `trace` whose first `parameters` arguments are the parameters.
 
     Raises DhelixError where the function is no chain of equal layers.
     """
-    jaxpr = _inline_calls(jax.make_jaxpr(function)(*params, *batch))
-    return _Cut(jaxpr, len(params)).chain()
+    return _Cut(jaxpr, parameters).chain()
 
 
 class _Cut:
@@ -114,6 +121,7 @@ class _Cut:
             layer_leaves=layers,
             end_leaves=ends,
             prepare=lambda stacked: prepare(*stacked),
+            casts=self._casts(layer_params),
             context=lambda batch: context(*batch),
             context_of_batch=bool(set(self.batch) & self._reads(self.consts)),
             embed=lambda params, batch: embed(*params, *batch),
@@ -123,6 +131,13 @@ class _Cut:
             weights=tuple(shape(var) for var in self.stacks),
             length=self.scan.params["length"],
         )
+
+    def _casts(self, layer_params: Sequence[Any]) -> tuple[int, ...]:
+        made = {eqn.outvars[0]: eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "convert_element_type"}
+        sources = [made[var].invars[0] if var in made else var for var in self.stacks]
+        if sorted(map(id, sources)) != sorted(map(id, layer_params)):
+            return ()
+        return tuple(layer_params.index(var) for var in sources)
 
     def _find_scan(self) -> Any:
         """The loop over the most parameters."""

@@ -73,6 +73,15 @@ def unfold_state(state: Any, stacked: tuple[Path, ...], layout: Layout, mesh: Me
     return _move_state(state, stacked, Move(layout, mesh, axis, fold=False))
 
 
+def leading_dimensions(state: Any, stacked: tuple[Path, ...], count: int) -> tuple[int, ...]:
+    """The first `count` dimensions of the first stack. Raises DhelixError where nothing lies under these names."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if len(getattr(leaf, "shape", ())) >= count and any(_lies_under(path, names) for names in stacked):
+            return tuple(leaf.shape[:count])
+    names = ", ".join(".".join(map(str, path)) for path in stacked)
+    raise DhelixError(f"no array lies under {names}: name where the stacked layers are")
+
+
 @dataclass(frozen=True)
 class Move:
     """From one order to the other, on a mesh."""

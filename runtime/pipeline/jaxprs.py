@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+from jax.sharding import NamedSharding
 
 
 def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -37,3 +38,39 @@ def variables(atoms: Sequence[Any]) -> set[Any]:
 
 def shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def communicates_over(jaxpr: Any, axis: str) -> bool:
+    """Whether a collective, or a device's place, over mesh axis `axis` is part of `jaxpr`."""
+    return any(
+        any(_names(value, axis) for value in equation.params.values())
+        or any(communicates_over(inner, axis) for inner in _inner(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def with_context_mesh(jaxpr: Any) -> Any:
+    """`jaxpr` with its sharding constraints on the mesh of the context, in which some axes may be manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, NamedSharding):
+            return NamedSharding(mesh, value.spec)
+        if isinstance(value, jex_core.Jaxpr):
+            return with_context_mesh(value)
+        return tuple(map(moved, value)) if type(value) is tuple else value
+
+    if mesh.empty:
+        return jaxpr
+    return jaxpr.replace(
+        eqns=[e.replace(params={name: moved(value) for name, value in e.params.items()}) for e in jaxpr.eqns]
+    )
+
+
+def _names(value: Any, axis: str) -> bool:
+    return value == axis if isinstance(value, str) else isinstance(value, tuple) and axis in value
+
+
+def _inner(equation: Any) -> list[Any]:
+    values = [v for value in equation.params.values() for v in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in values if isinstance(value, jex_core.Jaxpr)]

@@ -1,0 +1,88 @@
+"""What a user says of a pipeline: `@strand_interleave(microbatches=M, pipeline=Fold(stages=P))`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold import (
+    Layout,
+    Schedule,
+    fold_layout,
+    interleaved_layout,
+    linear_layout,
+    validate,
+    w_schedule,
+)
+from dhelix.runtime.pipeline.folded_state import Path, fold_state, leading_dimensions, unfold_state
+
+SCHEDULES = ("w", "1f1b", "interleaved", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A pipeline over mesh axis `axis`.
+
+    Attributes:
+      stages: P, the size of that axis.
+      layers: of the model; None where 2P (the chunks) divide them. Otherwise layers of identity fill up the chunks, and
+        only this number tells them apart.
+      schedule: "w" (the fold: two strands on every stage), or a baseline: "1f1b", "interleaved", "dualpipev".
+      chunks_per_stage: of the interleaved schedule.
+      axis: of the mesh.
+    """
+
+    stages: int
+    layers: int | None = None
+    schedule: str = "w"
+    chunks_per_stage: int = 2
+    axis: str = "pp"
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise DhelixError(f"Fold(stages={self.stages}): a pipeline has at least one stage")
+        if self.schedule not in SCHEDULES:
+            raise DhelixError(f"Fold(schedule={self.schedule!r}) means nothing; take one of {', '.join(SCHEDULES)}")
+
+    @property
+    def places(self) -> int:
+        """Chunks on each stage."""
+        return {"1f1b": 1, "interleaved": self.chunks_per_stage}.get(self.schedule, 2)
+
+    def fold(self, state: Any, mesh: Mesh, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
+        """A train state with its layers in this pipeline's order (`folded_state.fold_state`).
+
+        Args:
+          stacked: the names under which stacked layers lie, [layers, ...] each.
+        """
+        layers = self.layers or leading_dimensions(state, stacked, 1)[0]
+        return fold_state(state, stacked, self.layout(layers), mesh, self.axis)
+
+    def unfold(self, state: Any, mesh: Mesh, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
+        """The inverse of `fold`: a train state in the model's own order, for checkpoints."""
+        layers = self.layers or math.prod(leading_dimensions(state, stacked, 2))
+        return unfold_state(state, stacked, self.layout(layers), mesh, self.axis)
+
+    def layout(self, layers: int) -> Layout:
+        """Which of the model's `layers` lie where."""
+        chunks = self.places * self.stages
+        if self.layers is None and layers % chunks:
+            raise DhelixError(
+                f"{layers} layers do not divide into {chunks} chunks: say Fold(layers={layers}), and layers of identity"
+                " fill them up"
+            )
+        if self.schedule == "1f1b":
+            return linear_layout(layers, self.stages)
+        if self.schedule == "interleaved":
+            return interleaved_layout(layers, self.stages, self.chunks_per_stage)
+        return fold_layout(layers, self.stages)
+
+    def make_schedule(self, layers: int, microbatches: int) -> Schedule:
+        """The schedule for `layers` layers and `microbatches` micro-batches, checked."""
+        schedule = w_schedule(self.layout(layers), microbatches)
+        validate(schedule)
+        return schedule

@@ -1,0 +1,119 @@
+"""`dhelix.value_and_grad` under a pipeline: the loss function's gradients by a schedule over stages.
+
+    @strand_interleave(microbatches=16, pipeline=Fold(stages=4))
+    def train_step(state, batch):
+        loss, grads = dhelix.value_and_grad(loss_fn)(state.params, batch)
+
+The layers' parameters come folded, [chunks, padded, ...] where the model has [layers, ...] (`folded_state.py`), and so
+do their gradients. The loss function is traced with the shapes that it knows.
+
+Contract, under a `shard_map` over the pipeline axis: gradients are those of this device's own work, as without JAX's
+tracking of replication (`check_vma=False`); a parameter that lies on several stages has its parts added by the caller,
+as over every other axis. Losses are the same on all stages. Outside of one, this makes the `shard_map` itself, over the
+pipeline axis alone: other axes stay automatic, and everything comes back whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.errors import DhelixError
+from dhelix.runtime.pipeline.chain import Chain, take_apart, trace
+from dhelix.runtime.pipeline.executor import Pipeline, Sums
+from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.pipeline.jaxprs import communicates_over, with_context_mesh
+
+Values = list[Any]
+
+
+def pipelined_sums(
+    function: Callable[..., Sequence[Any]],
+    fold: Fold,
+    params: Sequence[jax.Array],
+    batches: Sequence[jax.Array],
+    seed: Callable[[Sequence[Any]], jax.Array],
+) -> tuple[Values, Values]:
+    """Sums over the micro-batches of what `function(*params, *batch)` returns, and of the loss's gradients.
+
+    Args:
+      function: one micro-batch's outputs, flat, the scalar loss first.
+      params: flat; those of the layers are folded.
+      batches: flat, with a leading axis of micro-batches.
+      seed: (batch) -> the weight of a micro-batch: its loss, gradients and floating-point outputs count that often.
+
+    Raises DhelixError for a model that is no chain of equal layers, or parameters that are not folded.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = fold.axis in mesh.manual_axes
+    rows = fold.places if manual else fold.places * fold.stages
+    folded = [len(x.shape) >= 2 and x.shape[0] == rows for x in params]
+    shapes = [
+        jax.ShapeDtypeStruct(_unfolded(x.shape) if f else x.shape, x.dtype) for x, f in zip(params, folded, strict=True)
+    ]
+    batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batches]
+    jaxpr = trace(function, shapes, batch)
+    shared_ends = communicates_over(jaxpr, fold.axis)
+
+    def of_stage(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
+        chain = take_apart(with_context_mesh(jaxpr), len(params))
+        _check_folded(chain, folded, fold, params)
+        microbatches = batches[0].shape[0]
+        padded = params[chain.layer_leaves[0]].shape[1]
+        layers = fold.layers or padded * fold.places * fold.stages
+        pipeline = Pipeline(chain, fold.make_schedule(layers, microbatches), fold.axis, shared_ends, seed)
+        return _run(pipeline, stage, params, batches)
+
+    if manual:
+        return of_stage(lax.axis_index(fold.axis), params, batches)
+    raise DhelixError("pipeline= needs value_and_grad inside jax.shard_map over the pipeline axis")
+
+
+def _run(
+    pipeline: Pipeline, stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]
+) -> tuple[Values, Values]:
+    chain = pipeline.chain
+    folded = [params[i] for i in chain.layer_leaves]
+    places, padded = folded[0].shape[:2]
+
+    def prepare(folded: Sequence[jax.Array]) -> Values:
+        stacks = chain.prepare([x.reshape(_unfolded(x.shape)) for x in folded])
+        return [x.reshape(places, padded, *x.shape[1:]) for x in stacks]
+
+    ends = [params[i] for i in chain.end_leaves]
+    sums = pipeline.run(stage, prepare(folded), ends, batches)
+    gradients: Values = [jnp.zeros(x.shape, jnp.float32) for x in params]
+    for leaf, gradient in zip(chain.end_leaves, sums.ends, strict=True):
+        gradients[leaf] = gradient
+    for leaf, gradient in zip(chain.layer_leaves, _of_parameters(chain, prepare, folded, sums), strict=True):
+        gradients[leaf] = gradient
+    outputs = sums.outputs
+    if not pipeline.shared_ends:
+        outputs = [lax.psum(output, pipeline.axis) for output in outputs]
+    return outputs, gradients
+
+
+def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequence[jax.Array], sums: Sums) -> Values:
+    """Gradients of the parameters from those of the scan's weights."""
+    if chain.casts:
+        return [sums.layers[chain.casts.index(i)] for i in range(len(folded))]
+    stacks, vjp = jax.vjp(prepare, list(folded))
+    return vjp([g.astype(x.dtype) for g, x in zip(sums.layers, stacks, strict=True)])[0]
+
+
+def _unfolded(shape: Sequence[int]) -> tuple[int, ...]:
+    return (shape[0] * shape[1], *shape[2:])
+
+
+def _check_folded(chain: Chain, folded: Sequence[bool], fold: Fold, params: Sequence[jax.Array]) -> None:
+    layers = [i for i, f in enumerate(folded) if f]
+    if sorted(chain.layer_leaves) != layers:
+        shapes = ", ".join(str(list(params[i].shape)) for i in chain.layer_leaves[:3])
+        raise DhelixError(
+            f"pipeline=: the layers' parameters {shapes}, ... are not folded for {fold.stages} stages of {fold.places}"
+            " chunks: fold the state once, with train_step.fold(state)"
+        )
