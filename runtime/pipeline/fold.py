@@ -67,8 +67,11 @@ class Fold:
         layers = self.layers or math.prod(leading_dimensions(state, stacked, 2))
         return unfold_state(state, stacked, self.layout(layers), mesh, self.axis)
 
-    def layout(self, layers: int) -> Layout:
-        """Which of the model's `layers` lie where."""
+    def layout(self, layers: int | None = None) -> Layout:
+        """Which of the model's `layers` lie where; by default of the number that was given."""
+        layers = self.layers if layers is None else layers
+        if layers is None:
+            raise DhelixError("Fold(layers=) is needed to lay out layers: give the model's number of layers")
         chunks = self.places * self.stages
         if self.layers is None and layers % chunks:
             raise DhelixError(
