@@ -68,6 +68,16 @@ def check_agreement(values: Mapping[str, str]) -> None:
             raise HostsDisagreeError(_message(name, found, hosts))
 
 
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is set in one process at least. Every process must call it, the same number of times.
+
+    For decisions that all must take alike: a report or the memory of an executable may be known to some of them only.
+    """
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
 def _message(what: str, found: list[str], hosts: list[str]) -> str:
     groups: dict[str, list[str]] = {}
     for process, (digest, host) in enumerate(zip(found, hosts, strict=True)):

@@ -158,7 +158,9 @@ class Choice:
 
     def without_plan(self) -> Choice:
         """The same, with both strands in XLA's order in place of a plan's."""
-        return replace(self, plan=None, schedule="xla", disable=())
+        known = [one.name for one in default_passes("xla")]
+        disabled = (self.disable,) if isinstance(self.disable, str) else self.disable
+        return replace(self, plan=None, schedule="xla", disable=tuple(n for n in known if n in disabled))
 
     def manager(self, lowered: jax.stages.Lowered | None = None) -> PassManager:
         """The passes for a program; without one as for CPUs, where no costs are needed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,12 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint, report
-from dhelix.passes.manager import PassManager, Stage, say_once
-from dhelix.passes.report import Report
+from dhelix.passes.manager import Stage, say_once
+from dhelix.passes.pairing_plan import PairingPlan
+from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import agreement, lowering, registration
+from dhelix.runtime.schedules import Choice, decompositions
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
 
@@ -21,8 +25,11 @@ class Specialization:
     """What to call for one kind of arguments, and the program behind it.
 
     A job is never broken: where passes refuse, or their result does not lower or compile, the program is left
-    alone, which means that its caller runs the plain one, and a line in the log says why. With the manager's
-    `strict` all of these raise instead.
+    alone, which means that its caller runs the plain one, and a line in the log says why. With `strict` all of these
+    raise instead.
+
+    A plan that does not fit is only known to be refused when the compiler has come to the order, and the all-to-alls
+    that it asks for have been made by then. Such a step is compiled again, without anything of the plan.
 
     Attributes:
       original: as the user's function lowers.
@@ -31,13 +38,11 @@ class Specialization:
       verified: whether it was compared with the plain step.
     """
 
-    def __init__(
-        self, name: str, manager: PassManager, original: jax.stages.Lowered, even_on_one_device: bool = False
-    ):
+    def __init__(self, name: str, choice: Choice, original: jax.stages.Lowered, even_on_one_device: bool = False):
         """
         Args:
           name: of the step, for the log.
-          manager: the passes.
+          choice: what the user chose; the passes follow from it.
           original: the step as the user's function lowers.
           even_on_one_device: run the passes where there is no communication that they could hide.
         """
@@ -46,36 +51,26 @@ class Specialization:
         self.left_alone = False
         self.verified = False
         self._name = name
-        self._strict = manager.strict
+        self._choice = choice
+        self._strict = choice.strict
         self._lock = threading.Lock()
         self._compiled: jax.stages.Compiled | None = None
         self._order: str | None = None
-        module = lowering.hlo_bytes(original)
-        self._session = registration.Session(manager, module, fingerprint.module_name(module))
+        self._refused: StageReport | None = None
+        self._session = self._begin(choice)
         if lowering.device_count(original) == 1 and not even_on_one_device:
             self._session.skip_lowered(_ONE_DEVICE)
             self._leave_alone(_ONE_DEVICE)
-            return
-        changed = self._session.run_lowered()
-        if changed is None and manager.runs_at(Stage.LOWERED):
-            self._say_nothing_changed()
         else:
-            self._replace(module if changed is None else changed)
+            self._transform()
 
     def compile(self) -> Callable[..., Any] | None:
         """The transformed program, to be called without static arguments; None if it is left alone."""
         with self._lock:
             if self._compiled is None and not self.left_alone:
-                try:
-                    with self._session.compiling():
-                        self._compiled = self.lowered.compile()
-                except jax.errors.JaxRuntimeError as error:
-                    # Processes that go on with different programs would wait for each other for ever.
-                    if self._strict or jax.process_count() > 1:
-                        raise
-                    self._leave_alone(f"the interleaved program does not compile: {error}")
-                else:
-                    self._order = agreement.check_compiled(self._compiled, self._session.marker)
+                self._compile()
+                if self._compiled is not None and self._choice.plan is not None:
+                    self._drop_refused_plan(self._choice.plan)
             return self._compiled
 
     def plan(self) -> Report:
@@ -91,7 +86,49 @@ class Specialization:
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
         if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
             self.compile()
-        return self.plan() if self.left_alone else self._session.report(self._order)
+        if self.left_alone:
+            return self.plan()
+        whole = self._session.report(self._order)
+        return whole if self._refused is None else dataclasses.replace(whole, stages=(*whole.stages, self._refused))
+
+    def _begin(self, choice: Choice) -> registration.Session:
+        module = lowering.hlo_bytes(self.original)
+        return registration.Session(choice.manager(self.original), module, fingerprint.module_name(module))
+
+    def _transform(self) -> None:
+        """Runs the LOWERED passes."""
+        changed = self._session.run_lowered()
+        if changed is None and self._session.manager.runs_at(Stage.LOWERED):
+            self._say_nothing_changed()
+        else:
+            self._replace(lowering.hlo_bytes(self.original) if changed is None else changed)
+
+    def _compile(self) -> None:
+        try:
+            with self._session.compiling():
+                self._compiled = self.lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            # Processes that go on with different programs would wait for each other for ever.
+            if self._strict or jax.process_count() > 1:
+                raise
+            self._leave_alone(f"the interleaved program does not compile: {error}")
+        else:
+            self._order = agreement.check_compiled(self._compiled, self._session.marker)
+
+    def _drop_refused_plan(self, plan: PairingPlan) -> None:
+        """Compiles anew, without the plan, what the plan's decompositions changed before it was refused."""
+        done = self._session.report()
+        decomposed = any(done[one.name].changed for one in decompositions(plan.target.decomposed))
+        refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
+        if not agreement.any_process(decomposed and refused):
+            return
+        self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
+        self._compiled, self._session = None, self._begin(self._choice.without_plan())
+        reason = "the plan is refused, so the step is compiled again without its all-to-alls, as with schedule='xla'"
+        say_once(f"{self._name}: {reason}", (self._name, reason))
+        self._transform()
+        if not self.left_alone:
+            self._compile()
 
     def _replace(self, module: bytes) -> None:
         try:

@@ -261,7 +261,7 @@ class InterleavedStep:
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
                 self._specializations[same] = Specialization(
-                    self.__name__, self._choice.manager(lowered), lowered, self._even_on_one_device
+                    self.__name__, self._choice, lowered, self._even_on_one_device
                 )
             if key is not None:
                 self._specializations[key] = self._specializations[same]

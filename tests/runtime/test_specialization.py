@@ -1,0 +1,74 @@
+"""What a step is compiled as where its plan or its memory limit does not hold: on GPUs that need not exist."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+from dhelix.errors import PassRefusal
+from dhelix.models import LlamaConfig, Training, make_train_step, preset
+from dhelix.passes import manager
+from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.passes.report import CHANGED, REFUSED
+from dhelix.runtime import deviceless, registration
+from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
+
+CONFIG: LlamaConfig = preset(
+    "llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048
+)  # with 4 MiB in a reduce-scatter, which is enough to decompose it
+FOREIGN = PairingPlan(
+    "another step",
+    PlanTarget.of("H200", "nvlink", "default", decomposed=("reduce-scatter",)),
+    (PlanBody("both strands", "0123456789abcdef", 1, (), ()),),
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(manager, "_said", set())
+    yield
+    registration.clear()
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    return make_train_step(CONFIG, deviceless.mesh({"dp": 1, "tp": 4}), optax.sgd(0.1), 3)
+
+
+def decorated(training: Training, **options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
+    """The step for these GPUs, and what to call it with."""
+    compiler_options = dict(deviceless.COMPILER_OPTIONS)
+    step = strand_interleave(training.train_step, donate_argnums=0, compiler_options=compiler_options, **options)
+    return step, (training.abstract_state(), training.abstract_batch(3))
+
+
+def compiled(step: InterleavedStep, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+    return step._compiled(arguments, {})[1]
+
+
+def opcodes(program: jax.stages.Compiled) -> set[str]:
+    return {i.opcode for c in compiled_module(program).computations for i in c.instructions}
+
+
+@pytest.mark.deviceless
+def test_nothing_is_left_of_a_refused_plan(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    """Its all-to-alls were made before it was refused; the strands stay, in XLA's order."""
+    step, arguments = decorated(training, plan=FOREIGN)
+    found = compiled(step, arguments)
+    assert "reduce-scatter" in opcodes(found) and "all-to-all" not in opcodes(found)
+    report = step.report(*arguments)
+    assert report["strand-duplication"].outcome == CHANGED
+    assert report["planned-order"].outcome == REFUSED
+    assert "the plan is for another program" in str(report["planned-order"].notes[-1])
+    said = [r.getMessage() for r in caplog.records if "compiled again without its all-to-alls" in r.getMessage()]
+    assert len(said) == 1
+
+
+@pytest.mark.deviceless
+def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> None:
+    step, arguments = decorated(training, plan=FOREIGN, strict=True)
+    with pytest.raises(PassRefusal, match="the plan is for another program"):
+        compiled(step, arguments)
