@@ -323,22 +323,29 @@ def _at(array: jax.Array, *index: Any) -> jax.Array:
     """array[index], by one dynamic slice."""
     if array.shape[0] == 1 and len(index) == 1:
         return array[0]
-    start = [*index, *[0] * (array.ndim - len(index))]
-    sizes = [1] * len(index) + list(array.shape[len(index) :])
-    return lax.dynamic_slice(array, start, sizes).reshape(array.shape[len(index) :])
+    return _slice(array, index).reshape(array.shape[len(index) :])
 
 
 def _put(array: jax.Array, value: jax.Array, *index: Any) -> jax.Array:
     """`array` with `value` at `index`."""
     if array.shape[0] == 1 and len(index) == 1:
         return value[None]
-    start = [*index, *[0] * (array.ndim - len(index))]
-    return lax.dynamic_update_slice(array, value.reshape([1] * len(index) + list(value.shape)), start)
+    return _update(array, value.reshape([1] * len(index) + list(value.shape)), index)
 
 
 def _add(total: jax.Array, value: jax.Array, counts: jax.Array, *index: Any) -> jax.Array:
-    before = _at(total, *index)
-    return _put(total, jnp.where(counts, before + value.astype(total.dtype), before), *index)
+    """`total` with `value` added at `index` if it counts. One slice, one update, nothing else: XLA works in place."""
+    value = value.astype(total.dtype).reshape([1] * len(index) + list(value.shape))
+    return _update(total, _slice(total, index) + jnp.where(counts, value, 0), index)
+
+
+def _slice(array: jax.Array, index: Sequence[Any]) -> jax.Array:
+    sizes = [1] * len(index) + list(array.shape[len(index) :])
+    return lax.dynamic_slice(array, [*index, *[0] * (array.ndim - len(index))], sizes)
+
+
+def _update(array: jax.Array, part: jax.Array, index: Sequence[Any]) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, [*index, *[0] * (array.ndim - len(index))])
 
 
 def _add_all(totals: Values, values: Values, counts: jax.Array | None = None) -> Values:
