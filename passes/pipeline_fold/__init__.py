@@ -1,5 +1,9 @@
 """The U layout and the W schedule, and the other pipeline schedules: data, checks and costs. Start at `schedule.py`."""
 
+from dhelix.passes.pipeline_fold.bidirectional import bidirectional
+from dhelix.passes.pipeline_fold.catalogue import SCHEDULES, layout_of, make_schedule
+from dhelix.passes.pipeline_fold.dual_pipe_v import dual_pipe_v
+from dhelix.passes.pipeline_fold.evaluation import Evaluation, evaluate, evaluate_programs
 from dhelix.passes.pipeline_fold.layouts import (
     fold_layout,
     interleaved_layout,
@@ -7,24 +11,43 @@ from dhelix.passes.pipeline_fold.layouts import (
     model_order,
     storage_order,
 )
+from dhelix.passes.pipeline_fold.one_forward_one_backward import (
+    interleaved_one_forward_one_backward,
+    one_forward_one_backward,
+)
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.slots import scratch
+from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms
 from dhelix.passes.pipeline_fold.transfers import transfers
 from dhelix.passes.pipeline_fold.validation import validate
 from dhelix.passes.pipeline_fold.w_schedule import w_schedule
+from dhelix.passes.pipeline_fold.zero_bubble_v import zero_bubble_v
 
 __all__ = [
     "Cell",
+    "Evaluation",
     "Layout",
+    "PipelineCosts",
+    "SCHEDULES",
     "Schedule",
+    "StagePrograms",
     "Work",
+    "bidirectional",
+    "dual_pipe_v",
+    "evaluate",
+    "evaluate_programs",
     "fold_layout",
     "interleaved_layout",
+    "interleaved_one_forward_one_backward",
+    "layout_of",
     "linear_layout",
+    "make_schedule",
     "model_order",
+    "one_forward_one_backward",
     "scratch",
     "storage_order",
     "transfers",
     "validate",
     "w_schedule",
+    "zero_bubble_v",
 ]

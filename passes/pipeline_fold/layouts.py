@@ -46,6 +46,12 @@ def fold_layout(layers: int, stages: int) -> Layout:
     )
 
 
+def check_folded(layout: Layout) -> None:
+    """Raises DhelixError where `layout` is not a U."""
+    if layout.stage_of != tuple(min(chunk, 2 * layout.stages - 1 - chunk) for chunk in range(2 * layout.stages)):
+        raise DhelixError("this schedule needs the folded layout: make it with fold_layout(layers, stages)")
+
+
 def storage_order(layout: Layout) -> np.ndarray:
     """The model's layer at each place of storage, int32[stages, chunks of a stage, padded]; -1: padding."""
     order = np.full((layout.stages, layout.chunks // layout.stages, layout.padded), -1, np.int32)

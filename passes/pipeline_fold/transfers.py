@@ -1,14 +1,16 @@
-"""What stages send one another: the activations and cotangents that each tick of a schedule makes.
+"""What chunks hand one another: the activations and cotangents that each tick makes.
 
-A message leaves at the end of the tick that made it. In one tick no stage sends or receives two activations, or two
-cotangents (`validation.validate`), so each list is a partial permutation: one collective-permute.
+A message leaves at the end of the tick that made it, for another stage or for another chunk of the same one. In a tick
+no stage gets two activations or two cotangents (`validation.validate`), so what goes to other stages is a partial
+permutation: one collective-permute of each kind. In the W schedule and in 1F1B a message is read in the very next tick;
+in the others it may have to wait for some ticks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Literal
 
-from dhelix.passes.pipeline_fold.schedule import Layout, Schedule, Work
+from dhelix.passes.pipeline_fold.schedule import Schedule
 
 # From stage, to stage.
 Hop = tuple[int, int]
@@ -20,16 +22,17 @@ def transfers(schedule: Schedule, tick: int) -> tuple[list[Hop], list[Hop]]:
     What the next chunk reads on the same stage is no transfer, nor is what the last chunk makes for the loss or the
     first one for the embedding.
     """
-    cells = schedule.ticks[tick]
-    activations = _hops(schedule.layout, (cell.forward for cell in cells), 1)
-    cotangents = _hops(schedule.layout, (cell.backward for cell in cells), -1)
+    activations = [hop for hop in handed_over(schedule, tick, "forward") if hop[0] != hop[1]]
+    cotangents = [hop for hop in handed_over(schedule, tick, "backward") if hop[0] != hop[1]]
     return activations, cotangents
 
 
-def _hops(layout: Layout, works: Iterable[Work | None], step: int) -> list[Hop]:
-    hops = []
-    for stage, work in enumerate(works):
-        reader = -1 if work is None else work.chunk + step
-        if 0 <= reader < layout.chunks and layout.stage_of[reader] != stage:
+def handed_over(schedule: Schedule, tick: int, direction: Literal["forward", "backward"]) -> list[Hop]:
+    """`transfers` of one kind ("forward": activations, "backward": cotangents), and those from a stage to itself."""
+    layout, hops = schedule.layout, []
+    for stage, cell in enumerate(schedule.ticks[tick]):
+        work = cell.forward if direction == "forward" else cell.backward
+        reader = -1 if work is None else work.chunk + (1 if direction == "forward" else -1)
+        if 0 <= reader < layout.chunks:
             hops.append((stage, layout.stage_of[reader]))
     return hops

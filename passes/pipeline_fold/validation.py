@@ -5,7 +5,7 @@
     dependencies   what a chunk reads was made in an earlier tick, on a neighbour or on the same stage
     slots          in range; never overwritten before the backward that needs them, except by the forward of that very
                    tick, which must walk the slot the other way round; the backward finds its forward's slot and order
-    messages       in one tick a stage gets one activation and one cotangent at most (`transfers.transfers`)
+    messages       in one tick a stage gets one activation and one cotangent at most, from itself or another
     lockstep       what the word promises, see `_check_lockstep`
 
 That a cell holds at most one forward and one backward, and a stage thus sends one message of a kind, its type says.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dhelix.errors import DhelixError
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.slots import scratch
-from dhelix.passes.pipeline_fold.transfers import transfers
+from dhelix.passes.pipeline_fold.transfers import handed_over
 
 
 def validate(schedule: Schedule) -> None:
@@ -115,7 +115,10 @@ def _check_slots(schedule: Schedule, stage: int) -> None:
 
 def _check_messages(schedule: Schedule) -> None:
     for tick in range(len(schedule.ticks)):
-        for kind, hops in zip(("activations", "cotangents"), transfers(schedule, tick), strict=True):
+        for kind, hops in (
+            ("activations", handed_over(schedule, tick, "forward")),
+            ("cotangents", handed_over(schedule, tick, "backward")),
+        ):
             receivers = sorted(receiver for _, receiver in hops)
             for first, second in zip(receivers, receivers[1:], strict=False):
                 if first == second:

@@ -27,7 +27,7 @@ DHelix paper, section 4.1, figures 7 and 8.
 from __future__ import annotations
 
 from dhelix.errors import DhelixError
-from dhelix.passes.pipeline_fold.layouts import fold_layout
+from dhelix.passes.pipeline_fold.layouts import check_folded
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
 from dhelix.passes.pipeline_fold.slots import Item, with_slots
 
@@ -42,8 +42,7 @@ def w_schedule(layout: Layout, microbatches: int, *, reuse_within_tick: bool = T
       DhelixError: the layout is not folded, or there is no micro-batch.
     """
     stages = layout.stages
-    if layout.stage_of != fold_layout(2 * stages, stages).stage_of:
-        raise DhelixError("the W schedule needs the folded layout: make it with fold_layout(layers, stages)")
+    check_folded(layout)
     if microbatches < 1:
         raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
     forward, backward = dict[tuple[int, int], Item](), dict[tuple[int, int], Item]()

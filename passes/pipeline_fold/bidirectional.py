@@ -1,0 +1,56 @@
+"""The bidirectional pipeline: two strands from both ends, a copy of the parameters for each. For the evaluator alone.
+
+Even micro-batches enter at stage 0, odd ones at stage P - 1. The backward of one strand and the forward of the other
+cross the stages the same way, so a stage co-executes them, as in the W schedule; but stage d holds the layers of two
+linear layouts, the d-th and the (P - 1 - d)-th part of the model:
+
+    P = 2, M = 6  tick   0    1    2    3    4    5    6    7
+    stage 0, forward     F0   F1   F2   F3   F4   F5              F0, F2, F4 and B0, B2, B4: first half of the layers
+             backward              B1   B0   B3   B2   B5   B4    odd ones: second half
+    stage 1, forward     F1   F0   F3   F2   F5   F4
+             backward              B0   B1   B2   B3   B4   B5
+
+The k-th micro-batch of a strand goes forward on the i-th stage of its way in tick 2k + i and backward in tick
+2k + 2P - 1 - i. Where P is odd, the second strand is a tick late, so that no stage has two of a kind in a tick.
+
+DHelix paper, figure 6b, and section 6.5, which finds that it fits the smallest models.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold.layouts import linear_layout
+from dhelix.passes.pipeline_fold.slots import Item
+from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, task
+
+
+def bidirectional(layers: int, stages: int, microbatches: int, costs: PipelineCosts) -> StagePrograms:
+    """What each stage does; `evaluation.evaluate_programs` tells what it costs. Raises DhelixError on bad counts."""
+    lengths = linear_layout(layers, stages).chunk_layers
+    if microbatches < 1:
+        raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
+    forwards, backwards = dict[tuple[int, int], Item](), dict[tuple[int, int], Item]()
+    for microbatch in range(microbatches):
+        upward = microbatch % 2
+        start = 2 * (microbatch // 2) + (stages % 2) * upward
+        for chunk in range(stages):
+            stage = stages - 1 - chunk if upward else chunk
+            forwards[stage, start + chunk] = (microbatch, chunk)
+            backwards[stage, start + 2 * stages - 1 - chunk] = (microbatch, chunk)
+    ticks = range(microbatches + 2 * stages + 1)
+    return StagePrograms(
+        "bidirectional",
+        lengths,
+        tuple(lengths[stage] + lengths[stages - 1 - stage] for stage in range(stages)),
+        tuple(
+            tuple(
+                task(lengths, forwards.get((stage, tick)), backwards.get((stage, tick)), costs, hands_over=True)
+                for tick in ticks
+                if (stage, tick) in forwards or (stage, tick) in backwards
+            )
+            for stage in range(stages)
+        ),
+        costs.of_ends(microbatches) / stages if costs.shared_ends else Fraction(0),
+    )

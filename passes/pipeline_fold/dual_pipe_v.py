@@ -1,0 +1,74 @@
+"""DualPipeV, the V variant of DualPipe on the folded layout: it co-executes forward and backward of opposite direction.
+
+Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d does, in order,
+
+    1   2 (P - 1 - d)       times   F down
+    2   d + 1               times   F down, F up
+    3   P - 1 - d           times   B up, F up
+    4   M - 2P + d + 1      times   F down with B up, F up with B down       co-executed
+    5   P - 1 - d           times   B up, F up with B down                   the second co-executed
+    6   d + 1               times   B up, B down
+    7   P - 1 - d           times   B down
+
+and in the last stage's first round of step 4 the two stand alone, since that B up reads what the F up just made.
+The original splits some backwards into gradients of inputs and of weights, and fills bubbles with the latter; our
+backward makes both, so these bubbles stay. A step of fewer than 2P micro-batches is one of 2P without those missing.
+
+Against the W schedule: the same layout and co-execution, but a forward going down meets a backward going up, so the two
+send in opposite directions and a stage waits for its neighbours twice as often. Not lockstep: where one stage
+co-executes its neighbour may go forward only.
+
+Source: DeepSeek-AI's DualPipe, `dualpipev.py`; Sea AI Lab's "cut in half" of DualPipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold.layouts import check_folded
+from dhelix.passes.pipeline_fold.orders import Pair, in_ticks, of_first
+from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
+from dhelix.passes.pipeline_fold.slots import with_slots
+
+DOWN, UP = 0, 1
+
+
+def dual_pipe_v(layout: Layout, microbatches: int) -> Schedule:
+    """DualPipeV on a folded layout (`layouts.fold_layout`). Raises DhelixError on another layout."""
+    check_folded(layout)
+    if microbatches < 1:
+        raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
+    made_for = max(microbatches, 2 * layout.stages)
+    orders = [_order(layout.stages, made_for, stage) for stage in range(layout.stages)]
+    timetable = in_ticks(layout, of_first(microbatches, orders))
+    return with_slots("dualpipev", layout, microbatches, timetable, lockstep=False)
+
+
+def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
+    """What `stage` does: numbers its steps, which say only forward or backward and down or up."""
+    chunks = (stage, 2 * stages - 1 - stage)
+    forwards, backwards = ([count(), count()] for _ in range(2))
+    return [
+        (
+            None if forward is None else (next(forwards[forward]), chunks[forward]),
+            None if backward is None else (next(backwards[backward]), chunks[backward]),
+        )
+        for forward, backward in _steps(stages, microbatches, stage)
+    ]
+
+
+def _steps(stages: int, microbatches: int, stage: int) -> Iterator[tuple[int | None, int | None]]:
+    """(forward, backward) of each cell, each DOWN, UP or None; numbered as in the module's docstring."""
+    behind = stages - 1 - stage
+    yield from [(DOWN, None)] * (2 * behind)  # 1
+    yield from [(DOWN, None), (UP, None)] * (stage + 1)  # 2
+    yield from [(None, UP), (UP, None)] * behind  # 3
+    rounds = microbatches - 2 * stages + stage + 1
+    first = [(DOWN, None), (None, UP)] if behind == 0 else [(DOWN, UP)]
+    yield from [*first, (UP, DOWN)]  # 4
+    yield from [(DOWN, UP), (UP, DOWN)] * (rounds - 1)
+    yield from [(None, UP), (UP, DOWN)] * behind  # 5
+    yield from [(None, UP), (None, DOWN)] * (stage + 1)  # 6
+    yield from [(None, DOWN)] * behind  # 7

@@ -1,0 +1,128 @@
+"""What a schedule costs: the time of a step, how much of it is bubble, how many residuals and parameters a stage holds.
+
+Two ways of running a schedule take different times, and each is timed as it runs:
+
+    lockstep        a tick lasts until its slowest stage is done: stages compute along, chunks are as long as the
+                    longest one, and messages have to arrive before the next tick
+    not lockstep    a stage waits for its own order and for messages only (`simulation.makespan`)
+
+The bubble is idle over ideal time, when co-execution shortens nothing: for W and 1F1B with equal chunks (P - 1) / M,
+whatever a forward and a backward cost. Strands shorten the steady phase and not the bubble, so of the shortened step it
+is a larger share: `idle_share`.
+
+All times are exact fractions in the unit of the costs; `float(...)` makes them printable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule
+from dhelix.passes.pipeline_fold.simulation import busy_times, makespan, peak_residuals
+from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task, task
+from dhelix.passes.pipeline_fold.transfers import transfers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """
+    Attributes:
+      step_time: with co-execution.
+      ideal_time: work of a stage, on average, without co-execution: the step if nobody ever waited.
+      bubble_fraction: idle over ideal time, without co-execution.
+      idle_share: idle time over `step_time`, both with co-execution; what computing along takes counts as idle.
+      co_executed_share: share of ticks, on average over the stages, that are SI blocks. Ticks without work count.
+      peak_residual_slots: by stage, of how many chunks residuals lie there at the worst time.
+      peak_residual_layers: the same in layers, each of one micro-batch.
+      stage_layers: by stage, layers whose parameters it holds.
+    """
+
+    name: str
+    step_time: Fraction
+    ideal_time: Fraction
+    bubble_fraction: Fraction
+    idle_share: Fraction
+    co_executed_share: Fraction
+    peak_residual_slots: tuple[int, ...]
+    peak_residual_layers: tuple[int, ...]
+    stage_layers: tuple[int, ...]
+
+
+def evaluate(schedule: Schedule, costs: PipelineCosts) -> Evaluation:
+    """Costs of a valid schedule (`validation.validate`)."""
+    time = _lockstep_time if schedule.lockstep else _free_time
+    plain = replace(costs, co_executed=None)
+    programs, plain_programs = programs_of(schedule, costs), programs_of(schedule, plain)
+    times = time(schedule, costs), time(schedule, plain)
+    return _evaluation(programs, times[0], plain_programs, times[1], len(schedule.ticks))
+
+
+def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: PipelineCosts) -> Evaluation:
+    """Costs of a pipeline that is no `Schedule`: `bidirectional.bidirectional`, `zero_bubble_v.zero_bubble_v`.
+
+    Args:
+      plain: the same, made with `co_executed=None`.
+    """
+    send = Fraction(costs.send)
+    ticks = max(map(len, programs.orders))
+    return _evaluation(programs, makespan(programs, send), plain, makespan(plain, send), ticks)
+
+
+def programs_of(schedule: Schedule, costs: PipelineCosts) -> StagePrograms:
+    """What each stage does, in order, with the times of `costs`: its own layers and no others."""
+    layout, stages = schedule.layout, range(schedule.layout.stages)
+    return StagePrograms(
+        schedule.name,
+        layout.chunk_layers,
+        tuple(sum(layout.chunk_layers[chunk] for chunk in layout.chunks_of(stage)) for stage in stages),
+        tuple(
+            tuple(_task(layout, tick[stage], costs) for tick in schedule.ticks if tick[stage] != Cell())
+            for stage in stages
+        ),
+        costs.of_ends(schedule.microbatches) / layout.stages if costs.shared_ends else Fraction(0),
+    )
+
+
+def _task(layout: Layout, cell: Cell, costs: PipelineCosts) -> Task:
+    forward, backward = (work and (work.microbatch, work.chunk) for work in (cell.forward, cell.backward))
+    same_slot = cell.forward is not None and cell.backward is not None and cell.forward.slot == cell.backward.slot
+    return task(layout.chunk_layers, forward, backward, costs, same_slot)
+
+
+def _free_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
+    return makespan(programs_of(schedule, costs), Fraction(costs.send))
+
+
+def _lockstep_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
+    """Each tick does what any stage does in it, with as many layers as the longest chunk has; the others wait."""
+    layers = schedule.layout.padded
+    total = Fraction(0) if costs.shared_ends else costs.of_ends(schedule.microbatches)
+    for number, tick in enumerate(schedule.ticks):
+        forward = any(cell.forward is not None for cell in tick)
+        backward = any(cell.backward is not None for cell in tick)
+        total += costs.of_pair(layers * forward, layers * backward)
+        total += Fraction(costs.send) * any(transfers(schedule, number))
+    return total
+
+
+def _evaluation(
+    programs: StagePrograms, time: Fraction, plain: StagePrograms, plain_time: Fraction, ticks: int
+) -> Evaluation:
+    """The times are those of the tasks, without what the stages share."""
+    stages = range(len(programs.orders))
+    blocks = sum(task.co_executed for order in programs.orders for task in order)
+    step, plain_step = time + programs.shared, plain_time + plain.shared
+    busy, ideal = (sum(busy_times(each), Fraction(0)) / len(stages) + each.shared for each in (programs, plain))
+    chunks = (1,) * len(programs.chunk_layers)
+    return Evaluation(
+        name=programs.name,
+        step_time=step,
+        ideal_time=ideal,
+        bubble_fraction=(plain_step - ideal) / ideal,
+        idle_share=(step - busy) / step,
+        co_executed_share=Fraction(blocks, len(stages) * ticks),
+        peak_residual_slots=tuple(peak_residuals(programs, stage, chunks) for stage in stages),
+        peak_residual_layers=tuple(peak_residuals(programs, stage, programs.chunk_layers) for stage in stages),
+        stage_layers=programs.stage_layers,
+    )

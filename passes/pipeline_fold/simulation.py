@@ -1,0 +1,51 @@
+"""When the stages of a pipeline are done, if each does its tasks in order and waits for nothing but messages.
+
+A task starts as soon as its stage has ended the task before it, and what it reads is there: at once if the stage has
+made that itself, else a `send` after the other stage has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold.tasks import Label, StagePrograms
+
+
+def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
+    """From the first task's start to the last one's end. Raises DhelixError where stages wait for one another."""
+    orders = programs.orders
+    made: dict[Label, tuple[int, Fraction]] = {}
+    position, clock = [0] * len(orders), [Fraction(0)] * len(orders)
+    runs = True
+    while runs:
+        runs = False
+        for stage, order in enumerate(orders):
+            while position[stage] < len(order) and all(label in made for label in order[position[stage]].reads):
+                task = order[position[stage]]
+                arrivals = [end + (send if maker != stage else 0) for maker, end in map(made.__getitem__, task.reads)]
+                clock[stage] = max([clock[stage], *arrivals]) + task.time
+                made |= {label: (stage, clock[stage]) for label in task.makes}
+                position[stage] += 1
+                runs = True
+    for stage, order in enumerate(orders):
+        if position[stage] < len(order):
+            raise DhelixError(f"{programs.name}: stage {stage} waits for ever for {order[position[stage]].reads}")
+    return max(clock)
+
+
+def busy_times(programs: StagePrograms) -> list[Fraction]:
+    """How long each stage computes."""
+    return [sum((task.time for task in order), Fraction(0)) for order in programs.orders]
+
+
+def peak_residuals(programs: StagePrograms, stage: int, weights: Sequence[int]) -> int:
+    """The largest sum of `weights` (by chunk) over the residuals that lie on `stage` at one time."""
+    live = peak = 0
+    for task in programs.orders[stage]:
+        takes = 0 if task.takes is None else weights[task.takes]
+        frees = 0 if task.frees is None else weights[task.frees]
+        peak = max(peak, live, live + takes - (frees if task.hands_over else 0))
+        live += takes - frees
+    return peak
