@@ -1,0 +1,104 @@
+"""A train step of Llama whose layers form a pipeline: `models.train_step` with the gradients of a folded model.
+
+    training = make_pipelined_step(preset("llama-8b"), make_mesh(dp, tp, pp=4), optimizer, microbatches=16)
+    step = strand_interleave(training.train_step, microbatches=16, pipeline=training.fold, donate_argnums=0)
+    state = training.init(jax.random.key(0))
+    state, metrics = step(state, batch)
+
+The model file does not change. Under one `shard_map` over pp, dp and tp, each device has the layers of its stage's
+chunks, [chunks of the stage, layers of a chunk, ...], and its shard of the embedding and the head, which are split over
+tp and pp. What `value_and_grad` returns is of the device's own work; it is summed over the axes that a parameter is
+replicated over, once per step. The optimizer works on the folded state (`runtime.pipeline.folded_state`); checkpoints
+hold the model's own order, so a run may go on with another number of stages.
+
+DHelix paper, section 4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from dhelix.models import LlamaConfig, Training, llama
+from dhelix.models.layers import resolve_attention
+from dhelix.models.parallel import ManualParallel
+from dhelix.models.train_step import Gradients, assemble, check_mesh, over_mesh, reduce_gradients
+from dhelix.passes.pipeline_fold import Layout
+from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.pipeline.folded_state import Move
+from dhelix.runtime.value_and_grad import value_and_grad
+
+AXIS = "pp"
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedTraining(Training):
+    """A `Training` whose `train_step` is for `strand_interleave(microbatches=..., pipeline=fold)`, and for no other
+    way to call it: a folded state means nothing to a step without a pipeline."""
+
+    fold: Fold = dataclasses.field(kw_only=True)
+
+
+def make_pipelined_step(
+    config: LlamaConfig,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    microbatches: int,
+    schedule: str = "w",
+    chunks_per_stage: int = 2,
+) -> PipelinedTraining:
+    """A train step of `config` over `mesh` (axes `pp`, `dp` and `tp`), its layers on the stages that `schedule` says.
+
+    Args:
+      optimizer: works element by element or with norms; see `folded_state` for what padding forbids.
+      schedule, chunks_per_stage: see `Fold`.
+
+    Raises:
+      ValueError: the model does not divide over the mesh, or its layers are not stacked.
+      DhelixError: fewer layers than chunks, an unknown schedule.
+    """
+    check_mesh(config, mesh, microbatches, (AXIS, "dp", "tp"))
+    fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS)
+    layout = fold.layout(config.layers)
+    config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
+    specs = llama.param_specs(config, AXIS)
+    training = assemble(
+        config, mesh, microbatches, optimizer, _gradients(config, mesh, specs), specs, _initial(config, mesh, layout)
+    )
+    orders = {
+        "to_model_order": lambda state: fold.unfold(state, mesh),
+        "from_model_order": lambda state: fold.fold(state, mesh),
+    }
+    return PipelinedTraining(**{**vars(training), **orders}, fold=fold)
+
+
+def _gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params) -> Gradients:
+    """Loss and gradients under `shard_map`; `check_vma=False` for the reason that `models.train_step` gives."""
+    parallel = ManualParallel(pipeline=AXIS)
+
+    def loss_of(params: llama.Params, rows: jax.Array) -> jax.Array:
+        return llama.loss(config, llama.cast_params(config, params), rows[:, :-1], rows[:, 1:], parallel)
+
+    def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
+        loss, gradients = value_and_grad(loss_of)(params, rows)
+        return lax.pmean(loss, "dp"), reduce_gradients(gradients, specs, ("tp", AXIS))
+
+    return over_mesh(local, mesh, specs)
+
+
+def _initial(config: LlamaConfig, mesh: Mesh, layout: Layout) -> Callable[[jax.Array], llama.Params]:
+    """Parameters of the values that the model has without a pipeline, folded as they arise."""
+    move = Move(layout, mesh, AXIS, fold=True)
+    specs = llama.param_specs(config)["layers"]
+
+    def initial(key: jax.Array) -> llama.Params:
+        params = llama.init_params(config, key)
+        layers = {name: move.array(stack, PartitionSpec(*specs[name][1:])) for name, stack in params["layers"].items()}
+        return params | {"layers": layers}
+
+    return initial
