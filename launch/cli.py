@@ -43,6 +43,11 @@ COMMANDS = {
         "decide without a GPU what of one strand runs with what of the other",
         needs_device=False,
     ),
+    "fold": Command(
+        "dhelix.launch.fold",
+        "show how layers and micro-batches lie on pipeline stages, and what that costs",
+        needs_device=False,
+    ),
     "inspect": Command(
         "dhelix.launch.inspect",
         "show what each collective of a compiled step is hidden under, and what stays exposed",

@@ -1,0 +1,153 @@
+"""`dhelix fold`: which layers lie on which pipeline stage, who computes what in which tick, and what that costs.
+
+    dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
+
+Layouts and schedules are data (`dhelix.passes.pipeline_fold`) and their costs follow from those of a layer, so nothing
+is compiled and nothing runs. docs/pipeline.md says what the fold is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch import fold_chart, fold_tables
+from dhelix.launch.fold_tables import FoldView
+from dhelix.launch.fold_times import cell_times
+from dhelix.passes.pipeline_fold import (
+    SCHEDULES,
+    Evaluation,
+    PipelineCosts,
+    StagePrograms,
+    bidirectional,
+    evaluate,
+    evaluate_programs,
+    fold_layout,
+    layout_of,
+    make_schedule,
+    validate,
+    zero_bubble_v,
+)
+
+USAGE = """\
+usage: dhelix fold [flags]
+
+Shows the U layout and the W schedule of a pipeline whose stages run one micro-batch forward beside another one
+backward, and what it and other schedules cost. Nothing is compiled and nothing runs.
+
+  dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
+  dhelix fold --layers 32 --stages 4 --microbatches 12 --schedule 1f1b
+  dhelix fold --layers 30 --stages 4 --microbatches 12 --si_gain 0.2 --json            # or --json FILE
+
+Times are in any unit; by default, in forward passes of one layer."""
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags, on `values`. The defaults are those of the paper's figure 8."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
+    real = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0.0)
+    number("layers", 32, "layers of the model")
+    number("stages", 4, "pipeline stages")
+    number("microbatches", 12, "micro-batches per step")
+    flags.DEFINE_enum("schedule", "w", list(SCHEDULES), "the schedule that is shown", flag_values=values)
+    number("chunks_per_stage", 2, "of the interleaved schedule")
+    real("forward", 1.0, "time of one layer's forward pass")
+    real("backward", 2.0, "time of one layer's backward pass")
+    gain = "share of both that is gained where one strand goes forward beside the other one backward"
+    real("si_gain", 0.0, gain, upper_bound=1.0)
+    real("send", 0.0, "time of a message between stages")
+    flags.DEFINE_string("out", None, "draw the schedule to this file, a .png or .svg", flag_values=values)
+    _define_json(values)
+
+
+def _define_json(values: flags.FlagValues) -> None:
+    """A switch, as with other commands, that may name a file."""
+    words = "print everything as JSON; with --json=FILE, write it to that file"
+    flag = flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "json", None, words)
+    flag.boolean = True  # to absl: its value may be left out
+    flags.DEFINE_flag(flag, values)
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Shows, draws and writes what the flags say. Raises DhelixError."""
+    chosen: dict[str, Any] = values.flag_values_dict()
+    target = _json_target(chosen["json"], arguments)
+    view = view_of(chosen)
+    to_stdout = target == "-"
+    console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["out"]:
+        times, words = cell_times(view.schedule, view.costs), (fold_tables.summary(view), fold_tables.axis(view.costs))
+        fold_chart.save(fold_chart.chart(view.schedule, times, *words), chosen["out"])
+    text = json.dumps(view.to_json(), indent=1)
+    if to_stdout:
+        print(text)
+    else:
+        fold_tables.print_view(view, console)
+    if target and not to_stdout:
+        _write(target, f"{text}\n")
+    for name in (chosen["out"], None if to_stdout else target):
+        if name:
+            console.print(f"wrote {name}", soft_wrap=True, markup=False)
+    return 0
+
+
+def view_of(chosen: Mapping[str, Any]) -> FoldView:
+    """The schedule that the flags say, and what it and the others cost. Raises DhelixError if it does not fit."""
+    costs = _costs(chosen)
+    layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])
+    schedule = make_schedule(chosen["schedule"], layout, chosen["microbatches"])
+    validate(schedule)
+    return FoldView(schedule, costs, evaluate(schedule, costs), _compared(chosen, costs))
+
+
+def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
+    both = (1.0 - chosen["si_gain"]) * (chosen["forward"] + chosen["backward"])
+    return PipelineCosts(chosen["forward"], chosen["backward"], both, send=chosen["send"])
+
+
+def _compared(chosen: Mapping[str, Any], costs: PipelineCosts) -> dict[str, Evaluation | str]:
+    """Every schedule by name, those that can be executed first; of one that does not fit, why."""
+    layers, stages, count = (chosen[name] for name in ("layers", "stages", "microbatches"))
+
+    def executed(name: str) -> Evaluation:
+        layout = layout_of(name, layers, stages, chosen["chunks_per_stage"])
+        return evaluate(make_schedule(name, layout, count), costs)
+
+    def evaluated(make: Callable[[PipelineCosts], StagePrograms]) -> Evaluation:
+        return evaluate_programs(make(costs), make(replace(costs, co_executed=None)), costs)
+
+    makers: dict[str, Callable[[], Evaluation]] = {name: functools.partial(executed, name) for name in SCHEDULES}
+    makers["zbv"] = lambda: evaluated(lambda c: zero_bubble_v(fold_layout(layers, stages), count, c))
+    makers["bidirectional"] = lambda: evaluated(lambda c: bidirectional(layers, stages, count, c))
+    found: dict[str, Evaluation | str] = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except DhelixError as error:
+            found[name] = str(error)
+    return found
+
+
+def _json_target(value: str | None, arguments: list[str]) -> str | None:
+    """Where JSON goes: None, "-" for stdout, or a file. `--json FILE` leaves FILE among the arguments."""
+    if value == "true" and len(arguments) == 1:
+        return arguments[0]
+    if arguments:
+        raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix fold --help`")
+    return {"true": "-", "false": None}.get(value or "false", value)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
