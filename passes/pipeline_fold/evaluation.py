@@ -7,8 +7,7 @@ Two ways of running a schedule take different times, and each is timed as it run
     not lockstep    a stage waits for its own order and for messages only (`simulation.makespan`)
 
 The bubble is idle over ideal time, when co-execution shortens nothing: for W and 1F1B with equal chunks (P - 1) / M,
-whatever a forward and a backward cost. Strands shorten the steady phase and not the bubble, so of the shortened step it
-is a larger share: `idle_share`.
+whatever a forward and a backward cost. `idle_share` says it of the step that co-execution has shortened.
 
 All times are exact fractions in the unit of the costs; `float(...)` makes them printable.
 """

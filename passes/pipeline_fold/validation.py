@@ -86,7 +86,8 @@ def _check_dependencies(
         item = (work.microbatch, work.chunk)
         made = max(forwards[item], backwards[work.microbatch, work.chunk + 1] if work.chunk < last else -1)
         if made >= tick:
-            raise DhelixError(f"tick {tick}, stage {stage}: backward of {_name(work)}: what it reads is made in {made}")
+            where = f"tick {tick}, stage {stage}: backward of {_name(work)}"
+            raise DhelixError(f"{where}: what it reads is made in tick {made}")
 
 
 def _check_slots(schedule: Schedule, stage: int) -> None:

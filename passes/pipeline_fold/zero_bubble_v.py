@@ -11,7 +11,8 @@ describe it, by simulating the stages in time: a stage that is free does the fir
     3   W of the oldest D
 
 Which order that makes depends on the times, and with those of the costs it is not always the shortest: orders made with
-a few other times are tried too and the best is taken. With F = D = W the bubble is (P - 1) / (6 M), ZB-V's own.
+a few other times are tried too, and that of the W schedule, and the best is taken. With F = D = W and P a divisor of M
+the bubble is ZB-V's own, (P - 1) / (6 M); it is never more than 1F1B's.
 
 A stage frees residuals after W. Qi et al., Pipeline Parallelism with Controllable Memory, section on V-shaped schedules
 (ZB-V), and Qi et al., Zero Bubble Pipeline Parallelism.
@@ -30,6 +31,7 @@ from dhelix.passes.pipeline_fold.layouts import check_folded
 from dhelix.passes.pipeline_fold.schedule import Layout
 from dhelix.passes.pipeline_fold.simulation import makespan
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task
+from dhelix.passes.pipeline_fold.w_schedule import w_schedule
 
 # Times of F, D and W that make good orders for one pipeline or another.
 _TRIED = ((1, 1, 1), (2, 2, 1), (2, 3, 2), (3, 4, 2))
@@ -49,7 +51,7 @@ def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> St
     weight = Fraction(costs.backward) / 2 if costs.weight_gradient is None else Fraction(costs.weight_gradient)
     times = {"F": Fraction(costs.forward), "D": Fraction(costs.backward) - weight, "W": weight}
     tried = [times, *({kind: Fraction(time) for kind, time in zip("FDW", some, strict=True)} for some in _TRIED)]
-    orders = [_orders(layout, microbatches, some) for some in tried]
+    orders = [*(_orders(layout, microbatches, some) for some in tried), _orders_of_w(layout, microbatches)]
     programs = [_programs(layout, microbatches, each, times, costs) for each in orders]
     return min(programs, key=lambda each: makespan(each, Fraction(costs.send)))
 
@@ -89,6 +91,18 @@ def _candidates(
     yield from (step for step in steps if step.microbatch < microbatches)
     done = (step for step in order if step.kind == "D")
     yield from (step._replace(kind="W") for step in islice(done, begun["W", up] + begun["W", down], None))
+
+
+def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
+    """The W schedule, with each backward as D and W, before the forward of its tick: that one needs the place."""
+    orders: list[list[_Step]] = [[] for _ in range(layout.stages)]
+    for tick in w_schedule(layout, microbatches).ticks:
+        for order, cell in zip(orders, tick, strict=True):
+            if cell.backward is not None:
+                order += [_Step(kind, cell.backward.microbatch, cell.backward.chunk) for kind in "DW"]
+            if cell.forward is not None:
+                order.append(_Step("F", cell.forward.microbatch, cell.forward.chunk))
+    return orders
 
 
 def _reads(layout: Layout, step: _Step) -> list[_Step]:

@@ -24,10 +24,11 @@ def _live_slots(schedule: Schedule, stage: int) -> list[set[int]]:
     live, held = [], set[int]()
     for tick in schedule.ticks:
         live.append(set(held))
-        if tick[stage].backward is not None:
-            held.remove(tick[stage].backward.slot)
-        if tick[stage].forward is not None:
-            held.add(tick[stage].forward.slot)
+        forward, backward = tick[stage].forward, tick[stage].backward
+        if backward is not None:
+            held.remove(backward.slot)
+        if forward is not None:
+            held.add(forward.slot)
     return live
 
 
