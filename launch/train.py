@@ -14,10 +14,12 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import step_flags, trainer
 from dhelix.launch.checkpoint import Checkpoints
+from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
+from dhelix.runtime.pipeline import fold as pipeline_fold
 from dhelix.runtime.schedules import SCHEDULES
 
 USAGE = """\
@@ -26,6 +28,7 @@ usage: dhelix train [flags]
 Trains a Llama on text, byte by byte, its micro-batches interleaved as two strands, or --plain.
 
   dhelix train --cpu_devices 8 --mesh dp=2,tp=4              # tries it out, without a GPU
+  dhelix train --cpu_devices 8 --pp 2 --mesh dp=2,tp=2       # layers on two stages, folded
   dhelix train --preset llama-8b --microbatches 16 --data corpus.txt --checkpoint_dir run1 --save_every 100
   dhelix train ... --checkpoint_dir run1 --resume            # goes on where run1 stopped"""
 
@@ -39,6 +42,8 @@ def define_flags(values: flags.FlagValues) -> None:
     switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
     default = Options()
     step_flags.define(values, default.preset, "all there are")
+    number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh", 1)
+    choice("pipeline", None, list(pipeline_fold.SCHEDULES), "schedule of the pipeline (default: w, two strands)")
     number("steps", default.steps, "number of the last step, where the learning rate ends; keep it to resume", 1)
     real("lr", default.lr, "highest learning rate")
     number("warmup", None, "steps of warm-up (default: a tenth, at most 100)", 0)
@@ -102,6 +107,8 @@ def _check(chosen: dict[str, Any]) -> None:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:
         raise DhelixError("a plan is an order already; leave out --schedule or --plan")
+    if chosen["pipeline"] and chosen["pp"] == 1:
+        raise DhelixError("--pipeline needs --pp; give the number of stages")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
@@ -163,6 +170,8 @@ def _introduce(run: Run, console: Console) -> None:
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     size = f"{config.parameter_count:,} parameters, {config.layers} layers, {config.dtype}"
     how = f"{'plain' if run.options.plain else 'interleaved'}, {run.options.microbatches} micro-batches"
+    if isinstance(run.training, PipelinedTraining):
+        how += f", schedule {run.training.fold.schedule}"
     say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
     text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"
     say(console, f"text: {text}; a step takes {run.batch} sequences of {run.seq}")

@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
 from dhelix.launch import data
 from dhelix.launch.checkpoint import CheckpointError, Checkpoints
+from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
@@ -47,6 +49,8 @@ class Options:
     remat: str | None = None
     microbatches: int = 4
     mesh: str = ""
+    pp: int = 1
+    pipeline: str | None = None
     sharding: str = "shard_map"
     batch: int | None = None
     steps: int = 50
@@ -145,27 +149,35 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
 
     Raises DhelixError for options that do not fit each other or the devices.
     """
-    dp, tp = _mesh_axes(options.mesh, len(devices), config.kv_heads)
-    mesh = _valid(lambda: make_mesh(dp, tp, devices))
-    training = _valid(
-        lambda: make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
-    )
+    dp, tp = _mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp)
+    mesh = _valid(lambda: make_mesh(dp, tp, devices, options.pp))
+    training = _valid(lambda: _training(options, config, mesh))
     batch = options.batch or options.microbatches * dp
-    # Traced once here, for what the model says about batches that do not divide.
-    abstract = training.abstract_state(), training.abstract_batch(batch)
-    _valid(lambda: jax.eval_shape(training.train_step, *abstract))
+    _valid(lambda: training.check_batch(training.abstract_batch(batch)["tokens"]))
     return training, batch
 
 
+def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
+    if options.pp == 1:
+        return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
+    if options.sharding != "shard_map":
+        raise DhelixError(f"--pp needs collectives by hand; leave out --sharding {options.sharding}")
+    return make_pipelined_step(config, mesh, optimizer(options), options.microbatches, options.pipeline or "w")
+
+
 def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
-    """The train step to call: as it was written, or interleaved. Either way it takes over its state.
+    """The train step to call: as it was written, or interleaved. Either way it takes over its state. A pipeline is
+    one either way, since only its schedule says how its stages work together; plain, it is left to XLA.
 
     Args:
       interleaving: options of `strand_interleave`.
 
     Raises DhelixError for options that mean nothing, such as a `plan` that is none.
     """
-    if plain:
+    if isinstance(training, PipelinedTraining):
+        interleaving |= {"microbatches": training.microbatches, "pipeline": training.fold}
+        interleaving |= {"passes": ()} if plain else {}
+    elif plain:
         return jax.jit(training.train_step, donate_argnums=0)
     return strand_interleave(training.train_step, donate_argnums=0, **interleaving)
 
@@ -209,7 +221,8 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
 def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
     """Step and state of the newest checkpoint. One of another preset is said to be that, and not where it differs."""
     try:
-        return checkpoints.restore(run.training.abstract_state())
+        step, stored = checkpoints.restore(run.training.to_model_order(run.training.abstract_state()))
+        return step, run.training.from_model_order(stored)
     except CheckpointError as error:
         latest = checkpoints.latest_step
         stored = None if latest is None else checkpoints.notes(latest).get("preset")
@@ -236,7 +249,7 @@ def train(
         on_step(steps)
         due = options.save_every is not None and step.number % options.save_every == 0
         if checkpoints is not None and (due or step.number == options.steps):
-            checkpoints.save(step.number, run.state)
+            checkpoints.save(step.number, run.training.to_model_order(run.state))
     return steps
 
 
@@ -301,22 +314,27 @@ def batch_notes(run: Run) -> dict[str, Any]:
     return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
 
 
-def _mesh_axes(text: str, devices: int, kv_heads: int) -> tuple[int, int]:
-    """(dp, tp) of `dp=2,tp=4`. An axis that is left out takes what is left of the devices; with neither, tp
-    is the largest that divides the key-value heads too."""
+def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1) -> tuple[int, int]:
+    """(dp, tp) of `dp=2,tp=4`, on each of `pp` stages. An axis that is left out takes what is left of the devices; with
+    neither, tp is the largest that divides the key-value heads too."""
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in ("dp", "tp") or name in axes or not size.isdecimal() or int(size) < 1:
-            raise DhelixError(f"--mesh {text} means nothing; give the axes dp and tp, for example dp=2,tp=4")
+            more = "; stages of a pipeline are --pp" if name == "pp" else ""
+            raise DhelixError(f"--mesh {text} means nothing; give the axes dp and tp, for example dp=2,tp=4{more}")
         axes[name] = int(size)
+    if devices % pp:
+        raise DhelixError(f"--pp {pp} stages do not divide the {devices} devices; give a number that does")
+    of_stage = devices // pp
     if not axes:
-        axes["tp"] = math.gcd(devices, kv_heads)
-    dp = axes.get("dp", max(1, devices // axes.get("tp", 1)))
-    tp = axes.get("tp", max(1, devices // dp))
-    if dp * tp > devices or (dp * tp < devices and jax.process_count() > 1):
+        axes["tp"] = math.gcd(of_stage, kv_heads)
+    dp = axes.get("dp", max(1, of_stage // axes.get("tp", 1)))
+    tp = axes.get("tp", max(1, of_stage // dp))
+    if dp * tp > of_stage or (dp * tp < of_stage and jax.process_count() > 1):
         more = "" if jax.process_count() > 1 else "; --cpu_devices N gives N CPU devices to try it out on"
-        raise DhelixError(f"a mesh of dp {dp} x tp {tp} needs {dp * tp} devices, and there are {devices}{more}")
+        mesh = f"{f'pp {pp} x ' if pp > 1 else ''}dp {dp} x tp {tp}"
+        raise DhelixError(f"a mesh of {mesh} needs {pp * dp * tp} devices, and there are {devices}{more}")
     return dp, tp
 
 

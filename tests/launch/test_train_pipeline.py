@@ -1,0 +1,62 @@
+"""`dhelix train --pp`: checkpoints that any number of stages goes on from, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.launch import cli
+
+SMALL = ("--layers=4", "--seq=16", "--microbatches=2", "--batch=4", "--steps=4", f"--data={__file__}")
+
+
+def status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *SMALL, *arguments])
+    return stopped.value.code or 0  # type: ignore[return-value]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(*arguments: str) -> tuple[list[Any], list[str]]:
+        assert status("--json", *arguments) == 0
+        captured = capsys.readouterr()
+        results = json.loads(captured.out)
+        return [(s["number"], s["loss"], s["grad_norm"]) for s in results["steps"]], captured.err.splitlines()
+
+    def without_steps_after_2(name: str) -> str:
+        """The folder of the run as if it had been stopped there."""
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "4")
+        return f"--checkpoint_dir={tmp_path / name}"
+
+    whole, lines = train("--pp=2", "--mesh=dp=2,tp=2", f"--checkpoint_dir={tmp_path / 'run'}", "--save_every=2")
+    assert "interleaved, 2 micro-batches, schedule w; pp 2 x dp 2 x tp 2" in lines[0]
+    for number, stages in enumerate((["--mesh=dp=2,tp=2", "--plain"], ["--pp=2", "--mesh=dp=1,tp=4"])):
+        rest, lines = train(*stages, without_steps_after_2(str(number)), "--resume")
+        assert any(line.startswith("resumed from step 2") for line in lines)
+        assert not any(line.startswith("note: ") for line in lines)
+        for step, expected in zip(rest, whole[2:], strict=True):
+            assert step == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--pp=3"], "--pp 3 stages do not divide the 8 devices"),
+        (["--pp=2", "--mesh=dp=4,tp=4"], "a mesh of pp 2 x dp 4 x tp 4 needs 32 devices, and there are 8"),
+        (["--pp=4", "--mesh=dp=1,tp=2"], "4 layers do not fill 8 chunks on 4 stages"),
+        (["--pp=2", "--mesh=dp=1,tp=4", "--seq=20"], "does not divide by tp x pp 8"),
+        (["--pp=2", "--sharding=auto"], "--pp needs collectives by hand; leave out --sharding auto"),
+        (["--pp=2", "--verify"], "with pipeline= there is none"),
+        (["--pipeline=1f1b"], "--pipeline needs --pp"),
+        (["--mesh=pp=2"], "stages of a pipeline are --pp"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("dhelix train: ") and says in captured.err and captured.err.count("\n") == 1
