@@ -10,13 +10,13 @@ Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d does, in o
     6   d + 1               times   B up, B down
     7   P - 1 - d           times   B down
 
-and in the last stage's first round of step 4 the two stand alone, since that B up reads what the F up just made.
+and in the last stage's first round of step 4 F down and B up stand alone, which shortens the bubble.
 The original splits some backwards into gradients of inputs and of weights, and fills bubbles with the latter; our
 backward makes both, so these bubbles stay. A step of fewer than 2P micro-batches is one of 2P without those missing.
 
-Against the W schedule: the same layout and co-execution, but a forward going down meets a backward going up, so the two
-send in opposite directions and a stage waits for its neighbours twice as often. Not lockstep: where one stage
-co-executes its neighbour may go forward only.
+Against the W schedule: the same layout, and co-execution as well, but a forward and a backward that cross the stages in
+opposite directions. Its bubble is shorter; it holds a chunk more of residuals; and it is not lockstep: where one stage
+co-executes, another goes one way only, so the program needs branches.
 
 Source: DeepSeek-AI's DualPipe, `dualpipev.py`; Sea AI Lab's "cut in half" of DualPipe.
 """

@@ -3,16 +3,17 @@
     D   gradients of a chunk's inputs: the stage before waits for them
     W   gradients of its weights: nobody waits for them, so they go where the stage would be idle
 
-For the evaluator alone: the executor's backward makes both at once. The order of work is found as the ZB-V authors
-describe it, by simulating the stages in time: a stage that is free does the first of these that can start,
+For the evaluator alone: the executor's backward makes both at once. The order of work is found greedily, by simulating
+the stages in time: a stage that is free does the first of these that can start,
 
     1   D of the lowest micro-batch                      others wait for it
     2   F of the second chunk, then F of the first one   unless P micro-batches lie on the stage, 1F1B's memory
     3   W of the oldest D
 
 Which order that makes depends on the times, and with those of the costs it is not always the shortest: orders made with
-a few other times are tried too, and that of the W schedule, and the best is taken. With F = D = W and P a divisor of M
-the bubble is ZB-V's own, (P - 1) / (6 M); it is never more than 1F1B's.
+a few other times are tried too, and that of the W schedule, and the best is taken. So the bubble is never more than
+1F1B's, and with F = D = W and P a divisor of M it is (P - 1) / (6 M), the least there can be: the last stage starts
+P - 1 forwards late and is never idle again.
 
 A stage frees residuals after W. Qi et al., Pipeline Parallelism with Controllable Memory, section on V-shaped schedules
 (ZB-V), and Qi et al., Zero Bubble Pipeline Parallelism.
