@@ -50,11 +50,13 @@ class Evaluation:
 
 def evaluate(schedule: Schedule, costs: PipelineCosts) -> Evaluation:
     """Costs of a valid schedule (`validation.validate`)."""
-    time = _lockstep_time if schedule.lockstep else _free_time
-    plain = replace(costs, co_executed=None)
-    programs, plain_programs = programs_of(schedule, costs), programs_of(schedule, plain)
-    times = time(schedule, costs), time(schedule, plain)
-    return _evaluation(programs, times[0], plain_programs, times[1], len(schedule.ticks))
+    plain_costs = replace(costs, co_executed=None)
+    programs, plain = programs_of(schedule, costs), programs_of(schedule, plain_costs)
+    if schedule.lockstep:
+        times = _lockstep_time(schedule, costs), _lockstep_time(schedule, plain_costs)
+    else:
+        times = makespan(programs, Fraction(costs.send)), makespan(plain, Fraction(costs.send))
+    return _evaluation(programs, times[0], plain, times[1], len(schedule.ticks))
 
 
 def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: PipelineCosts) -> Evaluation:
@@ -87,10 +89,6 @@ def _task(layout: Layout, cell: Cell, costs: PipelineCosts) -> Task:
     forward, backward = (work and (work.microbatch, work.chunk) for work in (cell.forward, cell.backward))
     same_slot = cell.forward is not None and cell.backward is not None and cell.forward.slot == cell.backward.slot
     return task(layout.chunk_layers, forward, backward, costs, same_slot)
-
-
-def _free_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
-    return makespan(programs_of(schedule, costs), Fraction(costs.send))
 
 
 def _lockstep_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:

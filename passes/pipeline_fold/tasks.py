@@ -6,6 +6,7 @@ fractions of the unit that the caller's costs are in, so that results can be com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -49,14 +50,19 @@ class PipelineCosts:
 
     def of_pair(self, forward_layers: int, backward_layers: int) -> Fraction:
         """Time of a cell that goes so many layers forward and so many backward, as many as possible side by side."""
-        forward, backward = Fraction(self.forward), Fraction(self.backward)
-        pair = forward + backward if self.co_executed is None else Fraction(self.co_executed)
-        pairs = min(forward_layers, backward_layers)
-        return pairs * pair + (forward_layers - pairs) * forward + (backward_layers - pairs) * backward
+        return _pair_time(self, forward_layers, backward_layers)
 
     def of_ends(self, microbatches: int) -> Fraction:
         """Time of embedding and head, all of it, for a step."""
         return microbatches * (Fraction(self.embedding) + Fraction(self.head))
+
+
+@functools.cache
+def _pair_time(costs: PipelineCosts, forward_layers: int, backward_layers: int) -> Fraction:
+    forward, backward = Fraction(costs.forward), Fraction(costs.backward)
+    pair = forward + backward if costs.co_executed is None else Fraction(costs.co_executed)
+    pairs = min(forward_layers, backward_layers)
+    return pairs * pair + (forward_layers - pairs) * forward + (backward_layers - pairs) * backward
 
 
 # What tasks make and read: which kind of result, of which micro-batch, of which chunk.
