@@ -38,6 +38,7 @@ _INK, _GREY, _FAINT = "#24292f", "#6b737c", "#eef0f2"
 _ROW = 0.9  # of the distance between two rows
 _INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # least and largest width, in it the stages, a block
 _LARGEST, _SMALLEST = 9.0, 4.2  # points; smaller numbers are left out
+_EDGE, _WORD = 0.7, 55.0  # points: between blocks; for the name of a phase
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ class Block:
     def y(self) -> tuple[float, float]:
         """Lower and upper edge; stage 0 is the topmost row, around 0."""
         return tuple(_ROW * (edge - 0.5) - self.stage for edge in (self.bottom, self.top))  # type: ignore[return-value]
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.strand][self.backward]
 
     @property
     def middle(self) -> tuple[float, float]:
@@ -202,14 +207,16 @@ def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
     rows, end = len(drawn.rows), drawn.end
     for stage in range(rows):
         axis.axhspan(-stage - _ROW / 2, -stage + _ROW / 2, color=_FAINT, lw=0, zorder=0)
+    _draw_blocks(axis, drawn, points)
     for block in drawn.blocks:
-        _draw_block(axis, block, points, block.microbatch in drawn.followed)
+        _write_number(axis, block, points, block.microbatch in drawn.followed)
     for microbatch in drawn.followed:
         _draw_way(axis, [b for b in drawn.blocks if b.microbatch == microbatch])
     for number, (name, start, stop) in enumerate(drawn.phases):
         if number:
             axis.plot([start] * 2, [0.5 - rows, 0.86], color=_INK, lw=0.9, ls=(0, (4, 3)), zorder=3, clip_on=False)
-        axis.text((start + stop) / 2, 0.6, name, ha="center", va="bottom", fontsize=9.5, fontweight="bold")
+        if points * (stop - start) > _WORD:
+            axis.text((start + stop) / 2, 0.6, name, ha="center", va="bottom", fontsize=9.5, fontweight="bold")
     axis.set_xlim(0, end)
     axis.set_ylim(0.5 - rows, 0.5)
     axis.set_yticks([-stage for stage in range(rows)], drawn.rows)
@@ -219,23 +226,28 @@ def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _draw_block(axis: Any, block: Block, points: float, followed: bool) -> None:
-    from matplotlib.patches import Rectangle
+def _draw_blocks(axis: Any, drawn: FoldChart, points: float) -> None:
+    """All of one row and colour at once: a picture of thousands of blocks takes seconds."""
+    rows: dict[tuple[tuple[float, float], str], list[tuple[float, float]]] = {}
+    for block in drawn.blocks:
+        rows.setdefault((block.y, block.colour), []).append((block.start, block.end - block.start))
+    for ((lower, upper), colour), spans in rows.items():
+        edge = min(_EDGE, 0.1 * points * min(length for _, length in spans))
+        axis.broken_barh(spans, (lower, upper - lower), facecolor=colour, edgecolor="white", lw=edge, zorder=2)
+
+
+def _write_number(axis: Any, block: Block, points: float, followed: bool) -> None:
+    """The micro-batch, as large as the block allows."""
     from matplotlib.patheffects import withStroke
 
-    lower, upper = block.y
-    colour = COLOURS[block.strand][block.backward]
-    length = block.end - block.start
-    box = Rectangle((block.start, lower), length, upper - lower, facecolor=colour, edgecolor="white", lw=0.7, zorder=2)
-    axis.add_patch(box)
     text = str(block.microbatch)
-    size = min((points * length - 1.0) / (0.64 * len(text)), _LARGEST)
-    if size >= _SMALLEST:
-        x, y = block.middle
-        # Where a line passes, it stops around the digits.
-        effects = [withStroke(linewidth=2.5, foreground=colour)] if followed else None
-        style = {"color": "white" if block.backward else _INK, "fontsize": size, "path_effects": effects}
-        axis.text(x, y, text, ha="center", va="center_baseline", zorder=5, **style)
+    size = min((points * (block.end - block.start) - 1.0) / (0.64 * len(text)), _LARGEST)
+    if size < _SMALLEST:
+        return
+    # Where a line passes, it stops around the digits.
+    effects = [withStroke(linewidth=2.5, foreground=block.colour)] if followed else None
+    style = {"color": "white" if block.backward else _INK, "fontsize": size, "path_effects": effects}
+    axis.text(*block.middle, text, ha="center", va="center_baseline", zorder=5, **style)
 
 
 def _draw_way(axis: Any, blocks: Sequence[Block]) -> None:
