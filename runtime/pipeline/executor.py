@@ -44,6 +44,7 @@ from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.runtime.pipeline.chain import Chain
 from dhelix.runtime.pipeline.layer_vjp import LayerVjp, floating, layer_vjp
 from dhelix.runtime.pipeline.phases import Direction, Pattern, directions, phases
+from dhelix.runtime.pipeline.slices import add, at, put
 
 Values = list[Any]
 
@@ -169,8 +170,8 @@ class _Run:
 
     def _tick(self, pattern: Pattern, tick: jax.Array, state: _State) -> _State:
         forward, backward = (_Row(table, tick, self.stage) for table in (self.forward_table, self.backward_table))
-        x = [_at(inbox, forward.takes) for inbox in state.inbox]
-        cotangents = [_at(inbox, backward.takes) for inbox in state.cotangents]
+        x = [at(inbox, forward.takes) for inbox in state.inbox]
+        cotangents = [at(inbox, backward.takes) for inbox in state.cotangents]
         ends, outputs, last = state.ends, state.outputs, state.last
         if pattern.embed:
             x = _choose(forward.opens, self._embed(forward), x)
@@ -217,23 +218,23 @@ class _Run:
         saved, mirrored = [], self.padded - 1 - number
         if backward is not None:
             place = jnp.where(backward.reversed, number, mirrored)
-            saved = [_at(slots, backward.slot, place) for slots in ring]
+            saved = [at(slots, backward.slot, place) for slots in ring]
             if forward is not None:
                 saved, ring = lax.optimization_barrier((saved, ring))
         if forward is not None:
-            weights = [_at(stack, forward.place, number) for stack in self.stacks]
+            weights = [at(stack, forward.place, number) for stack in self.stacks]
             with jax.named_scope(BETA):
                 result, residuals = self.vjp.forward(ahead, x, weights)
             place = jnp.where(forward.reversed, mirrored, number)
-            ring = [_put(slots, value, forward.slot, place) for slots, value in zip(ring, residuals, strict=True)]
+            ring = [put(slots, value, forward.slot, place) for slots, value in zip(ring, residuals, strict=True)]
             x = self._unless_padding(number < forward.layers, result, x)
         if backward is not None:
-            weights = [_at(stack, backward.place, mirrored) for stack in self.stacks]
+            weights = [at(stack, backward.place, mirrored) for stack in self.stacks]
             with jax.named_scope(ALPHA):
                 result, gradients = self.vjp.backward(behind, weights, saved, cotangents)
             real = mirrored < backward.layers
             layers = [
-                _add(total, gradient, backward.on & real, backward.place, mirrored)
+                add(total, gradient, backward.on & real, backward.place, mirrored)
                 for total, gradient in zip(layers, gradients, strict=True)
             ]
             cotangents = self._unless_padding(real, result, cotangents)
@@ -250,28 +251,58 @@ class _Run:
     # Embedding and head.
 
     def _embed(self, row: _Row) -> Values:
-        if self.pipeline.shared_ends:
-            microbatch, _ = row.of_any_stage("microbatch", "opens")
-            return self.chain.embed(self.ends, self._batch(microbatch))
+        microbatch, wanted = self._end(row, "opens")
         start = [_zeros(x) for x in self.chain.state]
-        return _if(row.on & row.opens, lambda _: self.chain.embed(self.ends, self._batch(row.microbatch)), start)
+        return self._if(wanted, lambda _: self.chain.embed(self.ends, self._batch(microbatch)), start)
 
     def _head(self, row: _Row, last: Values, ends: Values, outputs: Values) -> tuple[Values, Values, Values]:
         """The cotangents of the last chunk's result, and the sums with those of one micro-batch added."""
-        if self.pipeline.shared_ends:
-            microbatch, anyone = row.of_any_stage("microbatch", "opens")
-            x = [lax.psum(jnp.where(row.on & row.opens, value, 0), self.pipeline.axis) for value in last]
-            cotangents, gradients, results = self._head_gradients(self._batch(microbatch), x)
-            cotangents = [lax.psum(value, self.pipeline.axis) for value in cotangents]
-            return cotangents, _add_all(ends, gradients, anyone), _add_all(outputs, results, anyone)
+        microbatch, wanted = self._end(row, "opens")
+        mine = row.on & row.opens
 
-        def alone(carry: Any) -> Any:
+        def run(carry: Any) -> Any:
             _, ends, outputs = carry
-            cotangents, gradients, results = self._head_gradients(self._batch(row.microbatch), last)
-            return cotangents, _add_all(ends, gradients), _add_all(outputs, results)
+            x = self._sum([jnp.where(mine, value, 0) for value in last]) if self.pipeline.shared_ends else last
+            cotangents, gradients, results = self._head_gradients(self._batch(microbatch), x)
+            if self.pipeline.shared_ends:
+                cotangents = self._sum(cotangents)
+            return cotangents, _add_all(ends, gradients, wanted), _add_all(outputs, results, wanted)
 
         start = [_zeros(self.chain.state[i]) for i in self.moving]
-        return _if(row.on & row.opens, alone, (start, ends, outputs))
+        return self._if(wanted, run, (start, ends, outputs))
+
+    def _embed_backward(self, row: _Row, cotangents: Values, ends: Values) -> Values:
+        microbatch, wanted = self._end(row, "closes")
+        mine = row.on & row.closes
+
+        def run(ends: Values) -> Values:
+            def embed(trained: Values) -> Values:
+                x = self.chain.embed(_replaced(self.ends, self.trained_ends, trained), self._batch(microbatch))
+                return [x[i] for i in self.moving]
+
+            _, vjp = jax.vjp(embed, [self.ends[i] for i in self.trained_ends])
+            (gradients,) = vjp([jnp.where(mine, value, 0) for value in cotangents])
+            return _add_all(ends, gradients, wanted)
+
+        return self._if(wanted, run, ends)
+
+    def _end(self, row: _Row, condition: str) -> tuple[jax.Array, jax.Array]:
+        """The micro-batch that this stage computes an end for in this tick, and whether it does."""
+        if self.pipeline.shared_ends:
+            return row.of_any_stage("microbatch", condition)
+        return row.microbatch, row.on & getattr(row, condition)
+
+    def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+        """`body(carry)` where it is wanted: a loop of no or one round, whose state XLA updates in place.
+
+        In lockstep shared ends run in each tick that holds them, without a loop that hides them from the scheduler.
+        """
+        if self.pipeline.shared_ends and self.schedule.lockstep:
+            return body(carry)
+        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry), carry)
+
+    def _sum(self, values: Values) -> Values:
+        return [lax.psum(value, self.pipeline.axis) for value in values]
 
     def _head_gradients(self, batch: Values, x: Values) -> tuple[Values, Values, Values]:
         seed = self.pipeline.seed(batch)
@@ -288,64 +319,15 @@ class _Run:
         weighted = [_weighted(output, seed) for output in outputs]
         return cotangents, gradients, weighted
 
-    def _embed_backward(self, row: _Row, cotangents: Values, ends: Values) -> Values:
-        def gradients(batch: Values, cotangents: Values) -> Values:
-            def embed(trained: Values) -> Values:
-                x = self.chain.embed(_replaced(self.ends, self.trained_ends, trained), batch)
-                return [x[i] for i in self.moving]
-
-            return jax.vjp(embed, [self.ends[i] for i in self.trained_ends])[1](cotangents)[0]
-
-        mine = row.on & row.closes
-        if self.pipeline.shared_ends:
-            microbatch, anyone = row.of_any_stage("microbatch", "closes")
-            masked = [jnp.where(mine, value, 0) for value in cotangents]
-            return _add_all(ends, gradients(self._batch(microbatch), masked), anyone)
-        return _if(mine, lambda ends: _add_all(ends, gradients(self._batch(row.microbatch), cotangents)), ends)
-
     # Messages and batches.
 
     def _deliver(self, row: _Row, inbox: Values, made: Values, sends: Sequence[tuple[int, int]]) -> Values:
         arrives = [lax.ppermute(value, self.pipeline.axis, sends) for value in made] if sends else made
         brought = _choose(row.stays, made, arrives) if sends else arrives
-        return [_put(places, value, row.puts) for places, value in zip(inbox, brought, strict=True)]
+        return [put(places, value, row.puts) for places, value in zip(inbox, brought, strict=True)]
 
     def _batch(self, microbatch: Any) -> Values:
-        return [_at(array, microbatch) for array in self.batches]
-
-
-def _if(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """`body(carry)` where the condition holds. A loop of no or one round: XLA updates a loop's state in place."""
-    return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, carry: body(carry), carry)
-
-
-def _at(array: jax.Array, *index: Any) -> jax.Array:
-    """array[index], by one dynamic slice."""
-    if array.shape[0] == 1 and len(index) == 1:
-        return array[0]
-    return _slice(array, index).reshape(array.shape[len(index) :])
-
-
-def _put(array: jax.Array, value: jax.Array, *index: Any) -> jax.Array:
-    """`array` with `value` at `index`."""
-    if array.shape[0] == 1 and len(index) == 1:
-        return value[None]
-    return _update(array, value.reshape([1] * len(index) + list(value.shape)), index)
-
-
-def _add(total: jax.Array, value: jax.Array, counts: jax.Array, *index: Any) -> jax.Array:
-    """`total` with `value` added at `index` if it counts. One slice, one update, nothing else: XLA works in place."""
-    value = value.astype(total.dtype).reshape([1] * len(index) + list(value.shape))
-    return _update(total, _slice(total, index) + jnp.where(counts, value, 0), index)
-
-
-def _slice(array: jax.Array, index: Sequence[Any]) -> jax.Array:
-    sizes = [1] * len(index) + list(array.shape[len(index) :])
-    return lax.dynamic_slice(array, [*index, *[0] * (array.ndim - len(index))], sizes)
-
-
-def _update(array: jax.Array, part: jax.Array, index: Sequence[Any]) -> jax.Array:
-    return lax.dynamic_update_slice(array, part, [*index, *[0] * (array.ndim - len(index))])
+        return [at(array, microbatch) for array in self.batches]
 
 
 def _add_all(totals: Values, values: Values, counts: jax.Array | None = None) -> Values:

@@ -9,18 +9,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
-from dhelix.passes.pipeline_fold import (
-    Layout,
-    Schedule,
-    fold_layout,
-    interleaved_layout,
-    linear_layout,
-    validate,
-    w_schedule,
-)
+from dhelix.passes.pipeline_fold import SCHEDULES, Layout, Schedule, layout_of, make_schedule, validate
 from dhelix.runtime.pipeline.folded_state import Path, fold_state, leading_dimensions, unfold_state
-
-SCHEDULES = ("w", "1f1b", "interleaved", "dualpipev")
 
 
 @dataclass(frozen=True)
@@ -34,6 +24,7 @@ class Fold:
       schedule: "w" (the fold: two strands on every stage), or a baseline: "1f1b", "interleaved", "dualpipev".
       chunks_per_stage: of the interleaved schedule.
       axis: of the mesh.
+      mesh: needed where `value_and_grad` is called outside of `jax.shard_map`.
     """
 
     stages: int
@@ -41,6 +32,7 @@ class Fold:
     schedule: str = "w"
     chunks_per_stage: int = 2
     axis: str = "pp"
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         if self.stages < 1:
@@ -53,19 +45,20 @@ class Fold:
         """Chunks on each stage."""
         return {"1f1b": 1, "interleaved": self.chunks_per_stage}.get(self.schedule, 2)
 
-    def fold(self, state: Any, mesh: Mesh, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
+    def fold(self, state: Any, mesh: Mesh | None = None, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
         """A train state with its layers in this pipeline's order (`folded_state.fold_state`).
 
         Args:
+          mesh: of the stages; by default the one that was given to `Fold`.
           stacked: the names under which stacked layers lie, [layers, ...] each.
         """
         layers = self.layers or leading_dimensions(state, stacked, 1)[0]
-        return fold_state(state, stacked, self.layout(layers), mesh, self.axis)
+        return fold_state(state, stacked, self.layout(layers), self._mesh(mesh), self.axis)
 
-    def unfold(self, state: Any, mesh: Mesh, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
+    def unfold(self, state: Any, mesh: Mesh | None = None, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
         """The inverse of `fold`: a train state in the model's own order, for checkpoints."""
         layers = self.layers or math.prod(leading_dimensions(state, stacked, 2))
-        return unfold_state(state, stacked, self.layout(layers), mesh, self.axis)
+        return unfold_state(state, stacked, self.layout(layers), self._mesh(mesh), self.axis)
 
     def layout(self, layers: int | None = None) -> Layout:
         """Which of the model's `layers` lie where; by default of the number that was given."""
@@ -78,14 +71,16 @@ class Fold:
                 f"{layers} layers do not divide into {chunks} chunks: say Fold(layers={layers}), and layers of identity"
                 " fill them up"
             )
-        if self.schedule == "1f1b":
-            return linear_layout(layers, self.stages)
-        if self.schedule == "interleaved":
-            return interleaved_layout(layers, self.stages, self.chunks_per_stage)
-        return fold_layout(layers, self.stages)
+        return layout_of(self.schedule, layers, self.stages, self.chunks_per_stage)
+
+    def _mesh(self, mesh: Mesh | None) -> Mesh:
+        found = self.mesh if mesh is None else mesh
+        if found is None:
+            raise DhelixError("a state is folded over a mesh: give fold(state, mesh), or Fold(..., mesh=mesh)")
+        return found
 
     def make_schedule(self, layers: int, microbatches: int) -> Schedule:
         """The schedule for `layers` layers and `microbatches` micro-batches, checked."""
-        schedule = w_schedule(self.layout(layers), microbatches)
+        schedule = make_schedule(self.schedule, self.layout(layers), microbatches)
         validate(schedule)
         return schedule

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.chain import Chain, take_apart, trace
@@ -70,7 +71,31 @@ def pipelined_sums(
 
     if manual:
         return of_stage(lax.axis_index(fold.axis), params, batches)
-    raise DhelixError("pipeline= needs value_and_grad inside jax.shard_map over the pipeline axis")
+    return _over_stages(of_stage, fold, folded)(jnp.arange(fold.stages, dtype=jnp.int32), list(params), list(batches))
+
+
+def _over_stages(
+    of_stage: Callable[..., tuple[Values, Values]], fold: Fold, folded: Sequence[bool]
+) -> Callable[..., Any]:
+    """`of_stage` for the arrays of all stages. A stage reads its number: XLA cannot tell it beside automatic axes."""
+    if fold.mesh is None:
+        raise DhelixError(
+            "pipeline=: value_and_grad is called outside of jax.shard_map, so say which devices: Fold(..., mesh=mesh)"
+        )
+
+    def local(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
+        outputs, gradients = of_stage(stage[0], params, batches)
+        return outputs, [g if f else lax.psum(g, fold.axis) for g, f in zip(gradients, folded, strict=True)]
+
+    specs = [PartitionSpec(fold.axis) if f else PartitionSpec() for f in folded]
+    return jax.shard_map(
+        local,
+        mesh=fold.mesh,
+        in_specs=(PartitionSpec(fold.axis), specs, PartitionSpec()),
+        out_specs=(PartitionSpec(), specs),
+        axis_names={fold.axis},
+        check_vma=False,
+    )
 
 
 def _run(

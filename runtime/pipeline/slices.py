@@ -1,0 +1,42 @@
+"""Reading and writing one entry of an array by a number that is known only at run time.
+
+Each is one dynamic slice or one dynamic update, in the form that XLA carries out in place in a loop's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def at(array: jax.Array, *index: Any) -> jax.Array:
+    """array[index], by one dynamic slice."""
+    if array.shape[0] == 1 and len(index) == 1:
+        return array[0]
+    return _slice(array, index).reshape(array.shape[len(index) :])
+
+
+def put(array: jax.Array, value: jax.Array, *index: Any) -> jax.Array:
+    """`array` with `value` at `index`."""
+    if array.shape[0] == 1 and len(index) == 1:
+        return value[None]
+    return _update(array, value.reshape([1] * len(index) + list(value.shape)), index)
+
+
+def add(total: jax.Array, value: jax.Array, counts: jax.Array, *index: Any) -> jax.Array:
+    """`total` with `value` added at `index` if it counts. One slice, one update, nothing else: XLA works in place."""
+    value = value.astype(total.dtype).reshape([1] * len(index) + list(value.shape))
+    return _update(total, _slice(total, index) + jnp.where(counts, value, 0), index)
+
+
+def _slice(array: jax.Array, index: Sequence[Any]) -> jax.Array:
+    sizes = [1] * len(index) + list(array.shape[len(index) :])
+    return lax.dynamic_slice(array, [*index, *[0] * (array.ndim - len(index))], sizes)
+
+
+def _update(array: jax.Array, part: jax.Array, index: Sequence[Any]) -> jax.Array:
+    return lax.dynamic_update_slice(array, part, [*index, *[0] * (array.ndim - len(index))])
