@@ -17,9 +17,10 @@ from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
+from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
-from dhelix.runtime.pipeline import fold as pipeline_fold
+
 from dhelix.runtime.schedules import SCHEDULES
 
 USAGE = """\
@@ -43,7 +44,7 @@ def define_flags(values: flags.FlagValues) -> None:
     default = Options()
     step_flags.define(values, default.preset, "all there are")
     number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh", 1)
-    choice("pipeline", None, list(pipeline_fold.SCHEDULES), "schedule of the pipeline (default: w, two strands)")
+    choice("pipeline", None, list(PIPELINES), "schedule of the pipeline (default: w, two strands)")
     number("steps", default.steps, "number of the last step, where the learning rate ends; keep it to resume", 1)
     real("lr", default.lr, "highest learning rate")
     number("warmup", None, "steps of warm-up (default: a tenth, at most 100)", 0)

@@ -164,18 +164,16 @@ def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
                 f"{move.layout.layers} layers in {order} order on {move.layout.stages} stages; name what is stacked, "
                 f"and {'fold' if move.fold else 'unfold'} a state once"
             )
-    if all(isinstance(leaves[i], jax.ShapeDtypeStruct) for i in chosen):
-        moved = [move.abstract(leaves[i]) for i in chosen]
-    else:
-        moved = move_arrays([leaves[i] for i in chosen], move, tuple(move.rest(leaves[i]) for i in chosen))
-    for i, leaf in zip(chosen, moved, strict=True):
-        leaves[i] = leaf
+    for i in chosen:
+        abstract = isinstance(leaves[i], jax.ShapeDtypeStruct)
+        leaves[i] = move.abstract(leaves[i]) if abstract else move_array(leaves[i], move, move.rest(leaves[i]))
     return structure.unflatten(leaves)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def move_arrays(stacks: list[jax.Array], move: Move, rests: tuple[PartitionSpec, ...]) -> list[jax.Array]:
-    return [move.array(stack, rest) for stack, rest in zip(stacks, rests, strict=True)]
+def move_array(stack: jax.Array, move: Move, rest: PartitionSpec) -> jax.Array:
+    """`move.array`, compiled; array by array, so that what it needs beside its result is as much as one of them."""
+    return move.array(stack, rest)
 
 
 def _lies_under(path: tuple[Any, ...], names: Path) -> bool:
