@@ -20,7 +20,6 @@ from dhelix.launch.trainer import Options, Run, Step
 from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
-
 from dhelix.runtime.schedules import SCHEDULES
 
 USAGE = """\
