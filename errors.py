@@ -21,10 +21,12 @@ class PassRefusal(DhelixError):
     Attributes:
       reason: one line, the same for every module it applies to (it is the key for "say it once").
       instruction: name of the HLO instruction that caused it, or None.
+      facts: values for the report, such as a limit that would do.
     """
 
-    def __init__(self, reason: str, instruction: object = None):
+    def __init__(self, reason: str, instruction: object = None, **facts: int):
         """`instruction` is an instruction of the module view or its name."""
         self.reason = reason
+        self.facts = facts
         self.instruction = None if instruction is None else str(getattr(instruction, "name", instruction))
         super().__init__(reason if self.instruction is None else f"{reason} (at {self.instruction})")

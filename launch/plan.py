@@ -22,6 +22,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch import plan_picture, plan_step, plan_tables, step_flags, trainer
+from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
@@ -119,10 +120,11 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             search, schedule=chosen["schedule"], limit=limit, max_in_flight=chosen["max_in_flight"]
         )
         candidates = _candidates(programs, find, work, console)
-        best = min(candidates, key=lambda c: c.seconds)
-        memory = best.program.memory
-        if options is not None:
-            memory = work.do("the plan is compiled", plan_step.confirmed, options, best.plan)
+        if options is None:
+            best = min(candidates, key=lambda c: c.seconds)
+            memory = best.program.memory
+        else:
+            best, memory = _confirmed(candidates, options, limit, work, console)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
 
@@ -146,6 +148,20 @@ def _candidates(
     for error in refused:
         say(console, f"Left out: {error}.")
     return found
+
+
+def _confirmed(
+    candidates: Sequence[Candidate], options: trainer.Options, limit: MemoryLimit, work: _Work, console: Console
+) -> tuple[Candidate, Memory]:
+    """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`."""
+    refused: list[OverLimitError] = []
+    for candidate in sorted(candidates, key=lambda c: c.seconds):
+        memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan)
+        if limit.bytes is None or memory.peak <= limit.bytes:
+            return candidate, memory
+        refused.append(OverLimitError(candidate.program, limit, memory.peak))
+        say(console, f"Left out, {candidate.plan.target.setting}: {refused[-1]}.")
+    raise min(refused, key=lambda error: error.needed)
 
 
 def _with_decomposed(

@@ -111,11 +111,11 @@ class Place:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What a step may need on one GPU, arguments and all.
+    """What a step may need on one GPU, arguments and all, by the compiler's count.
 
     Attributes:
       bytes: None: as much as XLA's order needs, and 3 %.
-      given: by the user, so more is refused; else it is what a plan is compared with.
+      given: by the user.
     """
 
     bytes: int | None
@@ -128,8 +128,8 @@ class MemoryLimit:
             return cls(int(gib * 2**30), given=True)
         return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
 
-    def beside_arguments(self, program: Program, needed: int) -> int | None:
-        """Bytes for a scheduler, whose limits leave out arguments. `needed`: by XLA's order.
+    def beside_arguments(self, program: Program) -> int | None:
+        """Bytes for a scheduler, whose estimates leave out arguments and the gaps between buffers.
 
         Raises DhelixError: the user gave a limit, and what the arguments of a dump take is not known.
         """
@@ -140,18 +140,19 @@ class MemoryLimit:
             )
         if self.bytes is None or program.memory is None:
             return None
-        allowed = self.bytes - (program.memory.peak - program.memory.temporaries)
-        return max(allowed, 0) if self.given else max(allowed, needed)
+        return max(self.bytes - program.memory.arguments - _gaps(program), 0)
 
 
 class OverLimitError(DhelixError):
-    """No order of a program keeps within the limit that the user gave. `needed`: bytes on a GPU that would do."""
+    """No order of a program keeps within the limit. `needed`: bytes on a GPU that would do."""
 
     def __init__(self, program: Program, limit: MemoryLimit, needed: int):
         allowed = "memory" if limit.bytes is None else f"--memory_limit={_gib(limit.bytes)}"
+        if limit.bytes is not None and not limit.given:
+            allowed = f"{_gib(limit.bytes)}, what the plain step needs and {SLACK:.0%}"
         super().__init__(
             f"no order of {program.name} was found that keeps within {allowed}; the smallest limit that would do is"
-            f" {_gib(needed)} (GiB on a GPU, arguments and all)"
+            f" --memory_limit={_gib(needed)} (GiB on a GPU, arguments and all)"
         )
         self.needed = needed
 
@@ -163,14 +164,14 @@ def search(
 
     `max_in_flight`: collectives of one lane that may be under way at once; None: as many as are fastest.
 
-    Raises OverLimitError: no order fits the limit that the user gave; the message says which would do.
+    Raises OverLimitError: no order fits the limit; the message says which would do.
     """
-    memory_limit = limit.beside_arguments(program, _bytes(HloModule.from_bytes(program.module)))
+    memory_limit = limit.beside_arguments(program)
     try:
         return _search(program, model, schedule, memory_limit, max_in_flight)
     except MemoryRefusal as refusal:
-        beside = program.memory.peak - program.memory.temporaries if program.memory else 0
-        raise OverLimitError(program, limit, beside + refusal.needed) from None
+        arguments = program.memory.arguments if program.memory else 0
+        raise OverLimitError(program, limit, arguments + refusal.needed + _gaps(program)) from None
 
 
 def _search(
@@ -201,6 +202,14 @@ def played(program: Program, model: CostModel) -> float:
     """Seconds of the step in XLA's order."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     return simulate_module(module, costs.hardware, costs).seconds
+
+
+def _gaps(program: Program) -> int:
+    """Bytes between buffers: what the compiler counts beyond live ranges, in XLA's order."""
+    if program.memory is None:
+        return 0
+    beside = program.memory.peak - program.memory.arguments
+    return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
 
 
 def _bytes(module: HloModule) -> int:

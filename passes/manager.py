@@ -219,13 +219,13 @@ class _Attempt:
 
     def _left_alone(self, error: Exception, before: bytes, count: int) -> PassReport:
         if isinstance(error, PassRefusal):
-            outcome, reason, instruction = report.REFUSED, error.reason, error.instruction
+            outcome, reason, instruction, facts = report.REFUSED, error.reason, error.instruction, error.facts
         elif isinstance(error, DhelixError):
-            outcome, reason, instruction = report.FAILED, str(error), None
+            outcome, reason, instruction, facts = report.FAILED, str(error), None, {}
         else:
-            outcome, reason, instruction = report.FAILED, f"{type(error).__name__}: {error}", None
+            outcome, reason, instruction, facts = report.FAILED, f"{type(error).__name__}: {error}", None, {}
             logging.vlog(1, "%s", "".join(traceback.format_exception(error)))
-        self.context.note(reason, instruction)
+        self.context.note(reason, instruction, **facts)
         where = f" (at {instruction})" if instruction else ""
         say_once(
             f"pass {self.one.name} left {self.module_name} as it was: {reason}{where}",

@@ -30,7 +30,7 @@ class MemoryRefusal(PassRefusal):
     """No order that was found keeps within memory. `needed`: bytes beside the arguments that the most frugal needs."""
 
     def __init__(self, reason: str, needed: int):
-        super().__init__(reason)
+        super().__init__(reason, needed=needed)
         self.needed = needed
 
 

@@ -68,14 +68,15 @@ def check_agreement(values: Mapping[str, str]) -> None:
             raise HostsDisagreeError(_message(name, found, hosts))
 
 
-def any_process(flag: bool) -> bool:
-    """Whether `flag` is set in one process at least. Every process must call it, the same number of times.
+def largest(value: int) -> int:
+    """The largest of all processes' values, each from 0. Every process must call it, the same number of times.
 
-    For decisions that all must take alike: a report or the memory of an executable may be known to some of them only.
+    For decisions that all must take alike: what a report or an executable says may differ between them.
     """
     if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+        return value
+    gathered = multihost_utils.process_allgather(np.frombuffer(value.to_bytes(8, "big"), np.uint8))
+    return max(int.from_bytes(bytes(row), "big") for row in np.asarray(gathered))
 
 
 def _message(what: str, found: list[str], hosts: list[str]) -> str:

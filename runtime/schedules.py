@@ -43,9 +43,11 @@ from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.profile import Profile
-from dhelix.runtime import launch_settings
+from dhelix.runtime import launch_settings, memory_need
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
+LIMITED = ("dp", "list")
+"""Schedules that take no more memory than the plain step and 3 %; the others are to be compared with, as they are."""
 AUTO = "auto"
 
 
@@ -155,6 +157,23 @@ class Choice:
         _check_in_flight(max_in_flight, schedule, plan, passes)
         found = None if passes is None else tuple(passes)
         return cls(schedule, profile, plan, memory_limit, max_in_flight, found, **others)
+
+    def limited(self, lowered: jax.stages.Lowered) -> Choice:
+        """With the memory that a program may need: what the user says, else 3 % more than the program needs as it is.
+
+        A plan may need what it was allowed when it was made. Not limited are baselines, passes of the user's own and
+        devices other than GPUs, nor is a program whose memory is not known before it is compiled.
+        """
+        if _gpu(lowered) is None:
+            return replace(self, memory_limit=None)
+        limited = self.passes is None and (self.plan is not None or self.schedule in LIMITED)
+        if self.memory_limit is not None or not limited:
+            return self
+        plain = memory_need.as_scheduled(lowered)
+        if plain is None:
+            return self
+        planned = 0 if self.plan is None else self.plan.target.memory_limit
+        return replace(self, memory_limit=max(plain.allowed(), planned))
 
     def without_plan(self) -> Choice:
         """The same, with both strands in XLA's order in place of a plan's."""

@@ -15,7 +15,7 @@ from dhelix.passes.manager import Stage, say_once
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
-from dhelix.runtime import agreement, lowering, registration
+from dhelix.runtime import agreement, lowering, memory_need, registration
 from dhelix.runtime.schedules import Choice, decompositions
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
@@ -51,18 +51,20 @@ class Specialization:
         self.left_alone = False
         self.verified = False
         self._name = name
-        self._choice = choice
         self._strict = choice.strict
+        self._limit_given = choice.memory_limit is not None
         self._lock = threading.Lock()
         self._compiled: jax.stages.Compiled | None = None
         self._order: str | None = None
         self._refused: StageReport | None = None
-        self._session = self._begin(choice)
-        if lowering.device_count(original) == 1 and not even_on_one_device:
+        runs = lowering.device_count(original) > 1 or even_on_one_device
+        self._choice = choice.limited(original) if runs else choice
+        self._session = self._begin(self._choice)
+        if runs:
+            self._transform()
+        else:
             self._session.skip_lowered(_ONE_DEVICE)
             self._leave_alone(_ONE_DEVICE)
-        else:
-            self._transform()
 
     def compile(self) -> Callable[..., Any] | None:
         """The transformed program, to be called without static arguments; None if it is left alone."""
@@ -71,6 +73,8 @@ class Specialization:
                 self._compile()
                 if self._compiled is not None and self._choice.plan is not None:
                     self._drop_refused_plan(self._choice.plan)
+                if self._compiled is not None and self._choice.memory_limit is not None:
+                    self._keep_memory(self._choice.memory_limit)
             return self._compiled
 
     def plan(self) -> Report:
@@ -81,12 +85,12 @@ class Specialization:
 
     def report(self) -> Report:
         """What the passes of all stages did; compiles the program unless `lowered` was compiled already."""
-        if self.left_alone:
+        if self.left_alone and self._compiled is None:
             return self.plan()
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
         if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
             self.compile()
-        if self.left_alone:
+        if self.left_alone and self._compiled is None:
             return self.plan()
         whole = self._session.report(self._order)
         return whole if self._refused is None else dataclasses.replace(whole, stages=(*whole.stages, self._refused))
@@ -120,7 +124,7 @@ class Specialization:
         done = self._session.report()
         decomposed = any(done[one.name].changed for one in decompositions(plan.target.decomposed))
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
-        if not agreement.any_process(decomposed and refused):
+        if not agreement.largest(int(decomposed and refused)):
             return
         self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
         self._compiled, self._session = None, self._begin(self._choice.without_plan())
@@ -129,6 +133,51 @@ class Specialization:
         self._transform()
         if not self.left_alone:
             self._compile()
+
+    def _keep_memory(self, limit: int) -> None:
+        """Leaves a step alone that needs more than `limit` bytes beside its arguments, by the compiler's count.
+
+        The scheduler has kept to it by live ranges, or refused; gaps between buffers come on top, and are made room for
+        once. By default the plain step is compiled to have its own count; it is what runs if nothing else will do.
+        """
+        plain, needed = None, self._needed(self._compiled)
+        if needed > limit and not self._limit_given:
+            plain = self.original.compile()
+            limit = max(limit, agreement.largest(memory_need.of_compiled(plain).allowed()))
+        if needed <= limit:
+            return
+        would_do, gaps, refused = self._limit_that_would_do(needed)
+        if not refused:
+            self._compiled = None
+            self._session = self._begin(dataclasses.replace(self._choice, memory_limit=max(limit - gaps, 0)))
+            self._transform()
+            self._compile()
+            if self._compiled is None or (needed := self._needed(self._compiled)) <= limit:
+                return
+            would_do = min(would_do, self._limit_that_would_do(needed)[0])
+        reason = (
+            f"as two strands it was not found to keep within {limit} bytes beside its arguments"
+            f"{'' if self._limit_given else ', which is the plain step and 3 %'}; the smallest limit that would do is"
+            f" memory_limit={would_do}"
+        )
+        if self._strict:
+            raise DhelixError(f"{self._name}: {reason}")
+        self._leave_alone(reason)
+        self._compiled = self.original.compile() if plain is None else plain
+
+    def _needed(self, compiled: jax.stages.Compiled | None) -> int:
+        assert compiled is not None
+        return agreement.largest(memory_need.of_compiled(compiled).beside)
+
+    def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
+        """What the compiled program needs, or less if a pass has said so; what of it are gaps; whether one has."""
+        assert self._compiled is not None
+        gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).beside
+        stages = (*self._session.report().stages, *filter(None, [self._refused]))
+        notes = (note for stage in stages for entry in stage.passes for note in entry.notes)
+        said = max((note.facts["needed"] for note in notes if "needed" in note.facts), default=0)
+        gaps, said = (agreement.largest(max(count, 0)) for count in (gaps, said))
+        return min(needed, said + gaps) if said else needed, gaps, said > 0
 
     def _replace(self, module: bytes) -> None:
         try:

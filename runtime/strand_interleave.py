@@ -77,8 +77,9 @@ def strand_interleave(
         user's own, and where there is none a roofline; the path of one, or a `Profile`; None, the roofline.
       plan: of `dhelix plan`, its path or itself: orders as it says, in place of `schedule`. Where it does not fit the
         step, XLA's order stays, and a line in the log says why; `strict` raises.
-      memory_limit: bytes that the step may need beside its arguments on each GPU; by default what XLA's order of the
-        two strands needs, and 3 %. Where no order needs less, XLA's stays, and a line says which limit would do.
+      memory_limit: bytes that the step may need beside its arguments on each GPU; by default ("dp", "list" and plans)
+        3 % more than the plain step, arguments and all, for which XLA schedules that, too (`runtime/memory_need.py`).
+        Where no order keeps to it the plain step runs, and a line says which limit would do.
       max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
         fastest.
       pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model that

@@ -119,16 +119,46 @@ def test_the_picture_has_both_strands_and_what_they_send() -> None:
     assert any(b.end - b.start > 1.05 * b.alone for b in drawn.blocks)  # slow-down is there to see
 
 
-def test_a_memory_limit_of_the_user_is_hard_and_the_default_is_not() -> None:
+def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_percent() -> None:
     step = program(Memory(1 << 30, 0, 0, 1 << 28, "test"))
-    assert MemoryLimit.of(None, None).beside_arguments(step, 1 << 20) is None
-    default = MemoryLimit.of(None, step)
-    assert default.bytes == int(1.03 * (1.25 * 2**30))
-    assert default.beside_arguments(step, 1 << 40) == 1 << 40
-    assert MemoryLimit.of(1.25, None).beside_arguments(step, 1 << 40) == 1 << 28
-    with pytest.raises(OverLimitError, match="--memory_limit=1; the smallest limit that would do is") as refused:
-        search(step, MODEL, "dp", MemoryLimit.of(1.0, None))
-    assert search(step, MODEL, "dp", MemoryLimit.of(refused.value.needed / 2**30, None)).plan.bodies
+    assert MemoryLimit.of(None, None).beside_arguments(step) is None
+    assert MemoryLimit.of(None, step).bytes == int(1.03 * (1.25 * 2**30))
+    frugal = program(Memory(1 << 30, 0, 0, 1 << 20, "test"))
+    for limit, words in (
+        (MemoryLimit.of(1.0, None), "within --memory_limit=1; "),
+        (MemoryLimit.of(None, frugal), r"within 1\.032, what the plain step needs and 3%; "),
+    ):
+        said = f"{words}the smallest limit that would do is --memory_limit="
+        with pytest.raises(OverLimitError, match=said) as refused:
+            search(step, MODEL, "dp", limit)
+        assert search(step, MODEL, "dp", MemoryLimit.of(refused.value.needed / 2**30, None)).plan.bodies
+
+
+def test_gaps_between_buffers_are_kept_free() -> None:
+    """What the compiler counts in XLA's order, and live ranges do not have, comes on top in any order."""
+    estimate = search(program(), MODEL, "dp", MemoryLimit(None)).bytes_xla
+    step = program(Memory(1 << 30, 0, 0, estimate + 5000, "test"))
+    assert MemoryLimit((1 << 31) + 5000).beside_arguments(step) == 1 << 30
+
+
+def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest plan of which it says that it fits."""
+    fast = search(program(), MODEL, "dp", MemoryLimit(None))
+    slow = search(program(), MODEL, "round_robin", MemoryLimit(None))
+    counted = {id(fast.plan): 1 << 31, id(slow.plan): 1 << 30}
+    monkeypatch.setattr(plan_command.plan_step, "confirmed", lambda _, plan: Memory(counted[id(plan)], 0, 0, 0, "test"))
+    options, console = trainer.Options(), Console(file=io.StringIO(), width=400)
+
+    def confirmed(gib: float) -> tuple[Candidate, Memory]:
+        with plan_command._Work(console, 2) as work:
+            return plan_command._confirmed([slow, fast], options, MemoryLimit.of(gib, None), work, console)
+
+    assert fast.seconds < slow.seconds
+    assert confirmed(2.0)[0] is fast
+    assert confirmed(1.5) == (slow, Memory(1 << 30, 0, 0, 0, "test"))
+    assert "the smallest limit that would do is --memory_limit=2 " in console.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(OverLimitError, match="--memory_limit=1 "):
+        confirmed(0.5)
 
 
 def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
@@ -144,7 +174,7 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
     (one,) = candidates(large, small)
     assert one.program is small
     assert "Left out: no order of two strands" in console.file.getvalue()  # type: ignore[attr-defined]
-    with pytest.raises(OverLimitError, match="the smallest limit that would do is 2."):
+    with pytest.raises(OverLimitError, match="the smallest limit that would do is --memory_limit=2."):
         candidates(large)
 
 

@@ -7,12 +7,12 @@ import jax
 import optax
 import pytest
 
-from dhelix.errors import PassRefusal
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
 from dhelix.passes import manager
 from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.passes.report import CHANGED, REFUSED
-from dhelix.runtime import deviceless, registration
+from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
 
@@ -42,7 +42,7 @@ def decorated(training: Training, **options: Any) -> tuple[InterleavedStep, tupl
     """The step for these GPUs, and what to call it with."""
     compiler_options = dict(deviceless.COMPILER_OPTIONS)
     step = strand_interleave(training.train_step, donate_argnums=0, compiler_options=compiler_options, **options)
-    return step, (training.abstract_state(), training.abstract_batch(3))
+    return step, (training.abstract_state(), training.abstract_batch(3 * training.mesh.shape["dp"]))
 
 
 def compiled(step: InterleavedStep, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
@@ -72,3 +72,59 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
     step, arguments = decorated(training, plan=FOREIGN, strict=True)
     with pytest.raises(PassRefusal, match="the plan is for another program"):
         compiled(step, arguments)
+
+
+@pytest.fixture(scope="module")
+def greedy() -> Training:
+    """A step that needs more as two strands than plain: weights are gathered for both, and layers are few and small."""
+    return make_train_step(
+        preset("llama-demo", layers=2), deviceless.mesh({"dp": 2, "tp": 2}), optax.sgd(0.1), 3, "auto"
+    )
+
+
+def is_interleaved(program: jax.stages.Compiled) -> bool:
+    return "strand_beta/" in (program.as_text() or "")
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(
+    greedy: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And as strands with the limit that was said, and within it."""
+    step, arguments = decorated(greedy, schedule="dp", profile=None)
+    plain = compiled(step, arguments)
+    assert not is_interleaved(plain)
+    (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
+    assert "the plain step and 3 %" in said
+    would_do = int(said.rpartition("memory_limit=")[2])
+    allowed = memory_need.of_compiled(plain).allowed()
+    assert f"within {allowed} bytes" in said and would_do > allowed
+    step, arguments = decorated(greedy, schedule="dp", profile=None, memory_limit=would_do)
+    interleaved = compiled(step, arguments)
+    assert is_interleaved(interleaved)
+    assert allowed < memory_need.of_compiled(interleaved).beside <= would_do
+
+
+@pytest.mark.deviceless
+def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    step, arguments = decorated(training, memory_limit=1000)
+    assert not is_interleaved(compiled(step, arguments))
+    (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
+    assert "within 1000 bytes beside its arguments; the smallest limit that would do is memory_limit=" in said
+    step, arguments = decorated(training, memory_limit=1000, strict=True)
+    with pytest.raises(DhelixError, match="the smallest limit that would do"):
+        compiled(step, arguments)
+
+
+@pytest.mark.deviceless
+def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Training) -> None:
+    lowered = jax.jit(training.train_step, donate_argnums=0).lower(
+        training.abstract_state(), training.abstract_batch(3)
+    )
+    found, exact = memory_need.as_scheduled(lowered), memory_need.of_compiled(deviceless.compile(lowered))
+    assert found is not None
+    assert found.arguments == exact.arguments
+    assert found.beside == pytest.approx(exact.beside, rel=0.01)
+    assert found == memory_need.as_scheduled(lowered)
+    assert found.allowed() == int(1.03 * (found.arguments + found.beside)) - found.arguments
