@@ -1,0 +1,293 @@
+"""A tiny model that is a chain (embedding, layers, head), its train step with a pipeline, and the same step without.
+
+    tokens [rows, SEQ]  ->  embedding [VOCAB, WIDTH]  ->  layers [L, ...] (lax.scan)  ->  scale [WIDTH], head  ->  loss
+
+`Axes` says which mesh axes the model's code communicates over. With `ends`, embedding and head are split over the
+vocabulary by that axis, so that the pipeline computes them on all stages together. Everything runs under `shard_map`
+with `check_vma=False`, where a cotangent is one of this device's own work.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import dhelix
+from dhelix import Fold
+from dhelix.passes.pipeline_fold import Layout
+from dhelix.runtime.value_and_grad import microbatching
+
+VOCAB, WIDTH, HIDDEN, SEQ = 16, 8, 16, 4
+STEPS = 5
+OPTIMIZER = optax.sgd(0.05, momentum=0.9)
+Params = dict[str, Any]
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Names of mesh axes: of the layers' tensor parallelism, and of the vocabulary's shards. None: one device."""
+
+    tp: str | None = None
+    ends: str | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(x: jax.Array, axis: str) -> jax.Array:
+    """The same x on every device of `axis`, each of which goes on with a part of the work: cotangents add up."""
+    return x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leave(x: jax.Array, axis: str) -> jax.Array:
+    """The sum of parts, the same on every device, as is its cotangent."""
+    return lax.psum(x, axis)
+
+
+_enter.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (lax.psum(g, axis),))
+_leave.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, g: (g,))
+
+
+def init_params(layers: int) -> Params:
+    random = np.random.RandomState(layers)
+
+    def draw(*shape: int) -> np.ndarray:
+        return (random.standard_normal(shape) / math.sqrt(shape[-2])).astype(np.float32)
+
+    return {
+        "embedding": 4 * draw(VOCAB, WIDTH),
+        "layers": {
+            "norm": np.ones((layers, WIDTH), np.float32),
+            "w_in": draw(layers, WIDTH, HIDDEN),
+            "w_out": 0.5 * draw(layers, HIDDEN, WIDTH),
+        },
+        "scale": np.ones(WIDTH, np.float32),
+        "head": draw(WIDTH, VOCAB),
+    }
+
+
+def tokens(rows: int) -> np.ndarray:
+    return np.random.RandomState(rows).randint(0, VOCAB, (rows, SEQ + 1)).astype(np.int32)
+
+
+def layer(x: jax.Array, w: Params, axes: Axes = Axes()) -> jax.Array:
+    """A residual block of two matrices; `w_in` and `w_out` are split along HIDDEN over `axes.tp`."""
+    x_normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * w["norm"]
+    x_normed = _enter(x_normed, axes.tp) if axes.tp else x_normed
+    out = jnp.tanh(x_normed @ w["w_in"]) @ w["w_out"]
+    return x + (_leave(out, axes.tp) if axes.tp else out)
+
+
+def embed(params: Params, ids: jax.Array, axes: Axes = Axes()) -> jax.Array:
+    table = params["embedding"]
+    if axes.ends is None:
+        return table[ids]
+    # One stage's cotangent of this sum is not zero, and psum's transpose hands it to all: it is one.
+    local = ids - lax.axis_index(axes.ends) * table.shape[0]
+    mine = (local >= 0) & (local < table.shape[0])
+    return lax.psum(jnp.where(mine[..., None], table[local % table.shape[0]], 0), axes.ends)
+
+
+def nll(params: Params, x: jax.Array, targets: jax.Array, axes: Axes = Axes()) -> jax.Array:
+    """Cross-entropy of each token, [rows, SEQ]."""
+    logits = (x * params["scale"]) @ params["head"]
+    total, local = jnp.exp(logits).sum(-1), targets
+    if axes.ends is not None:
+        total, local = _leave(total, axes.ends), targets - lax.axis_index(axes.ends) * logits.shape[-1]
+    chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == local[..., None], logits, 0), axis=-1)
+    return jnp.log(total) - (_leave(chosen, axes.ends) if axes.ends else chosen)
+
+
+def loss(params: Params, rows: jax.Array, axes: Axes = Axes()) -> jax.Array:
+    x = embed(params, rows[:, :-1], axes)
+    x, _ = lax.scan(lambda x, w: (layer(x, w, axes), None), x, params["layers"])
+    return jnp.mean(nll(params, x, rows[:, 1:], axes))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A pipelined train step of the model above.
+
+    Attributes:
+      rows: of one micro-batch on one device.
+      shared: whether the ends are split over the pipeline axis.
+    """
+
+    pp: int
+    microbatches: int
+    layers: int
+    tp: int = 1
+    dp: int = 1
+    rows: int = 4
+    shared: bool = False
+    schedule: str = "w"
+
+    @property
+    def name(self) -> str:
+        ends = "_shared" if self.shared else ""
+        return f"{self.schedule}_pp{self.pp}_tp{self.tp}_dp{self.dp}_M{self.microbatches}_L{self.layers}{ends}"
+
+    @property
+    def fold(self) -> Fold:
+        return Fold(self.pp, layers=self.layers, schedule=self.schedule)
+
+    @property
+    def mesh(self) -> Mesh:
+        devices = np.array(jax.devices()[: self.pp * self.tp * self.dp]).reshape(self.pp, self.dp, self.tp)
+        return Mesh(devices, ("pp", "dp", "tp"), axis_types=(AxisType.Auto,) * 3)
+
+    @property
+    def batch(self) -> np.ndarray:
+        return tokens(self.rows * self.microbatches * self.dp)
+
+    @property
+    def specs(self) -> Params:
+        """Of the folded parameters."""
+        vocabulary = "pp" if self.shared else None
+        return {
+            "embedding": P(vocabulary),
+            "layers": {"norm": P("pp"), "w_in": P("pp", None, None, "tp"), "w_out": P("pp", None, "tp")},
+            "scale": P(),
+            "head": P(None, vocabulary),
+        }
+
+    @property
+    def model_loss(self) -> Loss:
+        return functools.partial(loss, axes=Axes("tp" if self.tp > 1 else None, "pp" if self.shared else None))
+
+    @property
+    def alone(self) -> Setting:
+        """The setting whose `plain_steps` this one's steps should equal."""
+        return replace(self, pp=1, tp=1, dp=1, rows=self.rows * self.dp, shared=False, schedule="w")
+
+
+def gradients_of(
+    loss_fn: Loss, mesh: Mesh, specs: Any, arguments: tuple[Any, ...] = (P("dp"),), **options: Any
+) -> Callable[..., Any]:
+    """`(params, *arguments) -> dhelix.value_and_grad(loss_fn, **options)` under `shard_map`, for folded parameters.
+
+    Gradients of parameters that lie on several stages are added up, and over the axis dp all is averaged.
+    """
+
+    def local(params: Any, *rest: Any) -> Any:
+        value, grads = dhelix.value_and_grad(loss_fn, **options)(params, *rest)
+        grads = jax.tree.map(lambda g, spec: g if "pp" in tuple(spec) else lax.psum(g, "pp"), grads, specs)
+        return jax.tree.map(lambda x: lax.pmean(x, "dp") if "dp" in mesh.shape else x, (value, grads))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs, *arguments), out_specs=(P(), specs), check_vma=False)
+
+
+def apply(state: Any, grads: Any) -> Any:
+    params, moments = state
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return optax.apply_updates(params, updates), moments
+
+
+def initial_state(layers: int) -> Any:
+    params = init_params(layers)
+    return params, OPTIMIZER.init(params)
+
+
+def pipelined_step(setting: Setting) -> Callable[[Any, jax.Array], Any]:
+    """The train step, not jitted: (folded state, batch) -> (state, loss)."""
+    gradients = gradients_of(setting.model_loss, setting.mesh, setting.specs)
+
+    def train_step(state: Any, rows: jax.Array) -> Any:
+        value, grads = gradients(state[0], rows)
+        return apply(state, grads), value
+
+    return train_step
+
+
+def plain_step(state: Any, rows: jax.Array) -> Any:
+    """The same on one device, its micro-batches in a loop."""
+    value, grads = dhelix.value_and_grad(loss)(state[0], rows)
+    return apply(state, grads), value
+
+
+def in_microbatches(function: Callable[..., Any], count: int, reduce: str = "mean", fold: Fold | None = None) -> Any:
+    """`function` jitted as `strand_interleave` traces it, without the passes, which take as long as XLA."""
+
+    def traced(*args: Any) -> Any:
+        with microbatching(count, reduce, fold):
+            return function(*args)
+
+    return jax.jit(traced)
+
+
+def run(step: Any, state: Any, batch: np.ndarray) -> tuple[Any, list[float]]:
+    """State and losses of STEPS optimizer steps. On the host in between, so that one compiled program serves all."""
+    losses = []
+    for _ in range(STEPS):
+        state, value = jax.tree.map(np.asarray, step(state, batch))
+        losses.append(float(value))
+    return state, losses
+
+
+def pipelined_steps(setting: Setting) -> tuple[Any, list[float]]:
+    """`run` of the pipelined step; the state in the model's order."""
+    step = in_microbatches(pipelined_step(setting), setting.microbatches, fold=setting.fold)
+    layout = setting.fold.layout()
+    state, losses = run(step, folded(initial_state(setting.layers), layout), setting.batch)
+    return unfolded(state, layout), losses
+
+
+@functools.cache
+def plain_steps(setting: Setting) -> tuple[Any, list[float]]:
+    """`run` of the plain step."""
+    return run(in_microbatches(plain_step, setting.microbatches), initial_state(setting.layers), setting.batch)
+
+
+def folded(tree: Any, layout: Layout) -> Any:
+    """`tree` with its arrays of layers in the pipeline's order: chunk by chunk, stage by stage, padded with zeros."""
+
+    def fold_array(x: Any) -> np.ndarray:
+        result = np.zeros((layout.chunks, layout.padded, *x.shape[1:]), x.dtype)
+        for row, chunk in enumerate(_chunks(layout)):
+            layers = layout.layers_of(chunk)
+            result[row, : len(layers)] = x[layers.start : layers.stop]
+        return result
+
+    return _map_layers(fold_array, tree)
+
+
+def unfolded(tree: Any, layout: Layout) -> Any:
+    """The inverse of `folded`."""
+
+    def unfold_array(x: Any) -> np.ndarray:
+        rows = {chunk: x[row, : layout.chunk_layers[chunk]] for row, chunk in enumerate(_chunks(layout))}
+        return np.concatenate([np.asarray(rows[chunk]) for chunk in range(layout.chunks)])
+
+    return _map_layers(unfold_array, tree)
+
+
+def _chunks(layout: Layout) -> list[int]:
+    return [chunk for stage in range(layout.stages) for chunk in layout.chunks_of(stage)]
+
+
+def _map_layers(function: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if jax.tree_util.DictKey("layers") in path else leaf, tree
+    )
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Every leaf within `tolerance` of its largest magnitude, and of the same type."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, want), got in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
+        assert jnp.result_type(want) == jnp.result_type(got), path
+        want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-30), err_msg=jax.tree_util.keystr(path)
+        )
