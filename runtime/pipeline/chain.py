@@ -227,5 +227,5 @@ def _inlined(jaxpr: Any, *args: Any) -> Values:
 
 def _alone(jaxpr: Any, eqn: Any) -> Any:
     """A program of `eqn` alone."""
-    inputs = [v for v in dict.fromkeys(eqn.invars) if not isinstance(v, jex_core.Literal)]
+    inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex_core.Literal)))
     return jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])
