@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ class Result:
     Attributes:
       steps_ms: every timed step.
       mhz, watts: of GPU 0 during each of them: the SMs' clock, and power.
-      losses: of its first steps from the same start, on the same batches as all others.
+      losses, grad_norms: of its first steps from the same start, on the same batches as all others.
       passes: what became of each of our passes.
       peak_gib: by XLA's own account; `temp_gib` without arguments and results.
       predicted_ms: what the evaluator says of the compiled program; None without costs.
@@ -41,6 +42,7 @@ class Result:
     variant: str
     steps_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
     peak_gib: float = 0.0
     temp_gib: float = 0.0
     compile_s: float = 0.0
@@ -214,10 +216,15 @@ class Group:
     def loss_difference(self, result: Result) -> float | None:
         """The largest relative difference to the plain program's losses."""
         plain = self.plain(result)
-        if plain is None or result.kind == BOUND:
-            return None
-        pairs = zip(plain.losses, result.losses, strict=False)
-        return max((abs(a - b) / abs(a) for a, b in pairs), default=None)
+        return None if plain is None or result.kind == BOUND else largest_difference(plain.losses, result.losses)
+
+
+def largest_difference(expected: Sequence[float], actual: Sequence[float]) -> float | None:
+    """Relative, of values that stand at the same place; infinite for one that is no number. None for no values."""
+    pairs = list(zip(expected, actual, strict=False))
+    if not all(math.isfinite(value) for pair in pairs for value in pair):
+        return math.inf
+    return max((abs(a - b) / abs(a) for a, b in pairs), default=None)
 
 
 def groups(runs: Iterable[Run]) -> list[Group]:

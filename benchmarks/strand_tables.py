@@ -17,18 +17,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dhelix.benchmarks.strand_results import Group, Result, Run, causes, groups, read
-from dhelix.benchmarks.strand_variants import SETTINGS, XLA
+from dhelix.benchmarks.strand_results import Group, Result, Run, causes, groups, largest_difference, read
+from dhelix.benchmarks.strand_variants import BOUND, SETTINGS, XLA, either
 from dhelix.errors import DhelixError
 
 # Of issue "Strand pairing": link -> (must, aim) of the speed-up over XLA's best.
 GOALS = {"nvlink": (1.12, 1.18), "no-p2p": (1.27, 1.32), "two-nodes": (1.05, 1.10)}
+
+BF16 = 2.0**-8
+"""What rounding one number to bf16 changes at most, relatively."""
+_MANY = 10  # steps, from which on a comparison has a table of its own
 
 
 def tables(runs: Sequence[Run]) -> str:
     """All tables of some runs, in Markdown."""
     parts = [_of_group(group) for group in groups(runs)]
     parts += [_on_paper(run) for run in runs if not any(r.steps_ms for r in run.results)]
+    parts += [_checked(run) for run in runs]
+    parts = [part for part in parts if part]
     dropped = [line for run in runs for line in run.dropped]
     dropped += [f"{r.setting} / {r.variant}: {r.failed}" for run in runs for r in run.results if r.failed]
     if dropped:
@@ -74,6 +80,22 @@ def _on_paper(run: Run) -> str:
         rows.append((r.setting, r.variant, *cells))
     heads = "setting | program | predicted ms | speed-up over XLA's best | peak GiB | passes s"
     return _head(run, "on paper") + "\n\n" + _table(heads, rows) if rows else ""
+
+
+def _checked(run: Run) -> str:
+    """Results of many steps beside those of the plain program under the same setting; "" for runs that compared few."""
+    plain = {r.setting: r for r in run.results if r.variant in either("plain")}
+    rows = []
+    for r in run.results:
+        if r.kind != BOUND and r.setting in plain and len(r.losses) >= _MANY:
+            loss = largest_difference(plain[r.setting].losses, r.losses)
+            norm = largest_difference(plain[r.setting].grad_norms, r.grad_norms)
+            right = all(found is not None and found <= BF16 for found in (loss, norm))
+            course = f"{r.losses[0]:.4f} to {r.losses[-1]:.4f}"
+            cells = course, _number(loss, ".0e"), _number(norm, ".0e"), "yes" if right else "**no**"
+            rows.append((r.setting, r.variant, str(len(r.losses)), *cells))
+    heads = "setting | program | steps | loss | differs by | norm of gradients differs by | within bf16"
+    return _head(run, "results beside the plain program's") + "\n\n" + _table(heads, rows) if rows else ""
 
 
 def _link(result: Result) -> str:

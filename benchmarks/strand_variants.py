@@ -215,6 +215,12 @@ ESSENTIAL = (
     "plain, no communication; strands, no communication"
 )
 
+SCHEDULES = (
+    "plain; plain, intra_batch; strands; strands, list by profile; strands, dp; strands, dp, decomposed; "
+    "strands, round_robin; strands, forward-forward, dp; strands, backward-backward, dp; strands, same-direction, dp"
+)
+"""Every schedule that a user can choose, and what a plan can add: for checks of results."""
+
 _STRANDS = default_passes("xla")  # what the decorator runs, and the order left to XLA
 
 

@@ -67,7 +67,7 @@ class Worker:
             return self.predict_all()
         if self.programs:
             self.check()
-        if self.programs:
+        if self.programs and self.options.rounds:
             self.take_turns()
         if self.programs and not self.options.no_traces and jax.default_backend() == "gpu":
             self.trace_all()
@@ -146,11 +146,16 @@ class Worker:
         """First steps of every variant from the same state; which also warm it up."""
         batches = self.batches(max(self.options.check_steps, 1))
         for program in list(self.programs):
+            if self.late(0.9):
+                self.fail(program.result, "did not run", TimeoutError("out of time"))
+                self.programs.remove(program)
+                continue
             try:
                 state = self.training.init(jax.random.key(0))
                 for batch in batches:
                     state, metrics = program.compiled(state, batch)
                     program.result.losses.append(float(metrics["loss"]))
+                    program.result.grad_norms.append(float(metrics["grad_norm"]))
             except Exception as error:
                 self.fail(program.result, "did not run", error)
                 self.programs.remove(program)

@@ -2,6 +2,7 @@
 
     python benchmarks/strands.py --settings default,connections1,copy_engine1 --out DIR
     python benchmarks/strands.py --microbatches 4 --settings no_p2p,no_p2p_connections1 --variants "plain; strands, dp"
+    python benchmarks/strands.py --variants schedules --check_steps 20 --rounds 0 --no_traces    # are results right?
     python benchmarks/strand_tables.py DIR/*.json
 
 Settings hold for a whole process, so each has one (two that pose as nodes for `two_nodes`); the variants of a process
@@ -27,7 +28,7 @@ from typing import Any
 
 from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_tables import tables
-from dhelix.benchmarks.strand_variants import ESSENTIAL, SETTINGS, VARIANTS, Setting, chosen
+from dhelix.benchmarks.strand_variants import ESSENTIAL, SCHEDULES, SETTINGS, VARIANTS, Setting, chosen
 from dhelix.errors import DhelixError
 from dhelix.runtime import autotune_results
 from dhelix.runtime.profiling.nodes import emulated_nodes
@@ -47,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--unrolled", action="store_true", help="layers one after the other, not scanned")
     made.add_argument("--tp", type=int, default=4)
     made.add_argument("--microbatches", type=int, default=16)
-    made.add_argument("--rounds", type=int, default=3, help="turns of each variant, of --steps steps")
+    made.add_argument("--rounds", type=int, default=3, help="turns of each variant, of --steps steps; 0: checks alone")
     made.add_argument("--steps", type=int, default=2)
-    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose losses are compared")
-    made.add_argument("--variants", default=ESSENTIAL, help=f"or all, or of: {'; '.join(VARIANTS)}")
+    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose results are compared")
+    made.add_argument("--variants", default=ESSENTIAL, help=f"or schedules, all, or of: {'; '.join(VARIANTS)}")
     made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
     made.add_argument("--channels", type=int, default=0, help="most channels of a collective; 0: NCCL's choice")
     made.add_argument("--no_traces", action="store_true", help="no traced step: times alone")
@@ -67,8 +68,9 @@ def main() -> None:
     arguments = parser().parse_args()
     try:
         arguments.settings = chosen(arguments.settings, SETTINGS, "setting")
-        everything = arguments.variants.strip() == "all"
-        arguments.variants = list(VARIANTS) if everything else chosen(arguments.variants, VARIANTS, "variant")
+        named = str(arguments.variants).strip()
+        names = {"all": "; ".join(VARIANTS), "schedules": SCHEDULES}.get(named, named)
+        arguments.variants = chosen(names, VARIANTS, "variant")
         path = measure(arguments)
     except DhelixError as error:
         sys.exit(str(error))

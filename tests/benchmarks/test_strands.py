@@ -70,6 +70,28 @@ def test_losses_are_compared_with_the_plain_program() -> None:
     assert group.loss_difference(bound) is None  # wrong by design
 
 
+def test_results_of_many_steps_are_judged() -> None:
+    """Nothing was timed: the table is all there is."""
+
+    def checked(variant: str, factor: float, **facts: object) -> Result:
+        losses = [factor * 10 / step for step in range(1, 21)]
+        return result("default", variant, 1, steps_ms=[], losses=losses, grad_norms=losses, **facts)
+
+    made = run(
+        checked("plain", 1.0), checked("strands", 1.0 + 1e-4), checked("strands, dp", 1.01),
+        checked("strands, list", 1.0, failed="did not run"), checked("plain, no communication", 3.0),
+    )  # fmt: skip
+    made.results[3].losses.clear()
+    rows = [line for line in tables([made]).splitlines() if line.startswith("| default")]
+    assert rows == [
+        "| default | plain | 20 | 10.0000 to 0.5000 | 0e+00 | 0e+00 | yes |",
+        "| default | strands | 20 | 10.0010 to 0.5000 | 1e-04 | 1e-04 | yes |",
+        "| default | strands, dp | 20 | 10.1000 to 0.5050 | 1e-02 | 1e-02 | **no** |",
+    ]
+    made.results[1].losses[7] = float("nan")
+    assert "| inf | inf | **no** |" in tables([made])
+
+
 def test_causes_add_up_to_the_whole_gain() -> None:
     (group,) = groups([run(*MEASURED)])
     found = {cause.name: cause.saved_ms for cause in causes(group)}
@@ -266,6 +288,7 @@ def test_a_call_on_cpu_devices(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "strands.py"), *sizes, *rest]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert "| default | plain |" in output and "| default | **strands** |" in output
+    assert "within bf16" not in output
     found = read(tmp_path / "tiny.json")
     assert [len(r.steps_ms) for r in found.results] == [2, 2]
     assert found.results[0].losses == found.results[1].losses
