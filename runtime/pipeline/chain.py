@@ -157,7 +157,9 @@ class _Cut:
 
     def _parameter_bytes(self, eqn: Any) -> int:
         stacks = [v for v in eqn.invars[sum(_consts_and_carries(eqn)) :] if not isinstance(v, jex_core.Literal)]
-        used = self._reads(stacks)
+        # Not what another loop makes of parameters: a head may take the last layer's result in pieces.
+        made = [var for loop in self.jaxpr.eqns if loop.primitive.name == "scan" for var in loop.outvars]
+        used = self._reads(stacks, stop=made)
         return sum(v.aval.size * v.aval.dtype.itemsize for v in self.params if v in used)
 
     def _check(self) -> None:
