@@ -41,8 +41,7 @@ from jax import lax
 
 from dhelix.passes.pipeline_fold import Schedule
 from dhelix.passes.strand_duplication import ALPHA, BETA
-from dhelix.runtime.pipeline.chain import Chain
-from dhelix.runtime.pipeline.layer_vjp import LayerVjp, floating, layer_vjp
+from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.phases import Direction, Pattern, directions, phases
 from dhelix.runtime.pipeline.slices import add, at, put
 
@@ -69,17 +68,15 @@ class Pipeline:
     """What a step's pipeline is made of.
 
     Attributes:
-      chain: the loss function's parts.
+      of: the loss function's parts, forward and backward.
       axis: the mesh axis of the stages.
       shared_ends: whether all stages compute embedding and head together.
-      seed: (micro-batch) -> the cotangent of its loss: its weight in the sum.
     """
 
-    chain: Chain
+    of: Derivatives
     schedule: Schedule
     axis: str
     shared_ends: bool
-    seed: Callable[[Sequence[Any]], jax.Array]
 
     def run(self, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]) -> Sums:
         """
@@ -126,16 +123,11 @@ class _Run:
     def __init__(
         self, pipeline: Pipeline, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]
     ):
-        self.pipeline, self.chain, self.schedule = pipeline, pipeline.chain, pipeline.schedule
+        self.pipeline, self.of, self.schedule = pipeline, pipeline.of, pipeline.schedule
         self.stage, self.stacks, self.ends, self.batches = stage, list(stacks), list(ends), list(batches)
         self.padded = self.schedule.layout.padded
         self.forward_table, self.backward_table = directions(self.schedule)
-        self.moving = floating(self.chain.state)
-        self.trained, self.trained_ends = floating(self.stacks), floating(self.ends)
-        self.context = self.chain.context(self._batch(0))
-        self.vjp: LayerVjp = layer_vjp(
-            self.chain.layer, self.context, self.chain.state, [jax.eval_shape(_first, w) for w in self.stacks]
-        )
+        self.context = self.of.context(self._batch(0))
 
     def all_phases(self) -> Sums:
         state = self._start()
@@ -150,22 +142,20 @@ class _Run:
             state = lax.fori_loop(0, phase.rounds, one_round, state)
         return Sums(
             state.outputs,
-            _fill(self.stacks, self.trained, state.layers),
-            _fill(self.ends, self.trained_ends, state.ends),
+            _fill(self.stacks, self.of.trained, state.layers),
+            _fill(self.ends, self.of.trained_ends, state.ends),
         )
 
     def _start(self) -> _State:
-        state = self.chain.state
-        outputs = jax.eval_shape(lambda: self.chain.head(self.ends, self._batch(0), [_zeros(x) for x in state]))
-        ring = (self.schedule.slots, self.padded)
+        of, ring = self.of, (self.schedule.slots, self.padded)
         return _State(
-            inbox=[_zeros(x, self.forward_table.inbox) for x in state],
-            cotangents=[_zeros(state[i], self.backward_table.inbox) for i in self.moving],
-            last=[_zeros(x) for x in state],
-            ring=[_zeros(residual, *ring) for residual in self.vjp.residuals],
-            layers=[_zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in self.trained],
-            ends=[_zeros(self.ends[i], dtype=_wide(self.ends[i])) for i in self.trained_ends],
-            outputs=[_zeros(output, dtype=_wide(output)) for output in outputs],
+            inbox=[_zeros(x, self.forward_table.inbox) for x in of.state],
+            cotangents=[_zeros(of.state[i], self.backward_table.inbox) for i in of.moving],
+            last=[_zeros(x) for x in of.state],
+            ring=[_zeros(residual, *ring) for residual in of.residuals],
+            layers=[_zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in of.trained],
+            ends=[_zeros(self.ends[i], dtype=_wide(self.ends[i])) for i in of.trained_ends],
+            outputs=[_zeros(output, dtype=_wide(output)) for output in of.outputs],
         )
 
     def _tick(self, pattern: Pattern, tick: jax.Array, state: _State) -> _State:
@@ -224,14 +214,14 @@ class _Run:
         if forward is not None:
             weights = [at(stack, forward.place, number) for stack in self.stacks]
             with jax.named_scope(BETA):
-                result, residuals = self.vjp.forward(ahead, x, weights)
+                result, residuals = self.of.layer_forward(ahead, x, weights)
             place = jnp.where(forward.reversed, mirrored, number)
             ring = [put(slots, value, forward.slot, place) for slots, value in zip(ring, residuals, strict=True)]
             x = self._unless_padding(number < forward.layers, result, x)
         if backward is not None:
             weights = [at(stack, backward.place, mirrored) for stack in self.stacks]
             with jax.named_scope(ALPHA):
-                result, gradients = self.vjp.backward(behind, weights, saved, cotangents)
+                result, gradients = self.of.layer_backward(behind, weights, saved, cotangents)
             real = mirrored < backward.layers
             layers = [
                 add(total, gradient, backward.on & real, backward.place, mirrored)
@@ -246,14 +236,14 @@ class _Run:
         return _choose(real, result, given) if padding else result
 
     def _context(self, row: _Row) -> Values:
-        return self.chain.context(self._batch(row.microbatch)) if self.chain.context_of_batch else self.context
+        return self.of.context(self._batch(row.microbatch)) if self.of.context_of_batch else self.context
 
     # Embedding and head.
 
     def _embed(self, row: _Row) -> Values:
         microbatch, wanted = self._end(row, "opens")
-        start = [_zeros(x) for x in self.chain.state]
-        return self._if(wanted, lambda _: self.chain.embed(self.ends, self._batch(microbatch)), start)
+        start = [_zeros(x) for x in self.of.state]
+        return self._if(wanted, lambda _: self.of.embed(self.ends, self._batch(microbatch)), start)
 
     def _head(self, row: _Row, last: Values, ends: Values, outputs: Values) -> tuple[Values, Values, Values]:
         """The cotangents of the last chunk's result, and the sums with those of one micro-batch added."""
@@ -263,12 +253,12 @@ class _Run:
         def run(carry: Any) -> Any:
             _, ends, outputs = carry
             x = self._sum([jnp.where(mine, value, 0) for value in last]) if self.pipeline.shared_ends else last
-            cotangents, gradients, results = self._head_gradients(self._batch(microbatch), x)
+            cotangents, gradients, results = self.of.head(self.ends, self._batch(microbatch), x)
             if self.pipeline.shared_ends:
                 cotangents = self._sum(cotangents)
             return cotangents, _add_all(ends, gradients, wanted), _add_all(outputs, results, wanted)
 
-        start = [_zeros(self.chain.state[i]) for i in self.moving]
+        start = [_zeros(self.of.state[i]) for i in self.of.moving]
         return self._if(wanted, run, (start, ends, outputs))
 
     def _embed_backward(self, row: _Row, cotangents: Values, ends: Values) -> Values:
@@ -276,12 +266,8 @@ class _Run:
         mine = row.on & row.closes
 
         def run(ends: Values) -> Values:
-            def embed(trained: Values) -> Values:
-                x = self.chain.embed(_replaced(self.ends, self.trained_ends, trained), self._batch(microbatch))
-                return [x[i] for i in self.moving]
-
-            _, vjp = jax.vjp(embed, [self.ends[i] for i in self.trained_ends])
-            (gradients,) = vjp([jnp.where(mine, value, 0) for value in cotangents])
+            masked = [jnp.where(mine, value, 0) for value in cotangents]
+            gradients = self.of.embed_backward(self.ends, self._batch(microbatch), masked)
             return _add_all(ends, gradients, wanted)
 
         return self._if(wanted, run, ends)
@@ -304,21 +290,6 @@ class _Run:
     def _sum(self, values: Values) -> Values:
         return [lax.psum(value, self.pipeline.axis) for value in values]
 
-    def _head_gradients(self, batch: Values, x: Values) -> tuple[Values, Values, Values]:
-        seed = self.pipeline.seed(batch)
-
-        def loss(floats: Values, trained: Values) -> tuple[jax.Array, Values]:
-            outputs = self.chain.head(
-                _replaced(self.ends, self.trained_ends, trained), batch, _replaced(x, self.moving, floats)
-            )
-            return outputs[0], outputs
-
-        of = [x[i] for i in self.moving], [self.ends[i] for i in self.trained_ends]
-        value, vjp, outputs = jax.vjp(loss, *of, has_aux=True)
-        cotangents, gradients = vjp(seed.astype(value.dtype))
-        weighted = [_weighted(output, seed) for output in outputs]
-        return cotangents, gradients, weighted
-
     # Messages and batches.
 
     def _deliver(self, row: _Row, inbox: Values, made: Values, sends: Sequence[tuple[int, int]]) -> Values:
@@ -335,31 +306,15 @@ def _add_all(totals: Values, values: Values, counts: jax.Array | None = None) ->
     return sums if counts is None else _choose(counts, sums, totals)
 
 
-def _weighted(output: jax.Array, seed: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(output.dtype, jnp.inexact):
-        return output
-    # Not a bare product: a micro-batch without tokens may have a loss of 0/0.
-    return jnp.where(seed == 0, jnp.zeros_like(output), output * seed.astype(output.dtype))
-
-
 def _choose(condition: jax.Array, yes: Values, no: Values) -> Values:
     return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
 
 
-def _replaced(values: Sequence[Any], places: Sequence[int], replacements: Sequence[Any]) -> Values:
-    result = list(values)
-    for place, value in zip(places, replacements, strict=True):
-        result[place] = value
-    return result
-
-
 def _fill(like: Sequence[Any], places: Sequence[int], values: Values) -> Values:
     result: Values = [None] * len(like)
-    return _replaced(result, places, values)
-
-
-def _first(stack: Any) -> Any:
-    return stack[0, 0]
+    for place, value in zip(places, values, strict=True):
+        result[place] = value
+    return result
 
 
 def _wide(like: Any) -> Any:

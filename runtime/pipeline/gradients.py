@@ -25,9 +25,10 @@ from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.chain import Chain, take_apart, trace
+from dhelix.runtime.pipeline.derivatives import derive
 from dhelix.runtime.pipeline.executor import Pipeline, Sums
 from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.pipeline.jaxprs import communicates_over, with_context_mesh
+from dhelix.runtime.pipeline.jaxprs import communicates_over
 
 Values = list[Any]
 
@@ -51,23 +52,21 @@ def pipelined_sums(
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = fold.axis in mesh.manual_axes
-    rows = fold.places if manual else fold.places * fold.stages
-    folded = [len(x.shape) >= 2 and x.shape[0] == rows for x in params]
+    folded = _folded(params, fold.places * (1 if manual else fold.stages))
     shapes = [
         jax.ShapeDtypeStruct(_unfolded(x.shape) if f else x.shape, x.dtype) for x, f in zip(params, folded, strict=True)
     ]
     batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batches]
     jaxpr = trace(function, shapes, batch)
-    shared_ends = communicates_over(jaxpr, fold.axis)
+    chain = take_apart(jaxpr, len(params))
+    _check_folded(chain, folded, fold, params)
+    of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
+    layers = fold.layers or chain.length * (fold.stages if manual else 1)
+    schedule = fold.make_schedule(layers, batches[0].shape[0])
+    pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis))
 
     def of_stage(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
-        chain = take_apart(with_context_mesh(jaxpr), len(params))
-        _check_folded(chain, folded, fold, params)
-        microbatches = batches[0].shape[0]
-        padded = params[chain.layer_leaves[0]].shape[1]
-        layers = fold.layers or padded * fold.places * fold.stages
-        pipeline = Pipeline(chain, fold.make_schedule(layers, microbatches), fold.axis, shared_ends, seed)
-        return _run(pipeline, stage, params, batches)
+        return _run(chain, pipeline, stage, params, batches)
 
     if manual:
         return of_stage(lax.axis_index(fold.axis), params, batches)
@@ -99,9 +98,8 @@ def _over_stages(
 
 
 def _run(
-    pipeline: Pipeline, stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]
+    chain: Chain, pipeline: Pipeline, stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]
 ) -> tuple[Values, Values]:
-    chain = pipeline.chain
     folded = [params[i] for i in chain.layer_leaves]
     places, padded = folded[0].shape[:2]
 
@@ -132,6 +130,16 @@ def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequenc
 
 def _unfolded(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0] * shape[1], *shape[2:])
+
+
+def _folded(params: Sequence[jax.Array], chunks: int) -> list[bool]:
+    """Which are layers in a pipeline's order: of those that begin [chunks, n], the n to which most belongs."""
+    sizes: dict[int, int] = {}
+    for x in params:
+        if len(x.shape) > 1 and x.shape[0] == chunks:
+            sizes[x.shape[1]] = sizes.get(x.shape[1], 0) + x.size
+    padded = max(sizes, key=lambda n: sizes[n], default=None)
+    return [len(x.shape) > 1 and x.shape[:2] == (chunks, padded) for x in params]
 
 
 def _check_folded(chain: Chain, folded: Sequence[bool], fold: Fold, params: Sequence[jax.Array]) -> None:

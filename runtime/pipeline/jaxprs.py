@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 
 def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -19,7 +19,14 @@ def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[
             equations.append(equation)
             needed -= set(equation.outvars)
             needed |= variables(equation.invars) - set(inputs)
-    return jex_core.jaxpr_as_fun(jaxpr.replace(invars=list(inputs), outvars=list(outputs), eqns=equations[::-1]))
+    return _runner(jaxpr.replace(invars=list(inputs), outvars=list(outputs), eqns=equations[::-1]))
+
+
+def traced(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """`function` as traced here for arguments of these shapes, to be run under any mesh of the same devices."""
+    jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    structure, run = jax.tree.structure(shapes), _runner(jaxpr)
+    return lambda *arguments: structure.unflatten(run(*jax.tree.leaves(arguments)))
 
 
 def depending(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
@@ -49,21 +56,49 @@ def communicates_over(jaxpr: Any, axis: str) -> bool:
     )
 
 
-def with_context_mesh(jaxpr: Any) -> Any:
-    """`jaxpr` with its sharding constraints on the mesh of the context, in which some axes may be manual."""
-    mesh = jax.sharding.get_abstract_mesh()
+def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
+    """A function that runs `jaxpr` with what it says of a mesh said of the mesh where it runs."""
 
-    def moved(value: Any) -> Any:
+    def run(*arguments: Any) -> list[Any]:
+        mesh = jax.sharding.get_abstract_mesh()
+        return jex_core.jaxpr_as_fun(jaxpr if mesh.empty else _on_mesh(jaxpr, mesh))(*arguments)
+
+    return run
+
+
+def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
+    moved: dict[Any, Any] = {}
+
+    def variable(atom: Any) -> Any:
+        sharding = getattr(atom.aval, "sharding", None)
+        if isinstance(atom, jex_core.Literal) or not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+            return atom
+        if atom not in moved:
+            aval = atom.aval.update(sharding=NamedSharding(mesh, sharding.spec))
+            moved[atom] = jex_core.DropVar(aval) if isinstance(atom, jex_core.DropVar) else jex_core.Var(aval)
+        return moved[atom]
+
+    def parameter(value: Any) -> Any:
         if isinstance(value, NamedSharding):
             return NamedSharding(mesh, value.spec)
         if isinstance(value, jex_core.Jaxpr):
-            return with_context_mesh(value)
-        return tuple(map(moved, value)) if type(value) is tuple else value
+            return _on_mesh(value, mesh)
+        return tuple(map(parameter, value)) if type(value) is tuple else value
 
-    if mesh.empty:
-        return jaxpr
+    equations = [
+        equation.replace(
+            invars=[variable(atom) for atom in equation.invars],
+            outvars=[variable(var) for var in equation.outvars],
+            params={name: parameter(value) for name, value in equation.params.items()},
+        )
+        for equation in jaxpr.eqns
+    ]
     return jaxpr.replace(
-        eqns=[e.replace(params={name: moved(value) for name, value in e.params.items()}) for e in jaxpr.eqns]
+        constvars=[variable(var) for var in jaxpr.constvars],
+        consts=jaxpr.consts,
+        invars=[variable(var) for var in jaxpr.invars],
+        outvars=[variable(atom) for atom in jaxpr.outvars],
+        eqns=equations,
     )
 
 
