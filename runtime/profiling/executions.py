@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -131,10 +132,14 @@ def of_events(events: Iterable[Event]) -> list[Execution]:
 
 
 def gap_seconds(executions: list[Execution]) -> float:
-    """Idle time of a GPU per execution. Pauses longer than _PAUSE are the host's, not a step's."""
+    """Idle time of a GPU between two kernels that follow each other, the median; 0 if it is never idle.
+
+    Not the mean: around collectives a GPU is idle for tens of microseconds, and that is not what a kernel costs. Pauses
+    longer than _PAUSE are the host's, not a step's.
+    """
     busy = trace.merge((e.start, e.end) for e in executions)
     gaps = (after[0] - before[1] for before, after in itertools.pairwise(busy))
-    return sum(gap for gap in gaps if gap < _PAUSE) / max(len(executions), 1)
+    return statistics.median([gap for gap in gaps if gap < _PAUSE] or [0.0])
 
 
 def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool]) -> Iterator[Execution]:

@@ -103,15 +103,16 @@ def test_the_innermost_name_counts_and_names_can_be_changed() -> None:
     assert times(found) == [("dot", 0, 3), ("add", 4, 5)]
 
 
-def test_gap_is_idle_time_per_execution_without_the_hosts_pauses() -> None:
+def test_gap_is_the_usual_pause_between_kernels() -> None:
     found = [
         execution("a", 0, 10),
         execution("b", 12, 20),
         execution("gather", 15, 30),
         execution("c", 500, 510),  # the host was late
         execution("d", 514, 520),
+        execution("e", 590, 600),  # after a collective
     ]
-    assert executions.gap_seconds(found) == pytest.approx((2 + 4) / 5 * 1e-6)
+    assert executions.gap_seconds(found) == pytest.approx(4e-6)
     assert executions.gap_seconds([]) == 0.0
 
 
