@@ -26,7 +26,7 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plan_making import make_plan
 from dhelix.passes.planned_order import find_bodies
-from dhelix.passes.timeline import evaluate
+from dhelix.passes.timeline import evaluate, settled
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import trace
 from dhelix.runtime.profiling import executions
@@ -116,7 +116,7 @@ def segments_of(step: Step) -> list[Segment]:
 
 def kinds_of(step: Step) -> list[Kind]:
     """Kinds of operators; what compute waits, for communication and for launches, is one of them."""
-    plan, costs, times = step.plan, step.model.costs(), by_instruction(step.module, step.found)
+    plan, costs, times = step.plan, settled(step.module, step.model.costs()), by_instruction(step.module, step.found)
     sums: dict[str, list[tuple[float, float, float]]] = {}
     for body, computation, _ in find_bodies(plan, step.module):
         waits = [body.predicted_us, sum(s.measured_us or 0.0 for s in body.segments)]

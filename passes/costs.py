@@ -26,8 +26,9 @@ from dhelix.passes.operator_keys import CONTROL_FLOW, FREE_OPCODES, OperatorKeys
 from dhelix.passes.operator_work import Work, backend_config, work_of
 from dhelix.profiles import roofline, storage
 from dhelix.profiles.contention import MIN_RATE
-from dhelix.profiles.estimates import Estimator, Source
+from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.hardware import Hardware, describe
+from dhelix.profiles.keys import CollectiveKey, Key
 from dhelix.profiles.profile import SETTINGS, Profile
 
 
@@ -47,6 +48,7 @@ class Cost:
       seconds: for a loop, a call or a conditional the sum over everything inside, nothing overlapped.
       bytes: of device memory read and written; for a collective, what each device sends.
       source: what `seconds` rests on; of a sum, its least certain part.
+      launch: seconds for which compute stands still before a collective begins.
     """
 
     seconds: float
@@ -54,6 +56,7 @@ class Cost:
     bytes: float = 0.0
     lane: Lane = Lane.COMPUTE
     source: Source = Source.GUESS
+    launch: float = 0.0
 
 
 FREE = Cost(0.0, source=Source.MEASURED)
@@ -63,30 +66,62 @@ _FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
 
 
 @dataclass(frozen=True, slots=True)
+class PowerLimit:
+    """How much lower the clock is in a step that leaves a GPU little rest, since its power is limited.
+
+    Attributes:
+      free: the load up to which the clock is that of the profile. Load is the share of the step's time in which compute
+        works, and `communication` times that in which collectives run.
+      slope: how much longer per load beyond that everything takes whose speed is the clock's.
+    """
+
+    free: float
+    slope: float
+    communication: float
+
+    def clock(self, compute: float, communication: float) -> float:
+        """How many times longer products and attention take, from shares of the step's time."""
+        return 1.0 + self.slope * max(compute + self.communication * communication - self.free, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class InStep:
     """What operators meet in a step, and not where a profile measures them by themselves or in pairs.
 
     Attributes:
       pause: seconds between one kernel and the next (`Section.gap_seconds`).
-      wait: seconds that a collective holds its SMs and waits for the last of its GPUs.
-      strain: how many times as much as in a pair compute is slowed down beside a collective.
+      wait: seconds that a collective takes longer, until the last of its GPUs is there and what waits for it begins.
+      launch: seconds for which compute stands still where copy engines are given a collective (`Cost.launch`).
+      power: what lowers the clock; None if nothing does.
+      clock: how many times longer products and attention take (`timeline.settled`).
     """
 
     pause: float = 0.0
     wait: float = 0.0
-    strain: float = 1.0
+    launch: float = 0.0
+    power: PowerLimit | None = None
+    clock: float = 1.0
 
-    def rates(self, compute: float, collective: float) -> tuple[float, float]:
-        """Of a pair in a step, from those of the pair by itself."""
-        return 1.0 / (1.0 + self.strain * (1.0 / compute - 1.0)), collective
+    def cost(self, cost: Cost, key: Key, estimate: Estimate) -> Cost:
+        """`cost` with the time that was estimated for `key`."""
+        clock = self.clock if key.kind in _BY_THE_CLOCK else 1.0
+        launch = self.launch if _on_copy_engines(key) else 0.0
+        return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
 
+
+def _on_copy_engines(key: Key) -> bool:
+    """Whether NCCL gives it to copy engines on symmetric memory; of reductions they can do nothing."""
+    return isinstance(key, CollectiveKey) and key.implementation == "symmetric" and key.kind in _COPIED
+
+
+_BY_THE_CLOCK = ("gemm", "grouped-gemm", "attention", "attention-backward")
+_COPIED = ("all-gather", "all-to-all")
 
 BY_THEMSELVES = InStep()
-# `wait` and `strain` by link, fitted to steps of Llama-8B shapes on 4 x H200 (docs/benchmarks.md). Over NVLink, where
-# nothing overlaps, 1088 collectives take 250 ms and not the 211 of the profile; where they lie under compute, it loses
-# 0.24 to 0.43 s per second of that, and not the 0.14 to 0.25 of pairs. Why is not known: SMs may be held longer than in
-# a pair, by collectives whose other GPUs are late, or clocks may be lower. Through host memory neither is seen.
-_FITTED = {"nvlink": InStep(wait=4e-5, strain=2.2)}
+# From traces of steps of Llama-8B shapes on 4 x H200; docs/benchmarks.md says how, and what they are worth elsewhere.
+_WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
+_LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
+_POWER = PowerLimit(free=0.9, slope=0.6, communication=0.4)
 
 
 class Costs(dict[Instruction, Cost]):
@@ -115,10 +150,15 @@ class Costs(dict[Instruction, Cost]):
         if self.estimator is not None and instruction.computation.module.is_scheduled:
             key = self.operator_keys[instruction]
             if key is not None:
-                estimate = self.estimator.solo(key)
-                cost = replace(cost, seconds=estimate.seconds, source=estimate.source)
+                cost = self.in_step.cost(cost, key, self.estimator.solo(key))
         self[instruction] = cost
         return cost
+
+    def at_clock(self, clock: float) -> "Costs":
+        """The same, where products and attention take so many times longer than alone."""
+        made = Costs(self.hardware, self.estimator, in_step=replace(self.in_step, clock=clock))
+        made.operator_keys, made._rates = self.operator_keys, self._rates
+        return made
 
     def rates(
         self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
@@ -134,7 +174,7 @@ class Costs(dict[Instruction, Cost]):
         asked = compute, collective, collective_first or running, running
         known = self._rates.get(asked)
         if known is None:
-            known = self._rates[asked] = self.in_step.rates(*self._find_rates(*asked))
+            known = self._rates[asked] = self._find_rates(*asked)
         return known
 
     def _find_rates(
@@ -191,7 +231,8 @@ class CostModel:
     def costs(self) -> Costs:
         """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
-        in_step = replace(_FITTED.get(self.profile.link, BY_THEMSELVES), pause=pause)
+        wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
+        in_step = InStep(pause, wait, launch, _POWER)
         return Costs(self.hardware, self.estimator, self.implementation, in_step)
 
     @property

@@ -40,6 +40,7 @@ class Overlap:
     Attributes:
       length: of each compute instruction, with its pause; `flight`: of each collective from its begin to its end.
       waiting, paused: nanoseconds of each collective under which compute waits, and pauses.
+      launches: nanoseconds for which compute pauses before each collective.
       met: by compute and collective; `last`: whether the collective is done while that compute runs.
       earlier: of two collectives of a lane, whether the first one runs before the second.
       slack: nanoseconds by which rounding may have made the makespan longer.
@@ -49,6 +50,7 @@ class Overlap:
         self.model = cp_sat.CpModel()
         self.problem, self.horizon = problem, int(horizon * NANO) + 2
         self.slack = len(problem.compute) + 3 * len(problem.collectives) + 3
+        self.launches = [int(c.launch * NANO) for c in problem.collectives]
         self.lanes = [
             [n for n, c in enumerate(problem.collectives) if c.lane is lane]
             for lane in Lane
@@ -122,7 +124,8 @@ class Overlap:
         model.add(self.flight[c] + 2 >= together)
         model.add(self.flight[c] <= together + lost)
         pause = max((compute.pause for compute in self.problem.compute), default=0.0)
-        model.add(self.paused[c] <= (int(pause * NANO) + 1) * sum(way.so for way in ways))
+        others = sum(self.launches) - self.launches[c]
+        model.add(self.paused[c] <= (int(pause * NANO) + 1) * sum(way.so for way in ways) + others)
         model.add_at_most_one(self.last[x, c] for x in met)
         for x, (running, first, _) in met.items():  # what it outlasts lies beside it from its beginning to its end
             for way in () if self.problem.compute[x].loop else (running, first):
@@ -131,7 +134,7 @@ class Overlap:
         opening = [way.so for way in ways if way.meeting is not Meeting.RUNNING]
         model.add_at_most_one(opening)
         for x, (running, _, second) in met.items():
-            if len(self.lanes) == 1:  # else compute waits when it begins, and so until it ends
+            if len(self.lanes) == 1 and not others:  # else compute waits when it begins, and so until it ends
                 model.add(running.so <= sum(opening))
             if not self.problem.compute[x].loop:  # it begins while x runs because one that was there before x ends then
                 there = [way.so for o in lane if o != c for way in self.met.get((x, o), ())[:2]]
@@ -161,10 +164,12 @@ class Overlap:
 
     def _makespan(self) -> Any:
         makespan = self.model.new_int_var(0, self.horizon, "makespan")
-        pauses = int(sum(compute.pause for compute in self.problem.compute) * NANO) + 1
+        launches = sum(self.launches)
+        pauses = int(sum(compute.pause for compute in self.problem.compute) * NANO) + len(self.launches) + launches + 1
         for lane in self.lanes or [[]]:
+            waiting = sum(self.waiting[c] for c in lane)
             self.model.add(sum(self.paused[c] for c in lane) <= pauses)
-            self.model.add(makespan + self.slack >= sum(self.length) + sum(self.waiting[c] for c in lane))
+            self.model.add(makespan + self.slack >= sum(self.length) + launches + waiting)
         return makespan
 
 

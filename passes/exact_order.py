@@ -16,7 +16,7 @@ beside each other at rates r_x and r_c (of that way to meet), T + w seconds of c
     length of x      p + T_x + sum (1 - r_x) y              what collectives cost it
     e                T + w - sum r_c y - q                  in q of it compute pauses, in e it waits
     length of c      sum y + q + e
-    makespan         at least sum of lengths of x + sum of e of one lane, and every end
+    makespan         at least sum of lengths of x + sum of pauses before c + sum of e of one lane, and every end
 
 and what follows from how orders are played: collectives of a lane take turns; x meets one at most that was there before
 it or began with it, and others only if that one is done meanwhile; c begins beside one x at most, and what it outlasts
@@ -28,8 +28,9 @@ soon there, and the whole one, whose solutions are orders. The greater bound cou
 makespan that the evaluator says. So the least makespan of the model is not above the fastest order's, and a lower bound
 of CP-SAT's is one of both, however early it stops. What the evaluator does and the model does not know makes the set
 of solutions larger, and so the bound only lower: memory; that a collective begins as soon as it can; that beside
-collectives of both lanes the lower of two rates counts (each lane's for itself does). Loops count as what they
-compute, and slow nothing. Times are whole nanoseconds; what rounding may lose is given back in each constraint.
+collectives of both lanes the lower of two rates counts (each lane's for itself does); what runs while compute stands
+still for a launch. Loops count as what they compute, and slow nothing. Times are whole nanoseconds; what rounding may
+lose is given back in each constraint.
 
 CP-SAT runs on one thread for a deterministic amount of work and with a fixed seed: the same order on every host.
 """

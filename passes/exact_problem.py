@@ -55,6 +55,7 @@ class Collective:
       start, end: places of its start and its done in the sequence.
       seconds: alone, until the last of its GPUs is done.
       blocks: compute waits from its start to its end.
+      launch: seconds for which compute stands still before it.
     """
 
     instruction: Instruction
@@ -63,6 +64,7 @@ class Collective:
     seconds: float
     lane: Lane
     blocks: bool
+    launch: float
 
 
 class Problem:
@@ -91,7 +93,7 @@ class Problem:
         ends = {start_of(i): n for n, i in enumerate(self.sequence) if is_done(i)}
         wait = self._player.in_step.wait
         return [
-            Collective(i, n, ends.get(i, n), costs[i].seconds + wait, costs[i].lane, not is_start(i))
+            Collective(i, n, ends.get(i, n), costs[i].seconds + wait, costs[i].lane, not is_start(i), costs[i].launch)
             for n, i in enumerate(self.sequence)
             if i.opcode not in CONTROL_FLOW and costs[i].lane is not Lane.COMPUTE and costs[i].seconds > 0.0
         ]

@@ -22,7 +22,7 @@ from dhelix.passes.plan_operators import PlanOperators
 from dhelix.passes.planned_order import planned_sequence
 from dhelix.passes.step_time import predict
 from dhelix.passes.strand_sequences import find_strands
-from dhelix.passes.timeline import Timeline, simulate_module
+from dhelix.passes.timeline import Timeline, evaluate, settled
 from dhelix.profiles.estimates import Source
 
 Schedule = Mapping[Computation, Sequence[Instruction]]
@@ -37,9 +37,9 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
       target: what the plan is made for.
       program: what to call it.
     """
-    costs = model.costs()
+    costs = settled(module, model.costs())
     limits = Limits(costs.hardware, 0, Memory(module), {})
-    timeline = simulate_module(module, costs.hardware, costs)
+    timeline = evaluate(sequence_of(module.entry), costs)
     runs = executions(module)
     found: list[tuple[int, PlanBody]] = []
     for computation, sequence in module.schedule.items():

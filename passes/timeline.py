@@ -24,8 +24,10 @@ collective first. A gather of 300 us under two GEMMs of 200 us each, the second 
     x        ############                            200 us: gather does 2 us
     y                    ################            267 us: gather does 240 us, and the other 58 alone
 
-Costs for steps say three more things (`costs.InStep`): compute pauses before each kernel; a collective takes longer,
-since it waits for the last of its GPUs; and slow-downs are larger than in pairs. In a pause, collectives run alone.
+Costs for steps say more (`costs.InStep`): compute pauses before each kernel, and where copy engines are given a
+collective; a collective takes longer, since it waits for the last of its GPUs. In a pause, collectives run alone. Last,
+the clock is lower where a step leaves the GPU little rest. That follows from the step as a whole (`settled`), so it is
+known of whole modules (`simulate_module`); schedulers compare orders at the profile's clock.
 
 Collectives on both lanes do not slow each other, as their links differ; compute beside both proceeds at the
 lower of its two rates.
@@ -146,9 +148,19 @@ def simulate(
 
 
 def simulate_module(module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None) -> Timeline:
-    """The entry computation of a module, in the order of its schedule."""
+    """The entry computation of a module, in the order of its schedule, at the clock that it settles at."""
     costs = Costs(hardware) if costs is None else costs
+    costs = settled(module, costs) if isinstance(costs, Costs) else costs
     return evaluate(sequence_of(module.entry), costs, hardware)
+
+
+def settled(module: HloModule, costs: Costs) -> Costs:
+    """`costs` at the clock that the module's step settles at, by what runs in it at the profile's clock."""
+    power, step = costs.in_step.power, evaluate(sequence_of(module.entry), costs)
+    if power is None or not step.seconds:
+        return costs
+    clock = power.clock(step.compute_alone / step.seconds, step.communication / step.seconds)
+    return costs if clock == costs.in_step.clock else costs.at_clock(clock)
 
 
 @dataclass
@@ -224,13 +236,14 @@ class Player:
             return
         if cost.lane is Lane.COMPUTE:
             launched = self.now
-            self._pause()
+            self._pause(self.in_step.pause)
             start = self.now
             self._compute(instruction, cost.seconds, launched)
             self.compute_alone += cost.seconds
             self.compute += self.now - start
             self.intervals.append(Interval(instruction.name, cost.lane, start, self.now))
             return
+        self._pause(cost.launch)
         flight = Flight(instruction, cost.lane, cost.seconds + self.in_step.wait)
         self.lanes[cost.lane].append(flight)
         self.under_way[instruction] = flight
@@ -287,9 +300,9 @@ class Player:
             passed = self._pass(heads, needed, instruction.name)
             work = work - passed * rate if passed < needed else 0.0
 
-    def _pause(self) -> None:
-        """Lets the time between two kernels pass."""
-        left = self.in_step.pause
+    def _pause(self, seconds: float) -> None:
+        """Lets time pass in which no kernel runs."""
+        left = seconds
         while left > 0.0 and self.under_way:
             left -= self._stand(left)
         self.now += left

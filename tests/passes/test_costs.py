@@ -7,7 +7,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.collectives import device_groups, find_collective
-from dhelix.passes.costs import BY_THEMSELVES, CostModel, Costs, InStep, Lane, instruction_cost, trip_count
+from dhelix.passes.costs import BY_THEMSELVES, CostModel, Costs, Lane, instruction_cost, trip_count
 from dhelix.passes.fingerprint import input_fingerprint
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.operator_keys import key_of
@@ -179,12 +179,29 @@ def test_a_cost_model_is_a_profile_under_one_setting() -> None:
 
 
 def test_the_costs_of_a_cost_model_are_those_of_a_step() -> None:
-    """Pauses are the setting's own; over NVLink collectives wait and slow compute down more than pairs say."""
+    """Pauses are the setting's own; over NVLink collectives wait; with less rest the clock is lower."""
     section = Section("default", gap_seconds=3e-6)
     assert Costs(H200).in_step == BY_THEMSELVES
-    assert CostModel(Profile("H200", "no-p2p").with_section(section)).costs().in_step == InStep(pause=3e-6)
-    nvlink = CostModel(measured_pair("gather", "gemm", PAIR).with_section(section)).costs()
-    assert nvlink.in_step.pause == 3e-6 and nvlink.in_step.wait > 0.0 and nvlink.in_step.strain > 1.0
+    hosted = CostModel(Profile("H200", "no-p2p").with_section(section)).costs().in_step
+    nvlink = CostModel(measured_pair("gather", "gemm", PAIR).with_section(section)).costs().in_step
+    assert hosted.pause == nvlink.pause == 3e-6 and hosted.wait == 0.0 < nvlink.wait
+    assert nvlink.power is not None and nvlink.clock == 1.0
+    assert nvlink.power.clock(0.8, 0.1) == 1.0 < nvlink.power.clock(0.9, 0.3)
+
+
+def test_only_copy_engines_stop_compute_and_only_products_and_attention_follow_the_clock() -> None:
+    gather, gemm, copy = named("gather"), named("gemm"), named("loop").called[0].instructions[3]
+    keys = key_of(gather), key_of(gemm), key_of(copy)
+    assert isinstance(keys[0], CollectiveKey) and isinstance(keys[1], OperatorKey) and isinstance(keys[2], OperatorKey)
+    by_copy_engines = dataclasses.replace(keys[0], implementation="symmetric")
+    timings = {keys[1]: Timing(1.0), keys[2]: Timing(1.0)}, {keys[0]: Timing(1.0), by_copy_engines: Timing(1.0)}
+    profile = Profile("H200", "nvlink").with_section(Section("copy-engine1", *timings))
+    profile = profile.with_section(Section("connections1", *timings))
+    costs, kernels = (CostModel(profile, setting).costs() for setting in ("copy-engine1", "connections1"))
+    assert costs[gather].launch > 0.0 == costs[gemm].launch == kernels[gather].launch
+    slower = costs.at_clock(1.25)
+    assert [slower[i].seconds for i in (gather, gemm, copy)] == [1.0, 1.25, 1.0]
+    assert slower[gather] == costs[gather]
 
 
 def test_a_running_collective_is_met_as_under_one_connection() -> None:

@@ -1,6 +1,7 @@
 """The evaluator with a profile: contention of measured pairs. Times are worked out by hand, or drawn."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
-from dhelix.passes.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane
+from dhelix.passes.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane, PowerLimit
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.timeline import Timeline, evaluate, simulate
+from dhelix.passes.timeline import Timeline, evaluate, settled, simulate
 from dhelix.profiles import storage
 from dhelix.profiles.contention import MIN_RATE, measured_rates, pair_seconds
 from dhelix.profiles.estimates import Estimator
@@ -176,10 +177,35 @@ def test_collectives_wait_for_the_last_of_their_gpus() -> None:
     assert timeline.collectives[0].alone == 3.0
 
 
-def test_strain_makes_slow_downs_larger() -> None:
-    timeline = play(GATHER_UNDER_X, ["y"], {("g", "x"): (1.0, 0.8)}, in_step=InStep(strain=2.0))
-    # A slow-down of 1.25 becomes one of 1.5: in 3 s x does 2 of its 4 s.
-    assert spans(timeline)["x"] == pytest.approx((0.0, 5.0))
+def test_compute_stands_still_where_copy_engines_are_given_a_collective() -> None:
+    module, costs = profiled(GATHER_UNDER_X, ["y"], {("g", "x"): (0.5, 1.0)}, {("g", "x"): (1.0, 1.0)})
+    costs.update({i: replace(cost, launch=0.5) for i, cost in costs.items() if i.name == "g"})
+    timeline = evaluate(module.schedule[module.entry], costs)
+    assert spans(timeline) == {"g": (0.5, 5.5), "x": (0.5, 4.5), "y": (5.5, 6.5)}, "g begins with x: launched first"
+    assert (timeline.idle, timeline.exposed) == (0.5, 1.0)
+
+
+def test_what_is_under_way_goes_on_where_copy_engines_are_given_a_collective() -> None:
+    """So g, 3 s alone, has 2 s left when compute may go on."""
+    two = [Start("g", 3.0, "p"), Start("h", 1.0, "p"), Op("x", 4.0, ("p",)), Done("g"), Done("h")]
+    module, costs = profiled(two, ["x", "g_done", "h_done"], {("g", "x"): (1.0, 1.0), ("x", "h"): (1.0, 1.0)})
+    costs.update({i: replace(cost, launch=1.0) for i, cost in costs.items() if i.name == "h"})
+    timeline = evaluate(module.schedule[module.entry], costs)
+    assert spans(timeline) == {"g": (0.0, 3.0), "h": (3.0, 4.0), "x": (1.0, 5.0)}
+    assert (timeline.exposed, timeline.hidden, timeline.idle) == (1.0, 3.0, 0.0)
+
+
+def test_a_step_that_leaves_no_rest_settles_at_a_lower_clock() -> None:
+    """6 s of compute and 2 of a gather beside it: a load of 1 + 0.5 * 2 / 6."""
+    power = PowerLimit(free=0.75, slope=0.6, communication=0.5)
+    program = [Start("g", 2.0, "p"), Op("x", 6.0, ("p",)), Done("g")]
+    module, costs = profiled(program, ["x", "g_done"], {("g", "x"): (1.0, 1.0)}, in_step=InStep(power=power))
+    assert settled(module, costs).in_step.clock == pytest.approx(1.0 + 0.6 * (1.0 + 1.0 / 6.0 - 0.75))
+    waiting, rested = profiled([Start("g", 9.0, "p"), Done("g"), Op("x", 6.0, ("g_done",))], ["x"], {})
+    rested.in_step = InStep(power=power)
+    assert settled(waiting, rested).in_step.clock == 1.0
+    known = Costs(H200)
+    assert settled(module, known) is known, "nothing is known of a roofline's clock"
 
 
 def test_evaluation_needs_to_know_the_hardware() -> None:
