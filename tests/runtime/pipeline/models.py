@@ -43,20 +43,20 @@ class Axes:
     ends: str | None = None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter(x: jax.Array, axis: str) -> jax.Array:
+def _enter(x: jax.Array, axis: str | None) -> jax.Array:
     """The same x on every device of `axis`, each of which goes on with a part of the work: cotangents add up."""
-    return x
+    return x if axis is None else _with_derivative(lambda x: x, lambda g: lax.psum(g, axis))(x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _leave(x: jax.Array, axis: str) -> jax.Array:
+def _leave(x: jax.Array, axis: str | None) -> jax.Array:
     """The sum of parts, the same on every device, as is its cotangent."""
-    return lax.psum(x, axis)
+    return x if axis is None else _with_derivative(lambda x: lax.psum(x, axis), lambda g: g)(x)
 
 
-_enter.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (lax.psum(g, axis),))
-_leave.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, g: (g,))
+def _with_derivative(function: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., jax.Array]:
+    differentiable = jax.custom_vjp(function)
+    differentiable.defvjp(lambda x: (function(x), None), lambda _, g: (backward(g),))
+    return differentiable
 
 
 def init_params(layers: int) -> Params:
@@ -84,9 +84,8 @@ def tokens(rows: int) -> np.ndarray:
 def layer(x: jax.Array, w: Params, axes: Axes = Axes()) -> jax.Array:
     """A residual block of two matrices; `w_in` and `w_out` are split along HIDDEN over `axes.tp`."""
     x_normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * w["norm"]
-    x_normed = _enter(x_normed, axes.tp) if axes.tp else x_normed
-    out = jnp.tanh(x_normed @ w["w_in"]) @ w["w_out"]
-    return x + (_leave(out, axes.tp) if axes.tp else out)
+    out = jnp.tanh(_enter(x_normed, axes.tp) @ w["w_in"]) @ w["w_out"]
+    return x + _leave(out, axes.tp)
 
 
 def embed(params: Params, ids: jax.Array, axes: Axes = Axes()) -> jax.Array:
@@ -102,11 +101,9 @@ def embed(params: Params, ids: jax.Array, axes: Axes = Axes()) -> jax.Array:
 def nll(params: Params, x: jax.Array, targets: jax.Array, axes: Axes = Axes()) -> jax.Array:
     """Cross-entropy of each token, [rows, SEQ]."""
     logits = (x * params["scale"]) @ params["head"]
-    total, local = jnp.exp(logits).sum(-1), targets
-    if axes.ends is not None:
-        total, local = _leave(total, axes.ends), targets - lax.axis_index(axes.ends) * logits.shape[-1]
-    chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == local[..., None], logits, 0), axis=-1)
-    return jnp.log(total) - (_leave(chosen, axes.ends) if axes.ends else chosen)
+    first = 0 if axes.ends is None else lax.axis_index(axes.ends) * logits.shape[-1]
+    chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None] - first, logits, 0).sum(axis=-1)
+    return jnp.log(_leave(jnp.exp(logits).sum(axis=-1), axes.ends)) - _leave(chosen, axes.ends)
 
 
 def loss(params: Params, rows: jax.Array, axes: Axes = Axes()) -> jax.Array:

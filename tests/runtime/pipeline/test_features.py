@@ -1,0 +1,125 @@
+"""What a loss function may do under a pipeline: metrics, weights, random keys, masks, casts, several values as state.
+
+Each compares `dhelix.value_and_grad` in a pipeline of two stages with its own loop over micro-batches on one device.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import dhelix
+from dhelix import Fold
+from dhelix.tests.runtime.pipeline.models import (
+    assert_close,
+    folded,
+    gradients_of,
+    in_microbatches,
+    init_params,
+    layer,
+    nll,
+    tokens,
+    unfolded,
+)
+
+STAGES, MICROBATCHES, LAYERS, ROWS = 2, 3, 5, 12
+SPECS = {"embedding": P(), "layers": {"norm": P("pp"), "w_in": P("pp"), "w_out": P("pp")}, "scale": P(), "head": P()}
+PARAMS, TOKENS = init_params(LAYERS), tokens(ROWS)
+Loss = Callable[..., Any]
+
+
+def two_stages() -> Mesh:
+    return Mesh(np.array(jax.devices()[:STAGES]), ("pp",), axis_types=(AxisType.Auto,))
+
+
+def in_pipeline(
+    loss_fn: Loss, *batch: Any, specs: Any = None, reduce: str = "mean", schedule: str = "w", **options: Any
+) -> Any:
+    """(value, gradients in the model's order) of a pipeline, as a function of the parameters that compiles once."""
+    fold = Fold(STAGES, layers=LAYERS, schedule=schedule)
+    arguments = specs or tuple(P() for _ in batch)
+    function = in_microbatches(
+        gradients_of(loss_fn, two_stages(), SPECS, arguments, **options), MICROBATCHES, reduce, fold
+    )
+
+    def run(params: Any) -> Any:
+        value, gradients = function(folded(params, fold.layout()), *batch)
+        return value, unfolded(gradients, fold.layout())
+
+    return run
+
+
+def in_loop(loss_fn: Loss, *batch: Any, reduce: str = "mean", **options: Any) -> Any:
+    function = in_microbatches(dhelix.value_and_grad(loss_fn, **options), MICROBATCHES, reduce)
+    return function(PARAMS, *batch)
+
+
+def everything(p: Any, batch: dict[str, Any], key: jax.Array) -> Any:
+    """Noise by key and layer, a counter and two arrays as state, a mask per micro-batch, metrics of both kinds."""
+    rows, mask = batch["rows"], batch["mask"]
+    phase = jax.random.key_data(key)[0] % 64
+
+    def body(state: Any, w: Any) -> Any:
+        x, memory, count = state
+        memory = 0.5 * memory + jnp.mean(x, axis=-1)
+        x = layer(x, w) * (1 + 0.1 * jnp.sin(phase + count)) + mask[..., None] * memory[..., None]
+        return (x, memory, count + 1), None
+
+    x = p["embedding"][rows[:, :-1]]
+    (x, memory, count), _ = lax.scan(body, (x, jnp.zeros(mask.shape), jnp.int32(0)), p["layers"])
+    losses = nll(p, x, rows[:, 1:])
+    metrics = {"tokens": jnp.sum(mask > 0), "perplexity": jnp.exp(jnp.mean(losses)), "layers": count}
+    return jnp.mean(losses) + 0.1 * jnp.mean(memory**2), metrics
+
+
+def test_state_masks_keys_and_metrics() -> None:
+    mask = np.random.RandomState(0).randint(0, 2, (ROWS, TOKENS.shape[1] - 1)).astype(np.float32)
+    batch = {"rows": TOKENS, "mask": mask}, jax.random.key(3)
+    options = {"has_aux": True, "rng_argnums": 2}
+    run = in_pipeline(everything, *batch, **options)
+    (loss, metrics), gradients = run(PARAMS)
+    expected = in_loop(everything, *batch, **options)
+    assert int(metrics["tokens"]) == np.count_nonzero(mask)
+    assert int(metrics["layers"]) == LAYERS * MICROBATCHES
+    assert_close(((loss, metrics), gradients), expected)
+    again = run(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, again, ((loss, metrics), gradients))
+
+
+def weighted_loss(p: Any, batch: dict[str, Any]) -> jax.Array:
+    """NaN for a micro-batch without tokens; and its layers divide by a norm, which is zero in masked work."""
+    rows, mask = batch["rows"], batch["mask"]
+
+    def body(x: jax.Array, w: Any) -> Any:
+        return x + layer(x / jnp.linalg.norm(x, axis=-1, keepdims=True), w), None
+
+    x, _ = lax.scan(body, p["embedding"][rows[:, :-1]], p["layers"])
+    return jnp.sum(nll(p, x, rows[:, 1:]) * mask) / jnp.sum(mask)
+
+
+def test_weights_and_not_a_number_where_nothing_counts() -> None:
+    mask = np.random.RandomState(1).randint(0, 2, (ROWS, TOKENS.shape[1] - 1)).astype(np.float32)
+    mask[1::MICROBATCHES] = 0  # all of the second micro-batch
+    batch = {"rows": TOKENS, "mask": mask}
+    options = {"reduce": "weighted", "weights": lambda params, batch: jnp.sum(batch["mask"])}
+    loss, gradients = in_pipeline(weighted_loss, batch, **options)(PARAMS)
+    assert np.isfinite(loss)
+    assert_close((loss, gradients), in_loop(weighted_loss, batch, **options))
+
+
+def cast_loss(p: Any, rows: jax.Array) -> jax.Array:
+    """bfloat16 but for the loss."""
+    p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+    x, _ = lax.scan(lambda x, w: (layer(x, w).astype(x.dtype), None), p["embedding"][rows[:, :-1]], p["layers"])
+    return jnp.mean(nll(p, x, rows[:, 1:]).astype(jnp.float32))
+
+
+def test_weights_cast_in_the_loss_function_and_sums() -> None:
+    loss, gradients = in_pipeline(cast_loss, TOKENS, reduce="sum", schedule="1f1b")(PARAMS)
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradients))
+    assert_close((loss, gradients), in_loop(cast_loss, TOKENS, reduce="sum"), tolerance=2e-2)
