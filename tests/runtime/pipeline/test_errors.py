@@ -1,0 +1,127 @@
+"""What a user who asks for something that cannot be gets told: one line, which says what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dhelix
+from dhelix import Fold
+from dhelix.errors import DhelixError
+from dhelix.tests.runtime.pipeline.models import (
+    Setting,
+    folded,
+    gradients_of,
+    in_microbatches,
+    init_params,
+    loss,
+    tokens,
+)
+
+SETTING = Setting(pp=2, microbatches=2, layers=8)
+
+
+def step(state: Any, batch: Any) -> Any:
+    return state, batch
+
+
+def trace(
+    params: Any,
+    fold: Fold = SETTING.fold,
+    loss_fn: Callable[..., Any] = loss,
+    setting: Setting = SETTING,
+    **options: Any,
+) -> Any:
+    """Shapes of the loss and the gradients in a pipeline."""
+    function = gradients_of(loss_fn, setting.mesh, setting.specs, **options)
+    return jax.eval_shape(in_microbatches(function, setting.microbatches, fold=fold), params, setting.batch)
+
+
+def refuse(message: str, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    with pytest.raises(DhelixError, match=message) as refusal:
+        function(*args, **options)
+    assert "\n" not in str(refusal.value)
+
+
+def folded_params(fold: Fold = SETTING.fold) -> Any:
+    assert fold.layers is not None
+    return folded(init_params(fold.layers), fold.layout())
+
+
+def test_what_makes_no_pipeline() -> None:
+    refuse("a pipeline has at least one stage", Fold, 0)
+    refuse(r"schedule='gpipe'\) means nothing; take one of w, 1f1b, interleaved, dualpipev", Fold, 2, schedule="gpipe")
+    refuse(r"6 layers do not divide into 4 chunks: say Fold\(layers=6\)", Fold(2).layout, 6)
+    refuse("3 layers do not fill 4 chunks on 2 stages", Fold(2, layers=3).layout)
+    refuse(r"Fold\(layers=\) is needed", Fold(2).layout)
+
+
+def test_what_does_not_go_with_a_pipeline() -> None:
+    interleave = dhelix.strand_interleave
+    refuse("needs microbatches=: how many go through the stages", interleave, step, pipeline=Fold(2))
+    refuse(
+        "compare a few steps with those of an unfolded state", interleave, step, microbatches=2, pipeline=Fold(2),
+        verify=True,
+    )  # fmt: skip
+    refuse(
+        "schedule='intra_batch' has no pipeline: take dp, list,", interleave, step, microbatches=2, pipeline=Fold(2),
+        schedule="intra_batch",
+    )  # fmt: skip
+
+
+def test_a_state_that_cannot_be_folded() -> None:
+    params, mesh = init_params(5), SETTING.mesh
+    refuse(r"5 layers do not divide into 4 chunks: say Fold\(layers=5\)", Fold(2).fold, params, mesh)
+    refuse("4 stages needs a mesh with an axis 'pp' of that size", Fold(4, layers=8).fold, init_params(8), mesh)
+    refuse("2 stages needs a mesh with an axis 'stage' of that size", Fold(2, 8, axis="stage").fold, params, mesh)
+    refuse(r"leading dimensions \[8\] of 8 layers in the model's order", Fold(2, layers=8).fold, params, mesh)
+    refuse("no array lies under layers: name where", Fold(2).fold, {"blocks": params["layers"]}, mesh)
+
+
+def test_a_state_that_is_not_folded() -> None:
+    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), init_params(8))
+    function = in_microbatches(gradients_of(loss, SETTING.mesh, specs), 2, fold=SETTING.fold)
+    refuse("are not folded for 2 stages of 2 chunks: fold the", jax.eval_shape, function, init_params(8), tokens(4))
+
+
+def test_a_loss_function_that_a_pipeline_cannot_run() -> None:
+    def with_rows(params: Any, rows: Any) -> Any:
+        return loss(params, rows), {"first": rows[:, 0]}
+
+    def without_layers(params: Any, rows: Any) -> Any:
+        return jnp.mean(params["embedding"][rows] ** 2)
+
+    refuse(
+        r"returns int32\[4\]; under a pipeline .* are numbers: reduce",
+        trace,
+        folded_params(),
+        loss_fn=with_rows,
+        has_aux=True,
+    )
+    refuse("needs a model whose layers are one jax.lax.scan", trace, folded_params(), loss_fn=without_layers)
+
+
+def test_batches_and_where_it_is_called() -> None:
+    odd = Setting(pp=2, microbatches=3, layers=8)
+    function = gradients_of(loss, odd.mesh, odd.specs)
+    refuse(
+        "argument 1 has 8 rows, which 3 micro-batches do not divide", jax.eval_shape,
+        in_microbatches(function, 3, fold=odd.fold), folded_params(), tokens(8),
+    )  # fmt: skip
+    outside = in_microbatches(dhelix.value_and_grad(loss), 2, fold=SETTING.fold)
+    refuse(
+        r"outside of jax.shard_map, so say which devices: Fold\(\.\.\., mesh=",
+        jax.eval_shape,
+        outside,
+        folded_params(),
+        tokens(8),
+    )
+
+
+def test_traced_shapes_are_those_of_the_parameters() -> None:
+    value, gradients = trace(folded_params())
+    assert value.shape == () and value.dtype == jnp.float32
+    assert jax.tree.map(np.shape, gradients) == jax.tree.map(np.shape, folded_params())
