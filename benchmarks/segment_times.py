@@ -116,30 +116,30 @@ def segments_of(step: Step) -> list[Segment]:
 
 def kinds_of(step: Step) -> list[Kind]:
     """Kinds of operators; what compute waits, for communication and for launches, is one of them."""
-    plan, costs, times = step.plan, settled(step.module, step.model.costs()), by_instruction(step.module, step.found)
+    plan, alone, times = step.plan, step.model.costs(), by_instruction(step.module, step.found)
+    costs = settled(step.module, alone)
     sums: dict[str, list[tuple[float, float, float]]] = {}
     for body, computation, _ in find_bodies(plan, step.module):
         waits = [body.predicted_us, sum(s.measured_us or 0.0 for s in body.segments)]
-        for instruction, alone, predicted in _played(computation, costs):
+        for instruction, predicted in _played(computation, costs):
             ran = 1e6 * statistics.median(e.seconds for e in times[instruction]) if instruction in times else 0.0
-            kind = _kind(instruction, costs) + (", beside" if predicted > 1.001 * alone else "")
+            kind = _kind(instruction, costs) + (", beside" if predicted > 1.001e6 * costs[instruction].seconds else "")
             if costs[instruction].lane is Lane.COMPUTE:
                 waits = [waits[0] - predicted, waits[1] - ran]
             else:
                 kind = _kind(instruction, costs)
-            sums.setdefault(kind, []).append((alone, predicted, ran))
+            sums.setdefault(kind, []).append((1e6 * alone[instruction].seconds, predicted, ran))
         sums.setdefault("compute waits", []).append((0.0, *waits))
     columns = {kind: [sum(column) for column in zip(*rows, strict=True)] for kind, rows in sums.items()}
     return [Kind(step.setting, step.variant, kind, len(sums[kind]), *columns[kind]) for kind in sorted(columns)]
 
 
-def _played(computation: Computation, costs: Costs) -> Iterator[tuple[Instruction, float, float]]:
-    """What takes time in a computation; microseconds alone, and as it is played in its order."""
+def _played(computation: Computation, costs: Costs) -> Iterator[tuple[Instruction, float]]:
+    """What takes time in a computation; microseconds as it is played in its order."""
     order = computation.module.schedule[computation]
     named = {i.name: i for i in order}
     for interval in evaluate(order, costs).intervals:
-        instruction = named[interval.instruction]
-        yield instruction, 1e6 * costs[instruction].seconds, 1e6 * (interval.end - interval.start)
+        yield named[interval.instruction], 1e6 * (interval.end - interval.start)
 
 
 def _kind(instruction: Instruction, costs: Costs) -> str:
