@@ -15,6 +15,7 @@ from dhelix.passes.pipeline_fold.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
+from dhelix.passes.pipeline_fold.places import Places, residual_places
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.slots import scratch
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms
@@ -28,6 +29,7 @@ __all__ = [
     "Evaluation",
     "Layout",
     "PipelineCosts",
+    "Places",
     "SCHEDULES",
     "Schedule",
     "StagePrograms",
@@ -44,6 +46,7 @@ __all__ = [
     "make_schedule",
     "model_order",
     "one_forward_one_backward",
+    "residual_places",
     "scratch",
     "storage_order",
     "transfers",

@@ -3,47 +3,48 @@
 Runs under `shard_map` with the pipeline axis manual; other axes may be manual too, or automatic. Each stage holds its
 own chunks' layers; all run the same program, and tables (`phases.py`) say what a stage does in a tick:
 
-    for phase: for round: for each tick of the pattern:
-      x  = embed(micro-batch)      where the stage starts chunk 0            else from the inbox
-      dx = cotangent of the head   where the stage goes backward from the last chunk, else from the inbox
-      for l in layers of a chunk:                                            forward, backward, or both: an SI block
-          residuals of layer n-1-l  <- slot;  dx, dweights = backward(...);  gradients[layer n-1-l] += dweights
-          x, residuals = forward(x, weights[layer l]);                       slot <- residuals
-      x, dx -> the stages that need them next (collective-permute)
+    x  = embed(micro-batch)      where the stage starts chunk 0                        else from the inbox
+    dx = cotangent of the head   where it goes backward from the last chunk            else from the inbox
+    for each layer of the chunk:
+        residuals <- ring;  dx, dweights = backward(...);  gradients += dweights
+        x, residuals = forward(x, weights);  ring <- residuals
+    x, dx -> the stages that need them next (collective-permute)
 
-In an SI block neither strand reads what the other one makes, so the loop over layers is what the passes make of a step
-without a pipeline, and the same scheduling applies. A forward may write its residuals over those that the backward has
-read in the same iteration; a barrier keeps the read before the write, else XLA copies the whole ring.
+SI blocks. Where all stages go both ways (a co-executed phase of a lockstep schedule), forward runs one layer ahead:
+
+    loop over ticks:   loop of n - 1:  F(i) beside B(n - i)        no strand reads what the other one makes
+                       joint:          B(0) of this tick, sends of x and dx, head and embedding, F(0) of the next tick
+
+So the loop over layers is what the passes make of a step without a pipeline, and whatever communicates between ticks
+has a layer of the other strand to hide under. The same scheduling applies to both.
 
 Masking. In a lockstep schedule a stage without work computes along, on whatever lies there, and what it makes is
-dropped: residuals go to a dead slot, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
+dropped: residuals go to a free place, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
 over layers run zero times where a stage has nothing to do, so each runs its own work only.
 
-The ends, embedding and head. If their code communicates over the pipeline axis, they are *shared*: all stages compute
-them for the same micro-batch, each its share (of the vocabulary, say), the head's input is broadcast and its cotangent
-summed. Otherwise the stage of the first or of the last chunk computes them alone, and the others wait.
-
-Memory: `schedule.slots` times the residuals of one chunk, one inbox each way, float32 gradients of the stage's layers.
-Cost of masking: a select per gradient and tick, fused into the addition. DHelix paper, 4.1.
+Memory: the ring (`passes.pipeline_fold.places`) of layers' residuals, one inbox each way, float32 gradients of the
+stage's layers. A forward may write where a backward has just read: a barrier keeps them in order, else XLA copies the
+whole ring. Cost of masking: a select per gradient and tick, fused into the addition. DHelix paper, 4.1.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from dhelix.passes.pipeline_fold import Schedule
 from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.runtime.pipeline.derivatives import Derivatives
-from dhelix.runtime.pipeline.phases import Direction, Pattern, directions, phases
-from dhelix.runtime.pipeline.slices import add, at, put
+from dhelix.runtime.pipeline.ends import Ends
+from dhelix.runtime.pipeline.phases import Pattern, Phase, directions, phases
+from dhelix.runtime.pipeline.rows import Row
+from dhelix.runtime.pipeline.slices import add, at, choose, put, zeros
 
 Values = list[Any]
 
@@ -70,7 +71,7 @@ class Pipeline:
     Attributes:
       of: the loss function's parts, forward and backward.
       axis: the mesh axis of the stages.
-      shared_ends: whether all stages compute embedding and head together.
+      shared_ends: whether all stages compute embedding and head together (`ends.py`).
     """
 
     of: Derivatives
@@ -92,7 +93,7 @@ class Pipeline:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What goes from tick to tick. Inboxes are [places, ...], the ring [slots, padded, ...], per array."""
+    """What goes from tick to tick. Inboxes are [places, ...], the ring [places, ...] per array."""
 
     inbox: Values
     cotangents: Values
@@ -102,212 +103,222 @@ class _State:
     ends: Values
     outputs: Values
 
+    def but(self, **changes: Any) -> _State:
+        return dataclasses.replace(self, **changes)
 
-class _Row:
-    """One tick's entries of a direction's tables for this stage."""
 
-    def __init__(self, table: Direction, tick: jax.Array, stage: jax.Array):
-        self.table, self.tick, self.stage = table, tick, stage
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Going:
+    """What goes from layer to layer: forward, backward, and what both keep."""
 
-    def __getattr__(self, name: str) -> jax.Array:
-        return jnp.asarray(getattr(self.table, name))[self.tick, self.stage]
+    x: Values
+    cotangents: Values
+    ring: Values
+    layers: Values
 
-    def of_any_stage(self, name: str, condition: str) -> tuple[jax.Array, jax.Array]:
-        """Entry `name` of the one stage for which `condition` holds in this tick, and whether there is one."""
-        chosen = getattr(self.table, condition) & self.table.on
-        entry = np.where(chosen, getattr(self.table, name), 0).sum(axis=1)
-        return jnp.asarray(entry.astype(np.int32))[self.tick], jnp.asarray(chosen.any(axis=1))[self.tick]
+    def but(self, **changes: Any) -> _Going:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class _Tick:
+    """One tick of this stage: its pattern, its rows, and what its layers read beside their weights."""
+
+    pattern: Pattern
+    forward: Row
+    backward: Row
+    ahead: Values
+    behind: Values
 
 
 class _Run:
     def __init__(
         self, pipeline: Pipeline, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]
     ):
-        self.pipeline, self.of, self.schedule = pipeline, pipeline.of, pipeline.schedule
-        self.stage, self.stacks, self.ends, self.batches = stage, list(stacks), list(ends), list(batches)
+        self.axis, self.of, self.schedule = pipeline.axis, pipeline.of, pipeline.schedule
+        self.stage, self.stacks = stage, list(stacks)
         self.padded = self.schedule.layout.padded
-        self.forward_table, self.backward_table = directions(self.schedule)
-        self.context = self.of.context(self._batch(0))
+        self.forward_table, self.backward_table, self.places = directions(self.schedule)
+        self.ends = Ends(self.of, list(ends), batches, self.axis, pipeline.shared_ends, self.schedule.lockstep)
+        self.context = self.of.context(self.ends.batch(0))
 
     def all_phases(self) -> Sums:
         state = self._start()
         for phase in phases(self.schedule):
-
-            def one_round(number: jax.Array, state: _State, phase: Any = phase) -> _State:
-                for place, pattern in enumerate(phase.patterns):
-                    tick = phase.first + number * len(phase.patterns) + place
-                    state = self._tick(pattern, tick, state)
-                return state
-
-            state = lax.fori_loop(0, phase.rounds, one_round, state)
-        return Sums(
-            state.outputs,
-            _fill(self.stacks, self.of.trained, state.layers),
-            _fill(self.ends, self.of.trained_ends, state.ends),
-        )
+            together = self.schedule.lockstep and phase.patterns[0].both
+            state = self._co_executed(phase, state) if together else self._in_turn(phase, state)
+        layers = _fill(self.stacks, self.of.trained, state.layers)
+        return Sums(state.outputs, layers, _fill(self.ends.params, self.of.trained_ends, state.ends))
 
     def _start(self) -> _State:
-        of, ring = self.of, (self.schedule.slots, self.padded)
+        of, params = self.of, self.ends.params
         return _State(
-            inbox=[_zeros(x, self.forward_table.inbox) for x in of.state],
-            cotangents=[_zeros(of.state[i], self.backward_table.inbox) for i in of.moving],
-            last=[_zeros(x) for x in of.state],
-            ring=[_zeros(residual, *ring) for residual in of.residuals],
-            layers=[_zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in of.trained],
-            ends=[_zeros(self.ends[i], dtype=_wide(self.ends[i])) for i in of.trained_ends],
-            outputs=[_zeros(output, dtype=_wide(output)) for output in of.outputs],
+            inbox=[zeros(x, self.forward_table.inbox) for x in of.state],
+            cotangents=[zeros(of.state[i], self.backward_table.inbox) for i in of.moving],
+            last=[zeros(x) for x in of.state],
+            ring=[zeros(residual, self.places) for residual in of.residuals],
+            layers=[zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in of.trained],
+            ends=[zeros(params[i], dtype=_wide(params[i])) for i in of.trained_ends],
+            outputs=[zeros(output, dtype=_wide(output)) for output in of.outputs],
         )
 
-    def _tick(self, pattern: Pattern, tick: jax.Array, state: _State) -> _State:
-        forward, backward = (_Row(table, tick, self.stage) for table in (self.forward_table, self.backward_table))
-        x = [at(inbox, forward.takes) for inbox in state.inbox]
-        cotangents = [at(inbox, backward.takes) for inbox in state.cotangents]
-        ends, outputs, last = state.ends, state.outputs, state.last
-        if pattern.embed:
-            x = _choose(forward.opens, self._embed(forward), x)
-        if pattern.head:
-            from_head, ends, outputs = self._head(backward, last, ends, outputs)
-            cotangents = _choose(backward.opens, from_head, cotangents)
+    # Ticks one after the other.
 
-        x, cotangents, ring, layers = self._layers(pattern, forward, backward, x, cotangents, state)
+    def _in_turn(self, phase: Phase, state: _State) -> _State:
+        def one_round(number: jax.Array, state: _State) -> _State:
+            for place, pattern in enumerate(phase.patterns):
+                tick = self._tick(pattern, phase.first + number * len(phase.patterns) + place)
+                state, going = self._begin(tick, state)
+                state = self._end(tick, state, self._chunk(tick, going))
+            return state
 
-        inbox, waiting = state.inbox, state.cotangents
-        if pattern.forward or pattern.both:
-            last = _choose(forward.closes, x, last)
-            inbox = self._deliver(forward, inbox, x, pattern.activations)
-        if pattern.embed_backward:
-            ends = self._embed_backward(backward, cotangents, ends)
-        if pattern.backward or pattern.both:
-            waiting = self._deliver(backward, waiting, cotangents, pattern.cotangents)
-        return _State(inbox, waiting, last, ring, layers, ends, outputs)
+        return lax.fori_loop(0, phase.rounds, one_round, state)
 
-    # The layers of a chunk.
+    def _chunk(self, tick: _Tick, going: _Going) -> _Going:
+        """All layers of a chunk."""
+        n, pattern, forward, backward = self.padded, tick.pattern, tick.forward.on, tick.backward.on
 
-    def _layers(
-        self, pattern: Pattern, forward: _Row, backward: _Row, x: Values, cotangents: Values, state: _State
-    ) -> tuple[Values, Values, Values, Values]:
-        carry = x, cotangents, state.ring, state.layers
+        def ahead(layer: jax.Array, going: _Going) -> _Going:
+            return self._layer_forward(tick, layer, going)
+
+        def behind(layer: jax.Array, going: _Going) -> _Going:
+            return self._layer_backward(tick, n - 1 - layer, going, written=False)
+
+        def both(layer: jax.Array, going: _Going) -> _Going:
+            return self._layer_forward(tick, layer, self._layer_backward(tick, n - 1 - layer, going, written=True))
+
         kinds = [
-            (True, False, pattern.forward, forward.on & ~backward.on),
-            (False, True, pattern.backward, backward.on & ~forward.on),
-            (True, True, pattern.both, forward.on & backward.on),
+            (pattern.forward, ahead, forward & ~backward),
+            (pattern.backward, behind, backward & ~forward),
+            (pattern.both, both, forward & backward),
         ]
-        contexts = [self._context(row) for row in (forward, backward)]
-        for goes_forward, goes_backward, wanted, on in kinds:
+        for wanted, body, on in kinds:
             if wanted:
-                rounds = self.padded if self.schedule.lockstep else jnp.where(on, self.padded, 0)
-                rows = forward if goes_forward else None, backward if goes_backward else None
-                carry = lax.fori_loop(0, rounds, functools.partial(self._layer, *rows, *contexts), carry)
-        return carry
+                going = lax.fori_loop(0, n if self.schedule.lockstep else jnp.where(on, n, 0), body, going)
+        return going
 
-    def _layer(
-        self, forward: _Row | None, backward: _Row | None, ahead: Values, behind: Values, number: jax.Array, carry: Any
-    ) -> Any:
-        """One layer of each direction."""
-        x, cotangents, ring, layers = carry
-        saved, mirrored = [], self.padded - 1 - number
-        if backward is not None:
-            place = jnp.where(backward.reversed, number, mirrored)
-            saved = [at(slots, backward.slot, place) for slots in ring]
-            if forward is not None:
-                saved, ring = lax.optimization_barrier((saved, ring))
-        if forward is not None:
-            weights = [at(stack, forward.place, number) for stack in self.stacks]
-            with jax.named_scope(BETA):
-                result, residuals = self.of.layer_forward(ahead, x, weights)
-            place = jnp.where(forward.reversed, mirrored, number)
-            ring = [put(slots, value, forward.slot, place) for slots, value in zip(ring, residuals, strict=True)]
-            x = self._unless_padding(number < forward.layers, result, x)
-        if backward is not None:
-            weights = [at(stack, backward.place, mirrored) for stack in self.stacks]
-            with jax.named_scope(ALPHA):
-                result, gradients = self.of.layer_backward(behind, weights, saved, cotangents)
-            real = mirrored < backward.layers
-            layers = [
-                add(total, gradient, backward.on & real, backward.place, mirrored)
-                for total, gradient in zip(layers, gradients, strict=True)
-            ]
-            cotangents = self._unless_padding(real, result, cotangents)
-        return x, cotangents, ring, layers
+    def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
+        x = self._begin_forward(tick, state)
+        state, cotangents = self._begin_backward(tick, state)
+        return state, _Going(x, cotangents, state.ring, state.layers)
+
+    def _end(self, tick: _Tick, state: _State, going: _Going) -> _State:
+        state = state.but(ring=going.ring, layers=going.layers)
+        if tick.pattern.forward or tick.pattern.both:
+            state = self._end_forward(tick, state, going.x)
+        if tick.pattern.backward or tick.pattern.both:
+            state = self._end_backward(tick, state, going.cotangents)
+        return state
+
+    # Ticks that all stages co-execute, forward one layer ahead.
+
+    def _co_executed(self, phase: Phase, state: _State) -> _State:
+        patterns, count = phase.patterns, len(phase.patterns)
+
+        def tick(number: Any, place: int) -> _Tick:
+            return self._tick(patterns[place % count], phase.first + number * count + place)
+
+        def ticks(number: Any, most: int, carry: tuple[_State, _Going]) -> tuple[_State, _Going]:
+            for place in range(most):
+                now, then = tick(number, place), tick(number, place + 1)
+                carry = self._joint(now, then, *self._si_block(now, *carry))
+            return carry
+
+        state, going = self._begin(tick(0, 0), state)
+        carry = state, self._layer_forward(tick(0, 0), jnp.int32(0), going)
+        rounds = phase.rounds - 1
+        carry = lax.fori_loop(0, rounds, lambda number, carry: ticks(number, count, carry), carry)
+        state, going = ticks(rounds, count - 1, carry)  # there is no tick to join after the last one
+        final = tick(rounds, count - 1)
+        state, going = self._si_block(final, state, going)
+        return self._end(final, state, self._layer_backward(final, jnp.int32(0), going, written=False))
+
+    def _si_block(self, tick: _Tick, state: _State, going: _Going) -> tuple[_State, _Going]:
+        """The layers that go forward and backward at the same time."""
+
+        def pair(layer: jax.Array, going: _Going) -> _Going:
+            going = self._layer_backward(tick, self.padded - layer, going, written=True)
+            return self._layer_forward(tick, layer, going)
+
+        return state, lax.fori_loop(1, self.padded, pair, going)
+
+    def _joint(self, now: _Tick, then: _Tick, state: _State, going: _Going) -> tuple[_State, _Going]:
+        """From one tick to the next: the last layer backward and the first one forward, and all that is sent."""
+        state = self._end_forward(now, state, going.x)
+        x = self._begin_forward(then, state)
+        going = self._layer_backward(now, jnp.int32(0), going, written=True)
+        cotangents = going.cotangents
+        going = self._layer_forward(then, jnp.int32(0), going.but(x=x))
+        state = self._end_backward(now, state, cotangents)
+        state, cotangents = self._begin_backward(then, state)
+        return state, going.but(cotangents=cotangents)
+
+    # One layer.
+
+    def _layer_forward(self, tick: _Tick, layer: jax.Array, going: _Going) -> _Going:
+        row = tick.forward
+        weights = [at(stack, row.place, layer) for stack in self.stacks]
+        with jax.named_scope(BETA):
+            x, residuals = self.of.layer_forward(tick.ahead, going.x, weights)
+        place = row.ring[layer]
+        ring = [put(places, value, place) for places, value in zip(going.ring, residuals, strict=True)]
+        return going.but(x=self._unless_padding(layer < row.layers, x, going.x), ring=ring)
+
+    def _layer_backward(self, tick: _Tick, layer: jax.Array, going: _Going, written: bool) -> _Going:
+        """`written`: a forward may write to the place that this layer's residuals are read from, after that."""
+        row, ring = tick.backward, going.ring
+        saved = [at(places, row.ring[layer]) for places in ring]
+        if written:
+            saved, ring = lax.optimization_barrier((saved, ring))
+        weights = [at(stack, row.place, layer) for stack in self.stacks]
+        with jax.named_scope(ALPHA):
+            result, gradients = self.of.layer_backward(tick.behind, weights, saved, going.cotangents)
+        real = layer < row.layers
+        layers = [
+            add(total, gradient, row.on & real, row.place, layer)
+            for total, gradient in zip(going.layers, gradients, strict=True)
+        ]
+        return going.but(cotangents=self._unless_padding(real, result, going.cotangents), ring=ring, layers=layers)
 
     def _unless_padding(self, real: jax.Array, result: Values, given: Values) -> Values:
         """A padding layer is the identity."""
         padding = len(set(self.schedule.layout.chunk_layers)) > 1
-        return _choose(real, result, given) if padding else result
+        return choose(real, result, given) if padding else result
 
-    def _context(self, row: _Row) -> Values:
-        return self.of.context(self._batch(row.microbatch)) if self.of.context_of_batch else self.context
+    # Where a chunk begins and ends.
 
-    # Embedding and head.
+    def _begin_forward(self, tick: _Tick, state: _State) -> Values:
+        x = [at(inbox, tick.forward.takes) for inbox in state.inbox]
+        return choose(tick.forward.opens, self.ends.embed(tick.forward), x) if tick.pattern.embed else x
 
-    def _embed(self, row: _Row) -> Values:
-        microbatch, wanted = self._end(row, "opens")
-        start = [_zeros(x) for x in self.of.state]
-        return self._if(wanted, lambda _: self.of.embed(self.ends, self._batch(microbatch)), start)
+    def _end_forward(self, tick: _Tick, state: _State, x: Values) -> _State:
+        inbox = self._deliver(tick.forward, state.inbox, x, tick.pattern.activations)
+        return state.but(last=choose(tick.forward.closes, x, state.last), inbox=inbox)
 
-    def _head(self, row: _Row, last: Values, ends: Values, outputs: Values) -> tuple[Values, Values, Values]:
-        """The cotangents of the last chunk's result, and the sums with those of one micro-batch added."""
-        microbatch, wanted = self._end(row, "opens")
-        mine = row.on & row.opens
+    def _begin_backward(self, tick: _Tick, state: _State) -> tuple[_State, Values]:
+        cotangents = [at(inbox, tick.backward.takes) for inbox in state.cotangents]
+        if not tick.pattern.head:
+            return state, cotangents
+        from_head, ends, outputs = self.ends.head(tick.backward, state.last, state.ends, state.outputs)
+        return state.but(ends=ends, outputs=outputs), choose(tick.backward.opens, from_head, cotangents)
 
-        def run(carry: Any) -> Any:
-            _, ends, outputs = carry
-            x = self._sum([jnp.where(mine, value, 0) for value in last]) if self.pipeline.shared_ends else last
-            cotangents, gradients, results = self.of.head(self.ends, self._batch(microbatch), x)
-            if self.pipeline.shared_ends:
-                cotangents = self._sum(cotangents)
-            return cotangents, _add_all(ends, gradients, wanted), _add_all(outputs, results, wanted)
+    def _end_backward(self, tick: _Tick, state: _State, cotangents: Values) -> _State:
+        if tick.pattern.embed_backward:
+            state = state.but(ends=self.ends.embed_backward(tick.backward, cotangents, state.ends))
+        return state.but(cotangents=self._deliver(tick.backward, state.cotangents, cotangents, tick.pattern.cotangents))
 
-        start = [_zeros(self.of.state[i]) for i in self.of.moving]
-        return self._if(wanted, run, (start, ends, outputs))
-
-    def _embed_backward(self, row: _Row, cotangents: Values, ends: Values) -> Values:
-        microbatch, wanted = self._end(row, "closes")
-        mine = row.on & row.closes
-
-        def run(ends: Values) -> Values:
-            masked = [jnp.where(mine, value, 0) for value in cotangents]
-            gradients = self.of.embed_backward(self.ends, self._batch(microbatch), masked)
-            return _add_all(ends, gradients, wanted)
-
-        return self._if(wanted, run, ends)
-
-    def _end(self, row: _Row, condition: str) -> tuple[jax.Array, jax.Array]:
-        """The micro-batch that this stage computes an end for in this tick, and whether it does."""
-        if self.pipeline.shared_ends:
-            return row.of_any_stage("microbatch", condition)
-        return row.microbatch, row.on & getattr(row, condition)
-
-    def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-        """`body(carry)` where it is wanted: a loop of no or one round, whose state XLA updates in place.
-
-        In lockstep shared ends run in each tick that holds them, without a loop that hides them from the scheduler.
-        """
-        if self.pipeline.shared_ends and self.schedule.lockstep:
-            return body(carry)
-        return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry), carry)
-
-    def _sum(self, values: Values) -> Values:
-        return [lax.psum(value, self.pipeline.axis) for value in values]
-
-    # Messages and batches.
-
-    def _deliver(self, row: _Row, inbox: Values, made: Values, sends: Sequence[tuple[int, int]]) -> Values:
-        arrives = [lax.ppermute(value, self.pipeline.axis, sends) for value in made] if sends else made
-        brought = _choose(row.stays, made, arrives) if sends else arrives
+    def _deliver(self, row: Row, inbox: Values, made: Values, sends: Sequence[tuple[int, int]]) -> Values:
+        arrives = [lax.ppermute(value, self.axis, sends) for value in made] if sends else made
+        brought = choose(row.stays, made, arrives) if sends else arrives
         return [put(places, value, row.puts) for places, value in zip(inbox, brought, strict=True)]
 
-    def _batch(self, microbatch: Any) -> Values:
-        return [at(array, microbatch) for array in self.batches]
+    def _tick(self, pattern: Pattern, number: Any) -> _Tick:
+        forward, backward = (Row(table, number, self.stage) for table in (self.forward_table, self.backward_table))
+        return _Tick(pattern, forward, backward, *(self._context(row) for row in (forward, backward)))
 
-
-def _add_all(totals: Values, values: Values, counts: jax.Array | None = None) -> Values:
-    sums = [total + value.astype(total.dtype) for total, value in zip(totals, values, strict=True)]
-    return sums if counts is None else _choose(counts, sums, totals)
-
-
-def _choose(condition: jax.Array, yes: Values, no: Values) -> Values:
-    return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
+    def _context(self, row: Row) -> Values:
+        return self.of.context(self.ends.batch(row.microbatch)) if self.of.context_of_batch else self.context
 
 
 def _fill(like: Sequence[Any], places: Sequence[int], values: Values) -> Values:
@@ -319,7 +330,3 @@ def _fill(like: Sequence[Any], places: Sequence[int], values: Values) -> Values:
 
 def _wide(like: Any) -> Any:
     return jnp.promote_types(like.dtype, jnp.float32) if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype
-
-
-def _zeros(like: Any, *leading: int, dtype: Any = None) -> jax.Array:
-    return jnp.zeros((*leading, *like.shape), dtype or like.dtype)

@@ -40,3 +40,13 @@ def _slice(array: jax.Array, index: Sequence[Any]) -> jax.Array:
 
 def _update(array: jax.Array, part: jax.Array, index: Sequence[Any]) -> jax.Array:
     return lax.dynamic_update_slice(array, part, [*index, *[0] * (array.ndim - len(index))])
+
+
+def choose(condition: jax.Array, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
+    """Arrays of `yes` where the condition holds, else those of `no`."""
+    return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
+
+
+def zeros(like: Any, *leading: int, dtype: Any = None) -> jax.Array:
+    """Zeros [*leading, *shape] of an array or shape."""
+    return jnp.zeros((*leading, *like.shape), dtype or like.dtype)

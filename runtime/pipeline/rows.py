@@ -1,0 +1,25 @@
+"""What this stage does in one tick: a row of a direction's tables, by numbers that are known only at run time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dhelix.runtime.pipeline.phases import Direction
+
+
+class Row:
+    """One tick's entries of a direction's tables for one stage; attributes as of `phases.Direction`."""
+
+    def __init__(self, table: Direction, tick: jax.Array, stage: jax.Array):
+        self.table, self.tick, self.stage = table, tick, stage
+
+    def __getattr__(self, name: str) -> jax.Array:
+        return jnp.asarray(getattr(self.table, name))[self.tick, self.stage]
+
+    def of_any_stage(self, name: str, condition: str) -> tuple[jax.Array, jax.Array]:
+        """Entry `name` of the one stage for which `condition` holds in this tick, and whether there is one."""
+        chosen = getattr(self.table, condition) & self.table.on
+        entry = np.where(chosen, getattr(self.table, name), 0).sum(axis=1)
+        return jnp.asarray(entry.astype(np.int32))[self.tick], jnp.asarray(chosen.any(axis=1))[self.tick]
