@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dhelix
@@ -123,3 +123,17 @@ def test_weights_cast_in_the_loss_function_and_sums() -> None:
     loss, gradients = in_pipeline(cast_loss, TOKENS, reduce="sum", schedule="1f1b")(PARAMS)
     assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradients))
     assert_close((loss, gradients), in_loop(cast_loss, TOKENS, reduce="sum"), tolerance=2e-2)
+
+
+def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
+    def metric(p: Any, rows: jax.Array) -> Any:
+        x, _ = lax.scan(lambda x, w: (layer(x, w), None), p["embedding"][rows[:, :-1]], p["layers"])
+        losses = nll(p, x, rows[:, 1:])
+        return jnp.mean(losses), {"worst": jnp.max(losses), "tokens": jnp.int32(losses.size)}
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "dp"), axis_types=(AxisType.Auto,) * 2)
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh)
+    function = in_microbatches(dhelix.value_and_grad(metric, has_aux=True), MICROBATCHES, fold=fold)
+    batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
+    value, gradients = function(folded(PARAMS, fold.layout()), batch)
+    assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
