@@ -5,11 +5,21 @@
     state = training.init(jax.random.key(0))
     state, metrics = step(state, batch)
 
-The model file does not change. Under one `shard_map` over pp, dp and tp, each device has the layers of its stage's
-chunks, [chunks of the stage, layers of a chunk, ...], and its shard of the embedding and the head, which are split over
-tp and pp. What `value_and_grad` returns is of the device's own work; it is summed over the axes that a parameter is
-replicated over, once per step. The optimizer works on the folded state (`runtime.pipeline.folded_state`); checkpoints
-hold the model's own order, so a run may go on with another number of stages.
+The model file does not change. Each device has the layers of its stage's chunks, [chunks of the stage, layers of a
+chunk, ...]. The optimizer works on the folded state (`runtime.pipeline.folded_state`); checkpoints hold the model's own
+order, so a run may go on with another number of stages.
+
+    embedding, head    split over    computed by                                          for
+    shared ends        tp and pp     all stages, each its part of the vocabulary          W, by hand
+    own ends           tp            the stage of the first and of the last chunk alone   other schedules; sharding "auto"
+
+Shared ends keep the stages equal but tie them together in each tick, which is a schedule's undoing where stages wait
+for neighbours alone. Own ends lie on every stage, since one program runs on all of them.
+
+`sharding="shard_map"`: one `shard_map` over pp, dp and tp. What `value_and_grad` returns is of the device's own work, and
+is summed over the axes that a parameter is replicated over, once per step. "auto": a `shard_map` over pp alone, made by
+`value_and_grad`, inside of which XLA's partitioner inserts the collectives of dp and tp; so gradients are summed over dp
+where they arise, in each layer of each micro-batch.
 
 DHelix paper, section 4.1.
 """
@@ -24,10 +34,11 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from dhelix.errors import DhelixError
 from dhelix.models import LlamaConfig, Training, llama
 from dhelix.models.layers import resolve_attention
-from dhelix.models.parallel import ManualParallel
-from dhelix.models.train_step import Gradients, assemble, check_mesh, over_mesh, reduce_gradients
+from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
+from dhelix.models.train_step import Gradients, Sharding, assemble, check_mesh, over_mesh, reduce_gradients
 from dhelix.passes.pipeline_fold import Layout
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.folded_state import Move
@@ -51,38 +62,57 @@ def make_pipelined_step(
     microbatches: int,
     schedule: str = "w",
     chunks_per_stage: int = 2,
+    sharding: Sharding = "shard_map",
+    shared_ends: bool | None = None,
 ) -> PipelinedTraining:
     """A train step of `config` over `mesh` (axes `pp`, `dp` and `tp`), its layers on the stages that `schedule` says.
 
     Args:
       optimizer: works element by element or with norms; see `folded_state` for what padding forbids.
       schedule, chunks_per_stage: see `Fold`.
+      sharding: collectives of dp and tp by hand, or by XLA's partitioner.
+      shared_ends: whether embedding and head are split over `pp`, too; by default with schedule "w" by hand.
 
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
-      DhelixError: fewer layers than chunks, an unknown schedule.
+      DhelixError: fewer layers than chunks, an unknown schedule, or shared ends that XLA's partitioner would share.
     """
-    check_mesh(config, mesh, microbatches, (AXIS, "dp", "tp"))
-    fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS)
+    shared = _shares_ends(schedule, sharding, shared_ends)
+    ends = ("tp", AXIS) if shared else ("tp",)
+    check_mesh(config, mesh, microbatches, (AXIS, "dp", "tp"), ends)
+    fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh)
     layout = fold.layout(config.layers)
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
-    specs = llama.param_specs(config, AXIS)
+    specs = llama.param_specs(config, AXIS, shared)
+    if sharding == "auto":
+        gradients_of: Gradients = value_and_grad(_loss(config, AutoParallel(mesh)))
+    else:
+        gradients_of = _manual_gradients(config, mesh, specs, shared)
     training = assemble(
-        config, mesh, microbatches, optimizer, _gradients(config, mesh, specs), specs, _initial(config, mesh, layout)
+        config, mesh, microbatches, optimizer, gradients_of, specs, _initial(config, mesh, layout), ends
     )
-    orders = {
-        "to_model_order": lambda state: fold.unfold(state, mesh),
-        "from_model_order": lambda state: fold.fold(state, mesh),
-    }
+    orders = {"to_model_order": fold.unfold, "from_model_order": fold.fold}
     return PipelinedTraining(**{**vars(training), **orders}, fold=fold)
 
 
-def _gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params) -> Gradients:
-    """Loss and gradients under `shard_map`; `check_vma=False` for the reason that `models.train_step` gives."""
-    parallel = ManualParallel(pipeline=AXIS)
+def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
+    if sharding not in ("shard_map", "auto"):
+        raise DhelixError(f"sharding={sharding!r} means nothing; take 'shard_map' or 'auto'")
+    if sharding == "auto" and asked:
+        raise DhelixError("shared_ends=True needs sharding='shard_map': stages share a vocabulary by hand")
+    return schedule == "w" and sharding == "shard_map" if asked is None else asked
 
+
+def _loss(config: LlamaConfig, parallel: Parallel) -> Callable[[llama.Params, jax.Array], jax.Array]:
     def loss_of(params: llama.Params, rows: jax.Array) -> jax.Array:
         return llama.loss(config, llama.cast_params(config, params), rows[:, :-1], rows[:, 1:], parallel)
+
+    return loss_of
+
+
+def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shared_ends: bool) -> Gradients:
+    """Loss and gradients under `shard_map`; `check_vma=False` for the reason that `models.train_step` gives."""
+    loss_of = _loss(config, ManualParallel(pipeline=AXIS if shared_ends else None))
 
     def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
         loss, gradients = value_and_grad(loss_of)(params, rows)

@@ -115,4 +115,4 @@ def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax
     ends = parallel.ends
     position = vocab_position(ends, tokens, table.shape[0])
     rows = table.at[position].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    return ends.to_layers(ends.scatter_sequence(rows.astype(config.dtype)))
+    return ends.to_layers(ends.scatter_rows(rows.astype(config.dtype)))

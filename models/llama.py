@@ -40,12 +40,12 @@ _LAYER_SPECS = {
 }
 
 
-def param_specs(config: LlamaConfig, pipeline: str | None = None) -> Params:
+def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: bool = True) -> Params:
     """The `PartitionSpec` of each parameter over mesh axis `tp`: replicated over `dp`, norms over both.
 
     With `pipeline`, the name of a mesh axis, of the parameters as a pipeline keeps them: the leaves of `layers` are
-    `[chunks, layers of a chunk, ...]` with the chunks split over that axis, and the embedding and the head are split
-    over it too, which works as well where they are one table.
+    `[chunks, layers of a chunk, ...]` with the chunks split over that axis. With `shared_ends` the embedding and the
+    head are split over it too, which works as well where they are one table; without, every stage holds both.
     """
     if pipeline is not None and not config.scan_layers:
         raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
@@ -55,7 +55,7 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None) -> Params:
         layers = {name: _stacked(spec, None) for name, spec in _LAYER_SPECS.items()}
     else:
         layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
-    vocabulary = "tp" if pipeline is None else ("tp", pipeline)
+    vocabulary = ("tp", pipeline) if pipeline is not None and shared_ends else "tp"
     specs = {"embedding": PartitionSpec(vocabulary), "layers": layers, "final_norm": PartitionSpec()}
     if not config.tie_embeddings:
         specs["head"] = PartitionSpec(None, vocabulary)

@@ -39,6 +39,10 @@ class Parallel:
         hidden]`."""
         return partial_sum
 
+    def scatter_rows(self, rows: jax.Array) -> jax.Array:
+        """What a look-up in this device's shard of a table found, zeros for the rest, likewise."""
+        return self.scatter_sequence(rows)
+
     def split_features(self, x: jax.Array) -> jax.Array:
         """Says that `x [batch, seq, heads or ffn or vocab, ...]` holds this device's share of dimension 2."""
         return x
@@ -143,6 +147,11 @@ class AutoParallel(Parallel):
         # Whole first, so that the backward gathers the cotangent once for both of its matmuls.
         whole = lax.with_sharding_constraint(partial_sum, NamedSharding(self.mesh, PartitionSpec("dp")))
         return lax.with_sharding_constraint(whole, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
+
+    def scatter_rows(self, rows: jax.Array) -> jax.Array:
+        # Not whole first: under a pipeline XLA's partitioner aborts on a look-up whose table is split over one axis,
+        # and its indices and result over another one alone.
+        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
 
     def split_features(self, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp", None, "tp")))

@@ -56,7 +56,8 @@ class Training:
     for any number of `dp` shards.
 
     Checkpoints hold the model's own order of layers. A train step that keeps another one says how to get there and
-    back, for states of arrays or of `jax.ShapeDtypeStruct`s.
+    back, for states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh axes that embedding and head are split
+    over.
     """
 
     config: LlamaConfig
@@ -68,10 +69,11 @@ class Training:
     batch_sharding: NamedSharding
     to_model_order: Callable[[TrainState], TrainState] = lambda state: state
     from_model_order: Callable[[TrainState], TrainState] = lambda state: state
+    ends: tuple[str, ...] = ("tp",)
 
     def check_batch(self, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
         """Raises ValueError for `tokens` that do not divide over the mesh."""
-        _check_batch(self.mesh, self.microbatches, tokens)
+        _check_batch(self.mesh, self.microbatches, tokens, self.ends)
 
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings."""
@@ -195,8 +197,10 @@ def assemble(
     gradients_of: Gradients,
     specs: llama.Params,
     initial_params: Callable[[jax.Array], llama.Params],
+    ends: tuple[str, ...] = ("tp",),
 ) -> Training:
-    """A `Training` around what computes loss and gradients of parameters that are split as `specs` say.
+    """A `Training` around what computes loss and gradients of parameters that are split as `specs` say, and embedding
+    and head over mesh axes `ends`.
 
     The optimizer's update stands outside of `shard_map`, so that a global norm is one.
     """
@@ -208,7 +212,7 @@ def assemble(
     shardings = _state_shardings(jax.eval_shape(initial_state, jax.random.key(0)), mesh, optimizer, specs)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _check_batch(mesh, microbatches, batch["tokens"])
+        _check_batch(mesh, microbatches, batch["tokens"], ends)
         loss, gradients = gradients_of(state.params, batch["tokens"])
         updates, opt_state = optimizer.update(gradients, state.opt_state, _widen(state.params))
         params: Any = optax.apply_updates(state.params, updates)
@@ -223,6 +227,7 @@ def assemble(
         init=jax.jit(initial_state, out_shardings=shardings),
         state_shardings=shardings,
         batch_sharding=NamedSharding(mesh, PartitionSpec("dp")),
+        ends=ends,
     )
 
 
@@ -245,8 +250,14 @@ def _state_shardings(
     return TrainState(**fields)
 
 
-def check_mesh(config: LlamaConfig, mesh: Mesh, microbatches: int, axes: tuple[str, ...] = ("dp", "tp")) -> None:
-    """Raises ValueError unless `mesh` has these axes and the model divides over them."""
+def check_mesh(
+    config: LlamaConfig,
+    mesh: Mesh,
+    microbatches: int,
+    axes: tuple[str, ...] = ("dp", "tp"),
+    ends: tuple[str, ...] = ("tp",),
+) -> None:
+    """Raises ValueError unless `mesh` has these axes and the model divides over them, its vocabulary over `ends`."""
     if tuple(mesh.axis_names) != axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
         quoted = ", ".join(repr(axis) for axis in axes[:-1])
         make = "make_mesh(dp, tp, pp=stages)" if "pp" in axes else "make_mesh(dp, tp)"
@@ -255,15 +266,17 @@ def check_mesh(config: LlamaConfig, mesh: Mesh, microbatches: int, axes: tuple[s
         )
     if microbatches < 1:
         raise ValueError(f"microbatches is {microbatches}; give a number of at least 1")
-    layers, ends = ("tp", mesh.shape["tp"]), _ends_shards(mesh)
-    for name, (axis, shards) in {"heads": layers, "kv_heads": layers, "ffn": layers, "vocab": ends}.items():
+    layers, vocabulary = ("tp", mesh.shape["tp"]), _shards(mesh, ends)
+    for name, (axis, shards) in {"heads": layers, "kv_heads": layers, "ffn": layers, "vocab": vocabulary}.items():
         if getattr(config, name) % shards:
             raise ValueError(
                 f"{name} = {getattr(config, name)} does not divide by {axis} = {shards}; use a smaller {axis}"
             )
 
 
-def _check_batch(mesh: Mesh, microbatches: int, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
+def _check_batch(
+    mesh: Mesh, microbatches: int, tokens: jax.Array | jax.ShapeDtypeStruct, ends: tuple[str, ...]
+) -> None:
     rows, length = tokens.shape
     dp = mesh.shape["dp"]
     if rows % (microbatches * dp):
@@ -271,12 +284,11 @@ def _check_batch(mesh: Mesh, microbatches: int, tokens: jax.Array | jax.ShapeDty
             f"a batch of {rows} rows does not divide by {microbatches} micro-batches x dp {dp}; "
             f"use a multiple of {microbatches * dp} rows"
         )
-    axis, shards = _ends_shards(mesh)
+    axis, shards = _shards(mesh, ends)
     if (length - 1) % shards:
         raise ValueError(f"rows of {length} tokens train on {length - 1}, which does not divide by {axis} {shards}")
 
 
-def _ends_shards(mesh: Mesh) -> tuple[str, int]:
-    """What embedding and head are split over, in words, and into how many shards."""
-    axes = [axis for axis in ("tp", "pp") if axis in mesh.shape]
+def _shards(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, int]:
+    """Mesh axes in words, and into how many shards they split."""
     return " x ".join(axes), math.prod(mesh.shape[axis] for axis in axes)

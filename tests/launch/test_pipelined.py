@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
@@ -27,6 +28,10 @@ def pipelined(**overrides: Any) -> PipelinedTraining:
     return make_pipelined_step(config, make_mesh(2, 2, pp=2), OPTIMIZER, microbatches=3)
 
 
+def with_choices(**choices: Any) -> PipelinedTraining:
+    return make_pipelined_step(CONFIG, make_mesh(2, 2, pp=2), OPTIMIZER, microbatches=3, **choices)
+
+
 def test_the_initial_state_is_the_models_own_folded() -> None:
     training, key = pipelined(), jax.random.key(5)
     plain = make_train_step(CONFIG, make_mesh(2, 2), OPTIMIZER, microbatches=3)
@@ -40,15 +45,20 @@ def test_the_initial_state_is_the_models_own_folded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pp", "dp", "tp", "microbatches", "overrides"),
-    [(2, 2, 2, 3, {}), (4, 1, 2, 2, {"layers": 8, "tie_embeddings": True, "remat": "full"})],
-    ids=["uneven_layers", "few_microbatches"],
+    ("pp", "dp", "tp", "microbatches", "overrides", "choices"),
+    [
+        (2, 2, 2, 3, {}, {}),
+        (4, 1, 2, 2, {"layers": 8, "tie_embeddings": True, "remat": "full"}, {}),
+        (2, 2, 2, 3, {"vocab": 66}, {"schedule": "1f1b"}),  # own ends: tp alone divides the vocabulary
+        (2, 2, 2, 3, {}, {"sharding": "auto"}),
+    ],
+    ids=["uneven_layers", "few_microbatches", "1f1b", "auto"],
 )
 def test_five_steps_are_those_without_a_pipeline(
-    pp: int, dp: int, tp: int, microbatches: int, overrides: dict[str, Any]
+    pp: int, dp: int, tp: int, microbatches: int, overrides: dict[str, Any], choices: dict[str, Any]
 ) -> None:
     config, options = dataclasses.replace(CONFIG, **overrides), {"xla_backend_optimization_level": 0}
-    training = make_pipelined_step(config, make_mesh(dp, tp, pp=pp), OPTIMIZER, microbatches)
+    training = make_pipelined_step(config, make_mesh(dp, tp, pp=pp), OPTIMIZER, microbatches, **choices)
     step = strand_interleave(
         training.train_step, microbatches=microbatches, pipeline=training.fold, compiler_options=options
     )
@@ -89,6 +99,31 @@ def test_a_state_in_the_models_order_comes_from_any_number_of_stages() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choices", "ends"),
+    [
+        ({}, ("tp", "pp")),
+        ({"schedule": "1f1b"}, "tp"),
+        ({"schedule": "interleaved"}, "tp"),
+        ({"schedule": "1f1b", "shared_ends": True}, ("tp", "pp")),
+        ({"shared_ends": False}, "tp"),
+        ({"sharding": "auto"}, "tp"),
+    ],
+)
+def test_stages_that_wait_for_neighbours_alone_share_no_ends(choices: dict[str, Any], ends: Any) -> None:
+    training = with_choices(**{"chunks_per_stage": 1, **choices})
+    params = training.abstract_state().params
+    assert params["embedding"].sharding.spec == PartitionSpec(ends)
+    assert params["head"].sharding.spec == PartitionSpec(None, ends)
+    shared = "pp" in ends
+    rows = jax.ShapeDtypeStruct((6, 15), "int32")  # 14 tokens divide by tp, and not by tp x pp
+    if shared:
+        with pytest.raises(ValueError, match="does not divide by tp x pp 4"):
+            training.check_batch(rows)
+    else:
+        training.check_batch(rows)
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         ({"vocab": 66}, "vocab = 66 does not divide by tp x pp = 4"),
@@ -105,9 +140,11 @@ def test_what_makes_no_pipeline_is_refused(overrides: dict[str, Any], says: str)
 def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="use a multiple of 6 rows"):
         pipelined().check_batch(jax.ShapeDtypeStruct((8, 17), "int32"))
-    with pytest.raises(ValueError, match="does not divide by tp x pp 4"):
-        pipelined().check_batch(jax.ShapeDtypeStruct((6, 15), "int32"))
     with pytest.raises(ValueError, match="make_mesh\\(dp, tp, pp=stages\\)"):
         make_pipelined_step(CONFIG, make_mesh(2, 2), OPTIMIZER, microbatches=3)
     with pytest.raises(DhelixError, match="schedule='zigzag'"):
-        make_pipelined_step(CONFIG, make_mesh(2, 2, pp=2), OPTIMIZER, microbatches=3, schedule="zigzag")
+        with_choices(schedule="zigzag")
+    with pytest.raises(DhelixError, match="sharding='manual' means nothing"):
+        with_choices(sharding="manual")
+    with pytest.raises(DhelixError, match="needs sharding='shard_map'"):
+        with_choices(sharding="auto", shared_ends=True)
