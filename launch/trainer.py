@@ -160,9 +160,14 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
 def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
     if options.pp == 1:
         return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
-    if options.sharding != "shard_map":
-        raise DhelixError(f"--pp needs collectives by hand; leave out --sharding {options.sharding}")
-    return make_pipelined_step(config, mesh, optimizer(options), options.microbatches, options.pipeline or "w")
+    return make_pipelined_step(
+        config,
+        mesh,
+        optimizer(options),
+        options.microbatches,
+        options.pipeline or "w",
+        sharding=options.sharding,  # type: ignore
+    )
 
 
 def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:

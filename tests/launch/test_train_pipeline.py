@@ -49,7 +49,6 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pyt
         (["--pp=2", "--mesh=dp=4,tp=4"], "a mesh of pp 2 x dp 4 x tp 4 needs 32 devices, and there are 8"),
         (["--pp=4", "--mesh=dp=1,tp=2"], "4 layers do not fill 8 chunks on 4 stages"),
         (["--pp=2", "--mesh=dp=1,tp=4", "--seq=20"], "does not divide by tp x pp 8"),
-        (["--pp=2", "--sharding=auto"], "--pp needs collectives by hand; leave out --sharding auto"),
         (["--pp=2", "--verify"], "with pipeline= there is none"),
         (["--pipeline=1f1b"], "--pipeline needs --pp"),
         (["--mesh=pp=2"], "stages of a pipeline are --pp"),
