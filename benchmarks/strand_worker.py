@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,22 +44,34 @@ from dhelix.runtime.profiling.provenance import provenance
 class Program:
     """A variant on its way: compiled, and what is known of it."""
 
-    variant: Variant
+    variant: Any
     compiled: Any
     result: Result
 
 
 class Worker:
-    """The variants of one setting."""
+    """The variants of one setting. Another benchmark's worker has others, each perhaps with a train step of its own."""
+
+    variants: Mapping[str, Any] = VARIANTS
 
     def __init__(self, options: Namespace) -> None:
         self.options = options
         self.setting: Setting = SETTINGS[options.setting]
         self.began = time.monotonic()
-        self.training = make_training(options)
-        self.run = describe(options, self.training)
+        self.training = self.make_training()
+        self.run = self.describe()
         self.programs: list[Program] = []
         self.steps: dict[tuple[Any, ...], Any] = {}
+
+    def make_training(self) -> Training:
+        return make_training(self.options)
+
+    def describe(self) -> Run:
+        return describe(self.options, self.training)
+
+    def training_of(self, variant: Any) -> Training:
+        """The train step that a variant compiles."""
+        return self.training
 
     def measure(self) -> None:
         self.compile_all()
@@ -86,7 +98,7 @@ class Worker:
 
     def compile(self, name: str) -> Program | None:
         """None if that fails: one variant must not cost the others their turn."""
-        variant, result = VARIANTS[name], Result(self.setting.name, name)
+        variant, result = self.variants[name], Result(self.setting.name, name)
         self.run.results.append(result)
         start = time.monotonic()
         try:
@@ -144,15 +156,15 @@ class Worker:
 
     def check(self) -> None:
         """First steps of every variant from the same state; which also warm it up."""
-        batches = self.batches(max(self.options.check_steps, 1))
         for program in list(self.programs):
             if self.late(0.9):
                 self.fail(program.result, "did not run", TimeoutError("out of time"))
                 self.programs.remove(program)
                 continue
             try:
-                state = self.training.init(jax.random.key(0))
-                for batch in batches:
+                training = self.training_of(program.variant)
+                state = training.init(jax.random.key(0))
+                for batch in self.batches(training, max(self.options.check_steps, 1)):
                     state, metrics = program.compiled(state, batch)
                     program.result.losses.append(float(metrics["loss"]))
                     program.result.grad_norms.append(float(metrics["grad_norm"]))
@@ -163,11 +175,13 @@ class Worker:
         self.save()
 
     def take_turns(self) -> None:
-        batches = self.batches(self.options.steps)
-        state = self.training.init(jax.random.key(0))
+        training, state, batches = None, None, []
         with Clocks() as clocks:
             for turn in range(self.options.rounds):
                 for program in self.programs:
+                    if self.training_of(program.variant) is not training:
+                        training, state = self.training_of(program.variant), None  # or two states would live
+                        state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
                     for batch in batches:
                         state = timed(program, clocks, state, batch)
                 self.save()
@@ -177,8 +191,6 @@ class Worker:
 
     def trace_all(self) -> None:
         """One step of each under the profiler, those that matter most first; and what the evaluator says of it."""
-        batch = self.batches(1)[0]
-        state = self.training.init(jax.random.key(0))
         order = sorted(
             self.programs, key=lambda p: (p.variant.kind == XLA and p.variant.name != "plain", p.variant.kind)
         )
@@ -187,9 +199,9 @@ class Worker:
                 self.run.dropped.append(f"setting {self.setting.name}: the trace of {program.variant.name}")
                 continue
             try:
-                module = compiled_module(program.compiled)
-                state, report = traced(program.compiled, state, batch, module)
-                add_trace(program.result, report)
+                module, training = compiled_module(program.compiled), self.training_of(program.variant)
+                state = training.init(jax.random.key(0))
+                add_trace(program.result, traced(program.compiled, state, self.batches(training, 1)[0], module))
                 program.result.predicted_ms = self.predict(module)
             except Exception as error:
                 self.say(f"{program.variant.name}: no trace: {first_line(error)}")
@@ -205,11 +217,11 @@ class Worker:
         costs: Costs = model.costs()
         return 1e3 * simulate_module(module, model.hardware, costs).seconds
 
-    def batches(self, count: int) -> list[dict[str, jax.Array]]:
+    def batches(self, training: Training, count: int) -> list[dict[str, jax.Array]]:
         random = np.random.default_rng(0)
         shape = (self.options.microbatches, self.options.seq + 1)
-        tokens = (random.integers(0, self.training.config.vocab, shape, "int32") for _ in range(count))
-        return [{"tokens": jax.device_put(t, self.training.batch_sharding)} for t in tokens]
+        tokens = (random.integers(0, training.config.vocab, shape, "int32") for _ in range(count))
+        return [{"tokens": jax.device_put(t, training.batch_sharding)} for t in tokens]
 
     # --- Book-keeping.
 
@@ -272,14 +284,14 @@ def timed(program: Program, clocks: Clocks, state: Any, batch: Any) -> Any:
     return state
 
 
-def traced(compiled: Callable[..., Any], state: Any, batch: Any, module: Any) -> tuple[Any, trace.TraceReport]:
-    """One step under the profiler; the state that it returns, and what the trace says of the first GPU."""
+def traced(compiled: Callable[..., Any], state: Any, batch: Any, module: Any) -> trace.TraceReport:
+    """What the trace of one step says of the first GPU."""
     options: Any = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0  # only what the GPUs did: the host's events are many
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            state, _ = jax.block_until_ready(compiled(state, batch))
-        return state, trace.analyse(trace.load(folder), module=module)
+            jax.block_until_ready(compiled(state, batch))
+        return trace.analyse(trace.load(folder), module=module)
 
 
 def add_trace(result: Result, report: trace.TraceReport) -> None:

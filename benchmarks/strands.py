@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,27 @@ def main() -> None:
         named = str(arguments.variants).strip()
         names = {"all": "; ".join(VARIANTS), "schedules": SCHEDULES}.get(named, named)
         arguments.variants = chosen(names, VARIANTS, "variant")
-        path = measure(arguments)
+        path = measure(arguments, _file_name(arguments))
     except DhelixError as error:
         sys.exit(str(error))
     print(f"results in {path}")
 
 
-def measure(arguments: argparse.Namespace) -> Path:
-    """Runs all settings. Returns the file of results, which is complete after each of them."""
+def measure(
+    arguments: argparse.Namespace,
+    name: str = "",
+    worker: Path = _WORKER,
+    show: Callable[[Sequence[Run]], str] = tables,
+) -> Path:
+    """Runs all settings. Returns the file of results, which is complete after each of them.
+
+    Args:
+      name: of that file, unless the arguments say it.
+      worker: the script of a setting's process.
+      show: makes tables of results.
+    """
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{arguments.name or _file_name(arguments)}.json"
+    path = arguments.out / f"{arguments.name or name}.json"
     began, longest = time.monotonic(), 0.0
     runs: list[Run] = []
     dropped: list[str] = []
@@ -92,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> Path:
             print(f"dropped {dropped[-1]}", flush=True)
             continue
         start = time.monotonic()
-        run = run_setting(arguments, setting, left / (len(arguments.settings) - number), left)
+        run = run_setting(arguments, setting, left / (len(arguments.settings) - number), left, worker)
         longest = max(longest, time.monotonic() - start)
         if run is None:
             dropped.append(f"setting {setting.name}: its process gave no results")
@@ -100,7 +112,7 @@ def measure(arguments: argparse.Namespace) -> Path:
         runs.append(run)
         merged = _merged(runs, dropped)
         merged.write(path)
-        print(f"{setting.name}: {time.monotonic() - start:.0f} s\n\n{tables([merged])}", flush=True)
+        print(f"{setting.name}: {time.monotonic() - start:.0f} s\n\n{show([merged])}", flush=True)
     if not runs:
         raise DhelixError(f"no results: {'; '.join(dropped)}")
     _merged(runs, dropped).write(path)
@@ -118,19 +130,22 @@ def _file_name(arguments: argparse.Namespace) -> str:
     return "strands_" + "_".join(parts) + "_unrolled" * arguments.unrolled
 
 
-def run_setting(arguments: argparse.Namespace, setting: Setting, share: float, left: float) -> Run | None:
+def run_setting(
+    arguments: argparse.Namespace, setting: Setting, share: float, left: float, worker: Path = _WORKER
+) -> Run | None:
     """The results of one setting's process or processes; None if there are none.
 
     Args:
       share: seconds after which they shall leave out what they can.
       left: seconds after which they are ended.
+      worker: their script.
     """
     file = arguments.out / f"{setting.name}.part.json"
     file.unlink(missing_ok=True)
     request = {k: v for k, v in vars(arguments).items() if k != "settings"}
     request |= {"out": str(arguments.out), "setting": setting.name, "file": str(file), "seconds": share}
     processes = [
-        subprocess.Popen([sys.executable, str(_WORKER), json.dumps(request | place)], env=environment)
+        subprocess.Popen([sys.executable, str(worker), json.dumps(request | place)], env=environment)
         for place, environment in places(arguments, setting)
     ]
     problem = wait(processes, time.monotonic() + left + _GRACE_S)

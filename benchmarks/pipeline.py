@@ -1,0 +1,87 @@
+"""Step time of pipelines on the GPUs of one host: the fold with two strands beside what else there is.
+
+    python benchmarks/pipeline.py --stages 2 --settings no_p2p,no_p2p_connections1 --budget_s 550 --out DIR
+    python benchmarks/pipeline.py --stages 4 --settings default,copy_engine1 --budget_s 550 --out DIR
+    python benchmarks/pipeline.py --stages 2 --settings no_p2p --on_paper --out DIR       # no GPU: predictions
+    python benchmarks/pipeline_tables.py DIR/*.json
+
+All variants (`pipeline_variants.py`) run the same model on the same batch, stages x tensor parallelism on all GPUs, or
+no pipeline at all. How it is done is told in `strands.py`: a process for each launch setting, variants that take turns,
+results written after every setting, autotuning that one process adds and the next one reads. The variant that
+matters most comes first. Losses of the first steps are compared with each other's; the tables say what differs.
+
+Time, from 16 layers of Llama-8B on 4 H200s: a step takes about 2 s, so a variant costs a setting 2 x (check_steps +
+rounds x steps) s and its compile, about 30 s on 16 cores, several at a time: 5 minutes for the variants of `ESSENTIAL`
+with 2 rounds of 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dhelix.benchmarks import strands
+from dhelix.benchmarks.pipeline_tables import tables
+from dhelix.benchmarks.pipeline_variants import ESSENTIAL, VARIANTS
+from dhelix.benchmarks.strand_variants import SETTINGS, chosen
+from dhelix.errors import DhelixError
+
+_WORKER = Path(__file__).parent / "pipeline_worker.py"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--preset", default="llama-8b")
+    made.add_argument("--layers", type=int, default=16)
+    made.add_argument("--seq", type=int, default=8192)
+    made.add_argument("--vocab", type=int, default=32_000)
+    made.add_argument("--tp", type=int, default=4, help="GPUs; tensor parallelism of a step without a pipeline")
+    made.add_argument("--stages", type=int, default=2, help="of the pipelines, over tp / stages GPUs each")
+    made.add_argument("--microbatches", type=int, default=16)
+    made.add_argument("--rounds", type=int, default=2, help="turns of each variant, of --steps steps; 0: checks alone")
+    made.add_argument("--steps", type=int, default=2)
+    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose losses are compared")
+    made.add_argument("--variants", default=ESSENTIAL, help=f"all, or of: {'; '.join(VARIANTS)}")
+    made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
+    made.add_argument("--traces", action="store_true", help="a traced step of each, too")
+    made.add_argument("--threads", type=int, default=4, help="compiles at a time, after the first one")
+    made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all settings; 0: no limit")
+    made.add_argument("--out", type=Path, default=Path("benchmark-output"))
+    made.add_argument("--name", default="", help="of the result file")
+    made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled for H200s, and what is predicted")
+    made.add_argument("--dump_hlo", action="store_true")
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    try:
+        complete(arguments)
+        path = strands.measure(arguments, _file_name(arguments), _WORKER, tables)
+    except DhelixError as error:
+        sys.exit(str(error))
+    print(f"results in {path}")
+
+
+def complete(arguments: argparse.Namespace) -> None:
+    """Names looked up, and what a worker of `strands.py` asks for beside. Raises DhelixError."""
+    arguments.settings = chosen(arguments.settings, SETTINGS, "setting")
+    names = "; ".join(VARIANTS) if arguments.variants.strip() == "all" else arguments.variants
+    arguments.variants = chosen(names, VARIANTS, "variant")
+    if not arguments.variants or not arguments.settings:
+        raise DhelixError("name at least one variant and one setting")
+    if several := [name for name in arguments.settings if SETTINGS[name].nodes > 1]:
+        raise DhelixError(f"setting {several[0]}: a pipeline's GPUs are one process here; leave it out")
+    if arguments.stages < 1 or arguments.tp % arguments.stages:
+        raise DhelixError(f"{arguments.stages} stages do not divide {arguments.tp} GPUs; take a divisor")
+    arguments.channels, arguments.unrolled, arguments.no_traces = 0, False, not arguments.traces
+
+
+def _file_name(arguments: argparse.Namespace) -> str:
+    parts = [arguments.preset, f"l{arguments.layers}", f"pp{arguments.stages}tp{arguments.tp // arguments.stages}"]
+    return "_".join(["pipeline", *parts, f"m{arguments.microbatches}", arguments.settings[0]])
+
+
+if __name__ == "__main__":
+    main()

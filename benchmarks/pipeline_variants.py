@@ -1,0 +1,111 @@
+"""What `pipeline.py` compares: train steps of one model and batch on the same GPUs, as pipelines and without one.
+
+A pipeline is a schedule (`passes.pipeline_fold`), who computes embedding and head, and who orders instructions.
+Baselines are what a user has without strands: 1F1B, interleaved 1F1B, DualPipeV and steps without a pipeline, all in
+XLA's order, under every launch setting that ours run under. DualPipeV co-executes, too; in an order of ours it is ours.
+
+    own ends       embedding and head by the stage of the first and of the last chunk: only a stage's own work
+    shared ends    each stage has its share of the vocabulary, and all compute it together
+
+1F1B and the others run as they are defined with own ends. They are compared with shared ends, too, where these are
+better for them: two stages of own ends wait for each other, and own ends are held, and their gradients summed, by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+from dhelix.benchmarks.strand_variants import OURS, XLA, Setting
+from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
+from dhelix.passes.manager import Stage
+from dhelix.runtime.schedules import default_passes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One train step.
+
+    Attributes:
+      schedule: of the pipeline, one of `passes.pipeline_fold.SCHEDULES`; "": no pipeline.
+      order: who orders instructions: "xla", or a schedule of `strand_interleave`.
+      shared_ends: see above; of pipelines.
+      sharding: "shard_map", or "auto" for XLA's partitioner.
+      dp: data parallelism in place of tensor parallelism; without a pipeline.
+    """
+
+    name: str
+    schedule: str = ""
+    order: str = "xla"
+    shared_ends: bool = False
+    sharding: Any = "shard_map"
+    dp: int = 1
+
+    @property
+    def kind(self) -> str:
+        return OURS if self.schedule == "w" or self.order != "xla" else XLA
+
+    @property
+    def pipelined(self) -> bool:
+        return bool(self.schedule)
+
+
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("W, xla", "w", shared_ends=True),
+        Variant("W, list", "w", "list", shared_ends=True),
+        Variant("W, dp", "w", "dp", shared_ends=True),
+        Variant("1F1B", "1f1b"),
+        Variant("1F1B, shared ends", "1f1b", shared_ends=True),
+        Variant("interleaved", "interleaved"),
+        Variant("interleaved, shared ends", "interleaved", shared_ends=True),
+        Variant("DualPipeV", "dualpipev"),
+        Variant("DualPipeV, shared ends", "dualpipev", shared_ends=True),
+        Variant("DualPipeV, dp", "dualpipev", "dp"),
+        Variant("no pipeline", dp=1),
+        Variant("no pipeline, GSPMD", sharding="auto"),
+        Variant("no pipeline, DP 2, GSPMD", sharding="auto", dp=2),
+        Variant("no pipeline, strands, dp", order="dp"),
+    )
+}
+
+ESSENTIAL = (
+    "W, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; DualPipeV; DualPipeV, dp; no pipeline; "
+    "no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
+)
+
+NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
+"""CUDA graphs hold no loops whose rounds are known at run time only, and profiles are of launches without them."""
+
+
+def training_of(
+    variant: Variant, config: LlamaConfig, stages: int, tp: int, microbatches: int, devices: Any
+) -> Training:
+    """The train step on stages x tp GPUs. A step without a pipeline has them all for tp and dp.
+
+    Args:
+      microbatches: rows of the batch, which are micro-batches where there is no data parallelism.
+    """
+    optimizer = optax.adamw(1e-4)
+    if variant.pipelined:
+        mesh = make_mesh(1, tp, devices, pp=stages)
+        return make_pipelined_step(
+            config, mesh, optimizer, microbatches, variant.schedule, shared_ends=variant.shared_ends
+        )
+    mesh = make_mesh(variant.dp, stages * tp // variant.dp, devices)
+    return make_train_step(config, mesh, optimizer, microbatches // variant.dp, variant.sharding)
+
+
+def options_of(variant: Variant, training: Training, setting: Setting) -> dict[str, Any]:
+    """For `strand_interleave`: those that make the variant, with the costs of the setting."""
+    model = setting.costs()
+    passes = () if variant.kind == XLA else default_passes(variant.order, model, hardware=setting.hardware)
+    if not isinstance(training, PipelinedTraining):
+        return {"passes": passes}
+    passes = [one for one in passes if one.stage is not Stage.LOWERED]  # as the decorator does: the strands are there
+    return {"passes": passes, "pipeline": training.fold, "microbatches": training.microbatches}
