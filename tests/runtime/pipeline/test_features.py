@@ -132,7 +132,7 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
         return jnp.mean(losses), {"worst": jnp.max(losses), "tokens": jnp.int32(losses.size)}
 
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "dp"), axis_types=(AxisType.Auto,) * 2)
-    fold = Fold(STAGES, layers=LAYERS, mesh=mesh)
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh, schedule="interleaved")
     function = in_microbatches(dhelix.value_and_grad(metric, has_aux=True), MICROBATCHES, fold=fold)
     batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
     value, gradients = function(folded(PARAMS, fold.layout()), batch)
