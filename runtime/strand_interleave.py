@@ -338,6 +338,8 @@ def _leaf_key(leaf: Any) -> Hashable:
 
 
 def _check_pipeline(pipeline: Fold, microbatches: int | None, schedule: str, verify: bool) -> None:
+    if not isinstance(pipeline, Fold):
+        raise DhelixError(f"pipeline={pipeline!r}: give a dhelix.Fold(stages=...)")
     if microbatches is None:
         raise DhelixError("pipeline= needs microbatches=: how many go through the stages in one step")
     if schedule in ("forward_forward", "backward_backward", "intra_batch"):

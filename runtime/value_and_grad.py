@@ -328,6 +328,12 @@ class _Pipelined(_Loop):
         numbers = jnp.arange(self.count, dtype=jnp.uint32)
         batch, batch_tree = jax.tree.flatten((jax.tree.map(self._split, batches), numbers))
         structure: list[Any] = []
+        for leaf in params:
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise DhelixError(
+                    f"pipeline=: a parameter is {leaf.dtype}{list(leaf.shape)} and has no gradient: pass it beside the"
+                    " parameters that argnums= names"
+                )
 
         def function(*flat: Any) -> list[Any]:
             args = self._arguments(batch_tree.unflatten(flat[len(params) :]))
@@ -335,7 +341,7 @@ class _Pipelined(_Loop):
                 args[index] = value
             result = self.loss_fn(*args, **self.kwargs)
             outputs, tree = jax.tree.flatten(result)
-            structure[:] = [tree]
+            structure[:] = [tree, [output.dtype for output in outputs]]
             _check_numbers(outputs)
             return outputs
 
@@ -345,7 +351,7 @@ class _Pipelined(_Loop):
 
         outputs, gradients = pipelined_sums(function, self.fold, params, batch, seed)
         weight = jnp.sum(jax.lax.map(seed, batch)) if self.reduce == "weighted" else None
-        sums = [_Sum(jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.issubdtype(x.dtype, jnp.inexact)) for x in outputs]
+        sums = [_Sum(jax.ShapeDtypeStruct((), dtype), jnp.issubdtype(dtype, jnp.inexact)) for dtype in structure[1]]
         result = structure[0].unflatten([self._finish(x, weight, how) for x, how in zip(outputs, sums, strict=True)])
         like = [_Sum(jax.ShapeDtypeStruct(x.shape, x.dtype), weighted=True) for x in params]
         gradients = [self._finish(x, weight, how) for x, how in zip(gradients, like, strict=True)]
@@ -355,7 +361,7 @@ class _Pipelined(_Loop):
 
 def _check_numbers(outputs: Sequence[Any]) -> None:
     for output in outputs:
-        if output.shape:
+        if output.shape or not jnp.issubdtype(output.dtype, jnp.number):
             raise DhelixError(
                 f"pipeline=: the loss function returns {output.dtype}{list(output.shape)}; under a pipeline its loss"
                 " and auxiliary outputs are numbers: reduce them there"

@@ -15,7 +15,6 @@ from dhelix.passes.pipeline_fold.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
-from dhelix.passes.pipeline_fold.places import Places, residual_places
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.slots import scratch
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms
@@ -29,7 +28,6 @@ __all__ = [
     "Evaluation",
     "Layout",
     "PipelineCosts",
-    "Places",
     "SCHEDULES",
     "Schedule",
     "StagePrograms",
@@ -46,7 +44,6 @@ __all__ = [
     "make_schedule",
     "model_order",
     "one_forward_one_backward",
-    "residual_places",
     "scratch",
     "storage_order",
     "transfers",

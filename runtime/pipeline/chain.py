@@ -166,6 +166,13 @@ class _Cut:
         params, batch = set(self.params), set(self.batch)
         if self.scan.params["reverse"]:
             raise DhelixError("pipeline=: the scan over layers runs in reverse; give it the layers in order")
+        fixed = [var for var in self.stacks if not self._reads([var]) & (params | batch)]
+        if fixed:
+            raise DhelixError(
+                f"pipeline=: the scan over layers runs over {fixed[0].aval.str_short()}, which is made of no parameter"
+                " (layer numbers, frozen weights), and a stage sees its own layers alone: carry a counter through the"
+                " layers, or make it a parameter"
+            )
         if self._reads(self.stacks) & batch:
             raise DhelixError(
                 "pipeline=: the scan over layers runs over values of the batch (or random keys) beside the parameters,"

@@ -5,26 +5,21 @@ own chunks' layers; all run the same program, and tables (`phases.py`) say what 
 
     x  = embed(micro-batch)      where the stage starts chunk 0                        else from the inbox
     dx = cotangent of the head   where it goes backward from the last chunk            else from the inbox
-    for each layer of the chunk:
-        residuals <- ring;  dx, dweights = backward(...);  gradients += dweights
-        x, residuals = forward(x, weights);  ring <- residuals
+    for l in the layers of a chunk:                                        forward, backward, or both: an SI block
+        residuals of layer n-1-l <- slot;  dx, dweights = backward(...);  gradients += dweights
+        x, residuals = forward(x, weights of layer l);  slot <- residuals
     x, dx -> the stages that need them next (collective-permute)
 
-SI blocks. Where all stages go both ways (a co-executed phase of a lockstep schedule), forward runs one layer ahead:
-
-    loop over ticks:   loop of n - 1:  F(i) beside B(n - i)        no strand reads what the other one makes
-                       joint:          B(0) of this tick, sends of x and dx, head and embedding, F(0) of the next tick
-
-So the loop over layers is what the passes make of a step without a pipeline, and whatever communicates between ticks
-has a layer of the other strand to hide under. The same scheduling applies to both.
+In an SI block neither strand reads what the other one makes, so the loop over layers is what the passes make of a step
+without a pipeline, and the same scheduling applies. A forward may write its residuals over those that the backward has
+read in the same iteration; a barrier keeps the read before the write, else XLA copies the whole ring.
 
 Masking. In a lockstep schedule a stage without work computes along, on whatever lies there, and what it makes is
-dropped: residuals go to a free place, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
+dropped: residuals go to a dead slot, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
 over layers run zero times where a stage has nothing to do, so each runs its own work only.
 
-Memory: the ring (`passes.pipeline_fold.places`) of layers' residuals, one inbox each way, float32 gradients of the
-stage's layers. A forward may write where a backward has just read: a barrier keeps them in order, else XLA copies the
-whole ring. Cost of masking: a select per gradient and tick, fused into the addition. DHelix paper, 4.1.
+Memory: `schedule.slots` times the residuals of one chunk, one inbox each way, float32 gradients of the stage's layers.
+Cost of masking: a select per gradient and tick, fused into the addition. DHelix paper, 4.1.
 """
 
 from __future__ import annotations
@@ -93,7 +88,7 @@ class Pipeline:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What goes from tick to tick. Inboxes are [places, ...], the ring [places, ...] per array."""
+    """What goes from tick to tick. Inboxes are [places, ...], the ring [slots, padded, ...] per array."""
 
     inbox: Values
     cotangents: Values
@@ -139,15 +134,14 @@ class _Run:
         self.axis, self.of, self.schedule = pipeline.axis, pipeline.of, pipeline.schedule
         self.stage, self.stacks = stage, list(stacks)
         self.padded = self.schedule.layout.padded
-        self.forward_table, self.backward_table, self.places = directions(self.schedule)
+        self.forward_table, self.backward_table = directions(self.schedule)
         self.ends = Ends(self.of, list(ends), batches, self.axis, pipeline.shared_ends, self.schedule.lockstep)
         self.context = self.of.context(self.ends.batch(0))
 
     def all_phases(self) -> Sums:
         state = self._start()
         for phase in phases(self.schedule):
-            together = self.schedule.lockstep and phase.patterns[0].both
-            state = self._co_executed(phase, state) if together else self._in_turn(phase, state)
+            state = self._phase(phase, state)
         layers = _fill(self.stacks, self.of.trained, state.layers)
         return Sums(state.outputs, layers, _fill(self.ends.params, self.of.trained_ends, state.ends))
 
@@ -157,15 +151,13 @@ class _Run:
             inbox=[zeros(x, self.forward_table.inbox) for x in of.state],
             cotangents=[zeros(of.state[i], self.backward_table.inbox) for i in of.moving],
             last=[zeros(x) for x in of.state],
-            ring=[zeros(residual, self.places) for residual in of.residuals],
+            ring=[zeros(residual, self.schedule.slots, self.padded) for residual in of.residuals],
             layers=[zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in of.trained],
             ends=[zeros(params[i], dtype=_wide(params[i])) for i in of.trained_ends],
             outputs=[zeros(output, dtype=_wide(output)) for output in of.outputs],
         )
 
-    # Ticks one after the other.
-
-    def _in_turn(self, phase: Phase, state: _State) -> _State:
+    def _phase(self, phase: Phase, state: _State) -> _State:
         def one_round(number: jax.Array, state: _State) -> _State:
             for place, pattern in enumerate(phase.patterns):
                 tick = self._tick(pattern, phase.first + number * len(phase.patterns) + place)
@@ -211,49 +203,6 @@ class _Run:
             state = self._end_backward(tick, state, going.cotangents)
         return state
 
-    # Ticks that all stages co-execute, forward one layer ahead.
-
-    def _co_executed(self, phase: Phase, state: _State) -> _State:
-        patterns, count = phase.patterns, len(phase.patterns)
-
-        def tick(number: Any, place: int) -> _Tick:
-            return self._tick(patterns[place % count], phase.first + number * count + place)
-
-        def ticks(number: Any, most: int, carry: tuple[_State, _Going]) -> tuple[_State, _Going]:
-            for place in range(most):
-                now, then = tick(number, place), tick(number, place + 1)
-                carry = self._joint(now, then, *self._si_block(now, *carry))
-            return carry
-
-        state, going = self._begin(tick(0, 0), state)
-        carry = state, self._layer_forward(tick(0, 0), jnp.int32(0), going)
-        rounds = phase.rounds - 1
-        carry = lax.fori_loop(0, rounds, lambda number, carry: ticks(number, count, carry), carry)
-        state, going = ticks(rounds, count - 1, carry)  # there is no tick to join after the last one
-        final = tick(rounds, count - 1)
-        state, going = self._si_block(final, state, going)
-        return self._end(final, state, self._layer_backward(final, jnp.int32(0), going, written=False))
-
-    def _si_block(self, tick: _Tick, state: _State, going: _Going) -> tuple[_State, _Going]:
-        """The layers that go forward and backward at the same time."""
-
-        def pair(layer: jax.Array, going: _Going) -> _Going:
-            going = self._layer_backward(tick, self.padded - layer, going, written=True)
-            return self._layer_forward(tick, layer, going)
-
-        return state, lax.fori_loop(1, self.padded, pair, going)
-
-    def _joint(self, now: _Tick, then: _Tick, state: _State, going: _Going) -> tuple[_State, _Going]:
-        """From one tick to the next: the last layer backward and the first one forward, and all that is sent."""
-        state = self._end_forward(now, state, going.x)
-        x = self._begin_forward(then, state)
-        going = self._layer_backward(now, jnp.int32(0), going, written=True)
-        cotangents = going.cotangents
-        going = self._layer_forward(then, jnp.int32(0), going.but(x=x))
-        state = self._end_backward(now, state, cotangents)
-        state, cotangents = self._begin_backward(then, state)
-        return state, going.but(cotangents=cotangents)
-
     # One layer.
 
     def _layer_forward(self, tick: _Tick, layer: jax.Array, going: _Going) -> _Going:
@@ -261,14 +210,14 @@ class _Run:
         weights = [at(stack, row.place, layer) for stack in self.stacks]
         with jax.named_scope(BETA):
             x, residuals = self.of.layer_forward(tick.ahead, going.x, weights)
-        place = row.ring[layer]
-        ring = [put(places, value, place) for places, value in zip(going.ring, residuals, strict=True)]
+        place = row.slot, self._place(row, layer)
+        ring = [put(slots, value, *place) for slots, value in zip(going.ring, residuals, strict=True)]
         return going.but(x=self._unless_padding(layer < row.layers, x, going.x), ring=ring)
 
     def _layer_backward(self, tick: _Tick, layer: jax.Array, going: _Going, written: bool) -> _Going:
         """`written`: a forward may write to the place that this layer's residuals are read from, after that."""
         row, ring = tick.backward, going.ring
-        saved = [at(places, row.ring[layer]) for places in ring]
+        saved = [at(slots, row.slot, self._place(row, layer)) for slots in ring]
         if written:
             saved, ring = lax.optimization_barrier((saved, ring))
         weights = [at(stack, row.place, layer) for stack in self.stacks]
@@ -280,6 +229,9 @@ class _Run:
             for total, gradient in zip(going.layers, gradients, strict=True)
         ]
         return going.but(cotangents=self._unless_padding(real, result, going.cotangents), ring=ring, layers=layers)
+
+    def _place(self, row: Row, layer: jax.Array) -> jax.Array:
+        return jnp.where(row.reversed, self.padded - 1 - layer, layer)
 
     def _unless_padding(self, real: jax.Array, result: Values, given: Values) -> Values:
         """A padding layer is the identity."""

@@ -35,8 +35,10 @@ class Fold:
     mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        if self.stages < 1:
-            raise DhelixError(f"Fold(stages={self.stages}): a pipeline has at least one stage")
+        for name in ("stages", "layers", "chunks_per_stage"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise DhelixError(f"Fold({name}={value!r}): give how many, 1 or more")
         if self.schedule not in SCHEDULES:
             raise DhelixError(f"Fold(schedule={self.schedule!r}) means nothing; take one of {', '.join(SCHEDULES)}")
 

@@ -52,17 +52,30 @@ def pipelined_sums(
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = fold.axis in mesh.manual_axes
+    _check_mesh(mesh if manual else fold.mesh, fold)
     folded = _folded(params, fold.places * (1 if manual else fold.stages))
     shapes = [
         jax.ShapeDtypeStruct(_unfolded(x.shape) if f else x.shape, x.dtype) for x, f in zip(params, folded, strict=True)
     ]
     batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batches]
-    jaxpr = trace(function, shapes, batch)
+    try:
+        jaxpr = trace(function, shapes, batch)
+    except (TypeError, ValueError) as error:
+        error.add_note(
+            "pipeline=: this is the loss function with a stage's layers stacked; is the state folded, with this Fold?"
+        )
+        raise
     chain = take_apart(jaxpr, len(params))
     _check_folded(chain, folded, fold, params)
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
     layers = fold.layers or chain.length * (fold.stages if manual else 1)
     schedule = fold.make_schedule(layers, batches[0].shape[0])
+    padded = params[chain.layer_leaves[0]].shape[1]
+    if padded != schedule.layout.padded:
+        raise DhelixError(
+            f"pipeline=: the state is folded into chunks of {padded} layers, and Fold(layers={layers}) makes chunks of"
+            f" {schedule.layout.padded}: give both the model's number of layers"
+        )
     pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis))
 
     def of_stage(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
@@ -77,10 +90,7 @@ def _over_stages(
     of_stage: Callable[..., tuple[Values, Values]], fold: Fold, folded: Sequence[bool]
 ) -> Callable[..., Any]:
     """`of_stage` for the arrays of all stages. A stage reads its number: XLA cannot tell it beside automatic axes."""
-    if fold.mesh is None:
-        raise DhelixError(
-            "pipeline=: value_and_grad is called outside of jax.shard_map, so say which devices: Fold(..., mesh=mesh)"
-        )
+    assert fold.mesh is not None
 
     def local(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
         outputs, gradients = of_stage(stage[0], params, batches)
@@ -128,6 +138,19 @@ def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequenc
     return vjp([g.astype(x.dtype) for g, x in zip(sums.layers, stacks, strict=True)])[0]
 
 
+def _check_mesh(mesh: Any, fold: Fold) -> None:
+    if mesh is None:
+        raise DhelixError(
+            f"pipeline=: value_and_grad is called outside of jax.shard_map over {fold.axis!r}, so say which devices:"
+            " Fold(..., mesh=mesh)"
+        )
+    if mesh.shape.get(fold.axis) != fold.stages:
+        raise DhelixError(
+            f"Fold(stages={fold.stages}) needs a mesh with an axis {fold.axis!r} of that size, and the mesh is"
+            f" {dict(mesh.shape)}"
+        )
+
+
 def _unfolded(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0] * shape[1], *shape[2:])
 
@@ -148,5 +171,5 @@ def _check_folded(chain: Chain, folded: Sequence[bool], fold: Fold, params: Sequ
         shapes = ", ".join(str(list(params[i].shape)) for i in chain.layer_leaves[:3])
         raise DhelixError(
             f"pipeline=: the layers' parameters {shapes}, ... are not folded for {fold.stages} stages of {fold.places}"
-            " chunks: fold the state once, with train_step.fold(state)"
+            " chunks: fold the state once, with Fold.fold(state, mesh)"
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dhelix.passes.pipeline_fold import Schedule, Work, residual_places, transfers
+from dhelix.passes.pipeline_fold import Schedule, Work, scratch, transfers
 
 LONGEST_PERIOD = 4
 
@@ -31,8 +31,7 @@ class Direction:
       on: whether it does anything.
       microbatch, place: which one, of which of its chunks.
       layers: how many of the chunk's layers are no padding.
-      ring: int32[ticks, stages, padded]: the ring's place of each layer's residuals; for a masked forward, where it may
-        write.
+      slot, reversed: where the residuals lie; for a masked forward, where it may write.
       takes: the inbox's place that what it starts from lies at.
       opens: whether it starts from no message: the embedding's result, or the head's cotangent.
       closes: whether its result is no message but the head's input, or the embedding's cotangent.
@@ -45,7 +44,8 @@ class Direction:
     microbatch: np.ndarray
     place: np.ndarray
     layers: np.ndarray
-    ring: np.ndarray
+    slot: np.ndarray
+    reversed: np.ndarray
     takes: np.ndarray
     opens: np.ndarray
     closes: np.ndarray
@@ -77,11 +77,9 @@ class Phase:
     patterns: tuple[Pattern, ...]
 
 
-def directions(schedule: Schedule) -> tuple[Direction, Direction, int]:
-    """The tables of the forward and of the backward direction, and how many places the ring of residuals has."""
-    places = residual_places(schedule)
-    forward = _direction(schedule, places.forward, forward=True)
-    return forward, _direction(schedule, places.backward, forward=False), places.count
+def directions(schedule: Schedule) -> tuple[Direction, Direction]:
+    """The tables of the forward and of the backward direction."""
+    return _direction(schedule, forward=True), _direction(schedule, forward=False)
 
 
 def phases(schedule: Schedule) -> tuple[Phase, ...]:
@@ -183,15 +181,21 @@ def _pattern(schedule: Schedule, tick: int) -> Pattern:
     )
 
 
-def _direction(schedule: Schedule, ring: np.ndarray, forward: bool) -> Direction:
+def _direction(schedule: Schedule, forward: bool) -> Direction:
     layout, last = schedule.layout, schedule.layout.chunks - 1
     first, final = (0, last) if forward else (last, 0)
     step = 1 if forward else -1
     shape = len(schedule.ticks), layout.stages
-    table = {name: np.zeros(shape, np.int32) for name in ("microbatch", "place", "layers", "takes", "puts")}
+    table = {
+        name: np.zeros(shape, np.int32)
+        for name in ("microbatch", "place", "layers", "slot", "reversed", "takes", "puts")
+    }
     flags = {name: np.zeros(shape, bool) for name in ("on", "opens", "closes", "stays")}
+    masked = scratch(schedule) if schedule.lockstep and forward else None
     for tick, stage, work in _works(schedule, forward):
         if work is None:
+            where = masked[tick][stage] if masked else None
+            table["slot"][tick, stage], table["reversed"][tick, stage] = where or (0, False)
             continue
         flags["on"][tick, stage] = True
         flags["opens"][tick, stage] = work.chunk == first
@@ -200,8 +204,9 @@ def _direction(schedule: Schedule, ring: np.ndarray, forward: bool) -> Direction
         table["microbatch"][tick, stage] = work.microbatch
         table["place"][tick, stage] = layout.place_of(work.chunk)
         table["layers"][tick, stage] = layout.chunk_layers[work.chunk]
+        table["slot"][tick, stage], table["reversed"][tick, stage] = work.slot, work.reversed
     inbox = _fill_inbox(schedule, forward, table["takes"], table["puts"])
-    return Direction(**flags, **table, ring=ring, inbox=inbox)
+    return Direction(**flags, **{**table, "reversed": table["reversed"].astype(bool)}, inbox=inbox)
 
 
 def _works(schedule: Schedule, forward: bool) -> Iterator[tuple[int, int, Work | None]]:

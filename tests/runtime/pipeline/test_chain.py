@@ -191,7 +191,13 @@ def weight_decay(p: Any, rows: Any) -> Any:
     return loss(p, rows) + jnp.sum(p["layers"]["w_out"] ** 2)
 
 
+def layer_numbers(p: Any, rows: Any) -> Any:
+    stacks = p["layers"], jnp.arange(p["layers"]["norm"].shape[0])
+    return cross_entropy(p, over_layers(p, start(p, rows), lambda x, w: layer(x, w[0]) * (1 + w[1]), stacks), rows)
+
+
 REFUSED = [
+    (layer_numbers, r"runs over int32\[3\], which is made of no parameter .* carry a counter through the layers"),
     (
         no_scan,
         "needs a model whose layers are one jax.lax.scan over stacked parameters, and the loss function has none",

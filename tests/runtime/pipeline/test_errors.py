@@ -52,7 +52,8 @@ def folded_params(fold: Fold = SETTING.fold) -> Any:
 
 
 def test_what_makes_no_pipeline() -> None:
-    refuse("a pipeline has at least one stage", Fold, 0)
+    refuse(r"Fold\(stages=0\): give how many, 1 or more", Fold, 0)
+    refuse(r"Fold\(chunks_per_stage=0\): give how many", Fold, 2, chunks_per_stage=0)
     refuse(r"schedule='gpipe'\) means nothing; take one of w, 1f1b, interleaved, dualpipev", Fold, 2, schedule="gpipe")
     refuse(r"6 layers do not divide into 4 chunks: say Fold\(layers=6\)", Fold(2).layout, 6)
     refuse("3 layers do not fill 4 chunks on 2 stages", Fold(2, layers=3).layout)
@@ -61,6 +62,7 @@ def test_what_makes_no_pipeline() -> None:
 
 def test_what_does_not_go_with_a_pipeline() -> None:
     interleave = dhelix.strand_interleave
+    refuse(r"pipeline=2: give a dhelix.Fold\(stages", interleave, step, microbatches=2, pipeline=2)
     refuse("needs microbatches=: how many go through the stages", interleave, step, pipeline=Fold(2))
     refuse(
         "compare a few steps with those of an unfolded state", interleave, step, microbatches=2, pipeline=Fold(2),
@@ -87,9 +89,31 @@ def test_a_state_that_is_not_folded() -> None:
     refuse("are not folded for 2 stages of 2 chunks: fold the", jax.eval_shape, function, init_params(8), tokens(4))
 
 
+def test_a_fold_of_another_state_or_mesh() -> None:
+    refuse(
+        r"folded into chunks of 2 layers, and Fold\(layers=16\) makes chunks of 4: give both", trace, folded_params(),
+        Fold(2, layers=16),
+    )  # fmt: skip
+    four = Fold(4, layers=8)
+    refuse(
+        r"Fold\(stages=4\) needs a mesh with an axis 'pp' of that size, and the mesh", trace, folded_params(four), four
+    )
+    other = Fold(2, layers=8, axis="stage")
+    refuse("outside of jax.shard_map over 'stage', so say which devices", trace, folded_params(), other)
+    with pytest.raises(ValueError) as error:
+        trace(folded_params(), Fold(2, layers=8, schedule="1f1b"))
+    assert "is the state folded, with this Fold?" in error.value.__notes__[0]
+
+
 def test_a_loss_function_that_a_pipeline_cannot_run() -> None:
     def with_rows(params: Any, rows: Any) -> Any:
         return loss(params, rows), {"first": rows[:, 0]}
+
+    def with_answer(params: Any, rows: Any) -> Any:
+        return loss(params, rows), {"any": jnp.any(rows > 3)}
+
+    def in_bfloat16(params: Any, rows: Any) -> Any:
+        return loss(params, rows).astype(jnp.bfloat16)
 
     def without_layers(params: Any, rows: Any) -> Any:
         return jnp.mean(params["embedding"][rows] ** 2)
@@ -101,6 +125,8 @@ def test_a_loss_function_that_a_pipeline_cannot_run() -> None:
         loss_fn=with_rows,
         has_aux=True,
     )
+    refuse(r"returns bool\[\]; under", trace, folded_params(), loss_fn=with_answer, has_aux=True)
+    assert trace(folded_params(), loss_fn=in_bfloat16)[0].dtype == jnp.bfloat16
     refuse("needs a model whose layers are one jax.lax.scan", trace, folded_params(), loss_fn=without_layers)
 
 
@@ -113,7 +139,7 @@ def test_batches_and_where_it_is_called() -> None:
     )  # fmt: skip
     outside = in_microbatches(dhelix.value_and_grad(loss), 2, fold=SETTING.fold)
     refuse(
-        r"outside of jax.shard_map, so say which devices: Fold\(\.\.\., mesh=",
+        r"outside of jax.shard_map over 'pp', so say which devices: Fold\(\.\.\., mesh=",
         jax.eval_shape,
         outside,
         folded_params(),

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhelix.passes.pipeline_fold import SCHEDULES, Schedule, layout_of, make_schedule, transfers
-from dhelix.passes.pipeline_fold.places import layer_order
+from dhelix.passes.pipeline_fold import SCHEDULES, Schedule, layout_of, make_schedule, scratch, transfers
 from dhelix.runtime.pipeline.phases import Direction, Pattern, directions, phases
 
 STEPS = st.tuples(
@@ -66,8 +66,9 @@ def test_each_tick_runs_what_it_needs(step: Any) -> None:
 def test_tables_are_the_schedule(step: Any) -> None:
     schedule = make(step)
     layout, last = schedule.layout, schedule.layout.chunks - 1
-    forward, backward, _ = directions(schedule)
-    for table, kind, first, final in ((forward, "forward", 0, last), (backward, "backward", last, 0)):
+    for table, kind, first, final in zip(
+        directions(schedule), ("forward", "backward"), (0, last), (last, 0), strict=True
+    ):
         for tick, cells in enumerate(schedule.ticks):
             for stage, cell in enumerate(cells):
                 work = getattr(cell, kind)
@@ -85,6 +86,12 @@ def test_tables_are_the_schedule(step: Any) -> None:
                 assert layout.chunks_of(stage)[table.place[tick, stage]] == work.chunk
                 assert table.microbatch[tick, stage] == work.microbatch
                 assert table.layers[tick, stage] == len(layout.layers_of(work.chunk))
+                assert (table.slot[tick, stage], table.reversed[tick, stage]) == (work.slot, work.reversed)
+        if kind == "forward" and schedule.lockstep:
+            spoilt = scratch(schedule)
+            for tick, stage in zip(*np.nonzero(~table.on), strict=True):
+                if spoilt[tick][stage] is not None:
+                    assert (table.slot[tick, stage], table.reversed[tick, stage]) == spoilt[tick][stage]
 
 
 def replay(schedule: Schedule, table: Direction, forward: bool) -> None:
@@ -114,29 +121,11 @@ def replay(schedule: Schedule, table: Direction, forward: bool) -> None:
 @given(STEPS)
 def test_no_message_is_lost_in_an_inbox(step: Any) -> None:
     schedule = make(step)
-    forward, backward, _ = directions(schedule)
+    forward, backward = directions(schedule)
     replay(schedule, forward, forward=True)
     replay(schedule, backward, forward=False)
     if schedule.name in ("w", "1f1b"):
         assert forward.inbox == backward.inbox == 1
-
-
-@settings(max_examples=60)
-@given(STEPS)
-def test_residuals_lie_where_their_backward_reads_them(step: Any) -> None:
-    """Masked forwards of lockstep schedules write, too."""
-    schedule = make(step)
-    forward, backward, places = directions(schedule)
-    for stage in range(schedule.layout.stages):
-        ring: list[Any] = [None] * places
-        for direction, tick, layer in layer_order(schedule, stage):
-            cell = schedule.ticks[tick][stage]
-            if direction == "forward":
-                work = cell.forward
-                ring[forward.ring[tick, stage, layer]] = work and (work.microbatch, work.chunk, layer)
-            elif cell.backward is not None:
-                read = ring[backward.ring[tick, stage, layer]]
-                assert read == (cell.backward.microbatch, cell.backward.chunk, layer)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 7, 16, 64])
