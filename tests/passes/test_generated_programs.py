@@ -6,6 +6,7 @@ What is asserted, for every generated program that the passes transform:
   to StableHLO drops additions of zero. Both programs are run by StableHLO's reference interpreter, which rounds after
   each operation: what remains is what the passes did. It takes milliseconds, no compiler.
 - No pass fails. One may refuse; the program is then the plain one. How many are transformed is asserted too.
+The same holds of every pairing of strands that a schedule asks for, on fewer programs (`intra_batch` makes no strands).
 
 XLA's CPU compiler cannot be the judge of bits. One loop body gives other last bits in another program where
 - LLVM contracts a multiplication and an addition (it always may; `--xla_cpu_max_isa=AVX` takes FMA away),
@@ -33,6 +34,7 @@ from jax.extend.mlir.dialects import stablehlo
 from dhelix.passes import jax_compat, report
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import StageReport
+from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.runtime.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.schedules import default_passes
 from dhelix.tests.passes import program_losses as losses
@@ -40,6 +42,7 @@ from dhelix.tests.passes import programs
 from dhelix.tests.passes.programs import Program
 
 EXAMPLES = 76  # per family, at least, all different: more than 300 in all
+EXAMPLES_OTHER = 28  # per pairing other than backward beside forward, of all families
 
 # Of what hypothesis draws: how the loop over micro-batches is written, and how the layers are.
 FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -51,6 +54,8 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unrolled": ((*programs.LOOPS, *programs.OPTAX_LOOPS), ("unrolled",)),
     "nested": (programs.LOOPS, ("groups", "frozen", "encoder_decoder", "skipping")),
 }
+
+OTHER_PAIRINGS = tuple(pairing for pairing in PAIRINGS if pairing != "forward-backward")
 
 
 def drawn(loops: tuple[str, ...], stacks: tuple[str, ...]) -> st.SearchStrategy[Program]:
@@ -101,14 +106,14 @@ class Transformation:
 
 
 @functools.cache
-def manager() -> PassManager:
-    return PassManager(default_passes("xla"))
+def manager(pairing: str) -> PassManager:
+    return PassManager((StrandDuplication(pairing=pairing), *default_passes("xla")[1:]))
 
 
-def transform(program: Program) -> Transformation:
+def transform(program: Program, pairing: str = "forward-backward") -> Transformation:
     step, arguments = programs.build(program)
     plain = jax.jit(step, keep_unused=True).lower(*arguments)
-    changed, stage_report = manager().run(Stage.LOWERED, hlo_bytes(plain))
+    changed, stage_report = manager(pairing).run(Stage.LOWERED, hlo_bytes(plain))
     transformed = None if changed is None else with_hlo(plain, changed)
     return Transformation(plain, transformed, stage_report, arguments)
 
@@ -125,9 +130,9 @@ def interpret(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> list[n
         return [np.array(x) for x in stablehlo.eval_module(module, leaves)]
 
 
-def check(program: Program) -> Transformation:
+def check(program: Program, pairing: str = "forward-backward") -> Transformation:
     """Fails unless the transformed program computes what the plain one does."""
-    result = transform(program)
+    result = transform(program, pairing)
     failed = [f"{entry.name}: {entry.notes[-1]}" for entry in result.report.passes if entry.outcome == report.FAILED]
     assert not failed
     if result.transformed is not None:
@@ -140,21 +145,32 @@ def check(program: Program) -> Transformation:
     return result
 
 
+def check_many(some: st.SearchStrategy[Program], pairing: str, count: int) -> None:
+    """Checks `count` different programs at least, most of which have to be transformed."""
+    changed: dict[Program, set[str]] = {}
+
+    @hypothesis.settings(max_examples=count * 4 // 3 + 10, suppress_health_check=(hypothesis.HealthCheck.too_slow,))
+    @hypothesis.given(some)
+    def run(program: Program) -> None:
+        if program not in changed:
+            changed[program] = check(program, pairing).changed
+
+    run()
+    assert len(changed) >= count
+    transformed = sum("strand-duplication" in names for names in changed.values())
+    assert transformed >= 0.7 * len(changed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family: str) -> None:
-    changed: dict[Program, set[str]] = {}
+    check_many(drawn(*FAMILIES[family]), "forward-backward", EXAMPLES)
 
-    @hypothesis.settings(max_examples=EXAMPLES * 4 // 3 + 10, suppress_health_check=(hypothesis.HealthCheck.too_slow,))
-    @hypothesis.given(drawn(*FAMILIES[family]))
-    def run(program: Program) -> None:
-        if program not in changed:
-            changed[program] = check(program).changed
 
-    run()
-    assert len(changed) >= EXAMPLES
-    transformed = sum("strand-duplication" in names for names in changed.values())
-    assert transformed >= 0.7 * len(changed)
+@pytest.mark.slow
+@pytest.mark.parametrize("pairing", OTHER_PAIRINGS)
+def test_same_bits_of_other_pairings(pairing: str) -> None:
+    check_many(st.one_of([drawn(*family) for family in FAMILIES.values()]), pairing, EXAMPLES_OTHER)
 
 
 # Each was a mismatch or a failed pass once, shrunk; or takes the care of one line of a pass that others do not need.
@@ -172,8 +188,9 @@ FOUND = (
 
 
 @pytest.mark.parametrize("program", FOUND, ids=repr)
-def test_found_before(program: Program) -> None:
-    assert "strand-duplication" in check(program).changed
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_found_before(pairing: str, program: Program) -> None:
+    assert "strand-duplication" in check(program, pairing).changed
 
 
 @pytest.mark.parametrize("refused", programs.REFUSED)
