@@ -16,9 +16,9 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.launch.plan_search import Candidate
 from dhelix.launch.timeline_plot import subtract
-from dhelix.passes.costs import Lane
+from dhelix.passes.costs import Costs, Lane
 from dhelix.passes.plan_operators import PlanOperators
-from dhelix.passes.timeline import Timeline, evaluate
+from dhelix.passes.timeline import Timeline, evaluate, settled
 from dhelix.runtime.trace import Interval, merge
 
 _ROWS = ("alpha compute", "alpha send", "beta send", "beta compute")
@@ -77,9 +77,10 @@ def picture(candidate: Candidate) -> PlanPicture:
     if not plan.bodies:
         raise DhelixError("the plan leaves XLA's order everywhere, so there is no pairing to draw; leave out --picture")
     body, module = plan.bodies[0], candidate.module
-    keys = candidate.costs.operator_keys
+    costs = settled(module, candidate.costs)
+    keys = costs.operator_keys
     computation = next(c for c in module.schedule if PlanOperators(c, keys).fingerprint == body.fingerprint)
-    timeline = evaluate(module.schedule[computation], candidate.costs)
+    timeline = evaluate(module.schedule[computation], costs)
     begins = [0.0]
     for segment in body.segments:
         begins.append(begins[-1] + segment.predicted_us)
@@ -90,7 +91,7 @@ def picture(candidate: Candidate) -> PlanPicture:
         f"{target.hardware}, {target.link}, setting {target.setting}{more}  ·  {body.predicted_us:,.0f} µs, of which"
         f" {1e6 * timeline.slow_down:,.0f} slow-down and {1e6 * timeline.exposed:,.0f} exposed  ·  {body.runs:,} runs"
     )
-    blocks = _blocks(candidate, timeline)
+    blocks = _blocks(candidate, timeline, costs)
     if len(body.segments) > _MOST_SEGMENTS:
         first = (len(body.segments) - _MOST_SEGMENTS) // 2
         begins = begins[first : first + _MOST_SEGMENTS + 1]
@@ -99,7 +100,7 @@ def picture(candidate: Candidate) -> PlanPicture:
     return PlanPicture(title, summary, tuple(blocks), tuple(begins))
 
 
-def _blocks(candidate: Candidate, timeline: Timeline) -> list[Block]:
+def _blocks(candidate: Candidate, timeline: Timeline, costs: Costs) -> list[Block]:
     blocks = []
     for interval in timeline.intervals:
         place = candidate.places[interval.instruction]
@@ -107,7 +108,7 @@ def _blocks(candidate: Candidate, timeline: Timeline) -> list[Block]:
         if strand not in _COLOURS:
             strand, label = "alpha", place.name
         sends = interval.lane is not Lane.COMPUTE
-        alone = interval.end - interval.start if interval.body else candidate.costs[place.instruction].seconds
+        alone = interval.end - interval.start if interval.body else costs[place.instruction].seconds
         kind = label.rstrip("0123456789 ")
         light = not sends and kind.split(" ")[-1] not in ("gemm", "dgrad", "wgrad", "attention", "backward", "loop")
         blocks.append(Block(strand, label, 1e6 * interval.start, 1e6 * interval.end, 1e6 * alone, sends, light))
