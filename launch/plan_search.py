@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,14 +76,15 @@ class Candidate:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """Each collective of the step as JSON values, those that take longest first; microseconds of one execution."""
-        rows = []
+        """Each collective of the step as JSON values, those that take longest first; microseconds of one execution.
+        One row for those of computations that are alike and take as long."""
+        rows: list[dict[str, Any]] = []
         for time_of in self.timeline.collectives:
             place, count = self.places[time_of.instruction], time_of.count or 1
             found = find_collective(place.instruction)
             assert found is not None  # the timeline says that it communicates
             beneath = [{"name": self.places[name].name, "us": _us(seconds / count)} for name, seconds in time_of.under]
-            rows.append({
+            row = {
                 "name": place.name,
                 "body": place.body,
                 "kind": found.kind,
@@ -95,7 +96,12 @@ class Candidate:
                 "hidden_us": _us(time_of.hidden / count),
                 "exposed_us": _us(time_of.exposed / count),
                 "beneath": beneath,
-            })  # fmt: skip
+            }
+            alike = next((other for other in rows if other | {"runs": row["runs"]} == row), None)
+            if alike is None:
+                rows.append(row)
+            else:
+                alike["runs"] += row["runs"]
         return sorted(rows, key=lambda row: (-row["runs"] * row["time_us"], row["body"], row["name"]))
 
 
@@ -189,13 +195,23 @@ def _search(
     profile = model.profile
     limits = memory_limit, max_in_flight
     target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, *limits)
-    found = make_plan(module, original, model, target, program.name)
+    found = _alike_once(make_plan(module, original, model, target, program.name))
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()
     PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
-    plan = make_plan(module, original, model, target, program.name)
+    plan = _alike_once(make_plan(module, original, model, target, program.name))
     timeline = simulate_module(module, costs.hardware, costs)
     return Candidate(program, plan, module, costs, timeline, before.seconds, _bytes(module), bytes_before, solved)
+
+
+def _alike_once(plan: PairingPlan) -> PairingPlan:
+    """Of computations that are alike one body with the runs of all, as plans are carried out: such as the layers of
+    several ticks that a pipeline's loop holds. The first one's order is for all."""
+    runs: dict[str, int] = {}
+    for body in plan.bodies:
+        runs[body.fingerprint] = runs.get(body.fingerprint, 0) + body.runs
+    first = {body.fingerprint: body for body in reversed(plan.bodies)}
+    return replace(plan, bodies=tuple(replace(first[key], runs=count) for key, count in runs.items()))
 
 
 def played(program: Program, model: CostModel) -> float:

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from dhelix.errors import DhelixError
 from dhelix.launch import dumps, profile_step, trainer
 from dhelix.launch.dumps import Memory
+from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.models import Training
 from dhelix.passes.manager import Pass, Stage
 from dhelix.passes.pairing_plan import PairingPlan
@@ -30,7 +29,6 @@ from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.report import CHANGED, UNCHANGED, Report
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.schedules import decompositions, default_passes, planned_passes
-from dhelix.runtime.strand_interleave import strand_interleave
 
 _NAME = "jit_train_step"
 
@@ -98,9 +96,9 @@ class _Compiled:
 def _compile(options: trainer.Options, passes: Sequence[Pass], target: str, strict: bool) -> _Compiled:
     training, batch = profile_step.deviceless_training(options, target)
     example = training.abstract_state(), training.abstract_batch(batch)
-    step: Any = jax.jit(training.train_step, donate_argnums=0)
-    if passes:
-        step = strand_interleave(training.train_step, passes=passes, strict=strict, donate_argnums=0)
+    if isinstance(training, PipelinedTraining):  # its strands are there already
+        passes = [one for one in passes if one.stage is not Stage.LOWERED]
+    step: Any = trainer.make_step(training, not passes, **({"passes": passes, "strict": strict} if passes else {}))
     lowered = step.lower(*example)
     modules: list[bytes] = []
     with _recorded(modules):

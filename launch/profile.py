@@ -180,7 +180,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
     if gpu is None:
         raise DhelixError("nvidia-smi does not say which GPUs these are; name them by --hardware")
     step = profile_step.of_dump(arguments[0]) if arguments else None
-    needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) or count
+    needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) * chosen["pp"] or count
     if needed > count and step is None:
         raise DhelixError(f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or a dump")
     if needed > count:

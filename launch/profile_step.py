@@ -71,7 +71,7 @@ def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
 
 def deviceless_training(options: trainer.Options, target: str = "h200") -> tuple[Training, int]:
     """The plain train step on GPUs that need not exist, and how many sequences it takes."""
-    gpus = gpus_of_mesh(options.mesh) or _GPUS
+    gpus = gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
     per_host = min(gpus, _GPUS_PER_HOST)
     devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
     return trainer.make_training(options, trainer.configuration(options), devices)

@@ -10,8 +10,11 @@ from absl import flags
 
 from dhelix.launch.trainer import Options
 from dhelix.models import PRESETS
+from dhelix.passes.pipeline_fold import SCHEDULES
 
-_NAMES = ("preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "batch")
+_NAMES = (
+    "preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline", "batch",
+)  # fmt: skip
 
 
 def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
@@ -28,6 +31,8 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     number("microbatches", default.microbatches, "micro-batches per step")
     text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
     choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
+    number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh")
+    choice("pipeline", None, list(SCHEDULES), "schedule of the pipeline (default: w, two strands)")
     number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
 
 

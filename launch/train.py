@@ -17,7 +17,6 @@ from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
-from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
 from dhelix.runtime.schedules import SCHEDULES
@@ -42,8 +41,6 @@ def define_flags(values: flags.FlagValues) -> None:
     switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
     default = Options()
     step_flags.define(values, default.preset, "all there are")
-    number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh", 1)
-    choice("pipeline", None, list(PIPELINES), "schedule of the pipeline (default: w, two strands)")
     number("steps", default.steps, "number of the last step, where the learning rate ends; keep it to resume", 1)
     real("lr", default.lr, "highest learning rate")
     number("warmup", None, "steps of warm-up (default: a tenth, at most 100)", 0)
@@ -107,8 +104,6 @@ def _check(chosen: dict[str, Any]) -> None:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:
         raise DhelixError("a plan is an order already; leave out --schedule or --plan")
-    if chosen["pipeline"] and chosen["pp"] == 1:
-        raise DhelixError("--pipeline needs --pp; give the number of stages")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")

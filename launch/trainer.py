@@ -159,6 +159,8 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
 
 def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
     if options.pp == 1:
+        if options.pipeline is not None:
+            raise DhelixError("--pipeline needs --pp; give the number of stages")
         return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
     return make_pipelined_step(
         config,

@@ -198,12 +198,15 @@ def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...],
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pp", "tp", "layers"), [(1, 4, 2), (2, 2, 8)])
+def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
+    pp: int, tp: int, layers: int, plan: Plan, tmp_path: Path
+) -> None:
     """Without a GPU, from the shipped profile; what runs it has more layers and micro-batches."""
     out = tmp_path / "plan.json"
     status, text, _ = plan(
-        "--preset=llama-8b", "--layers=2", "--mesh=tp=4", "--microbatches=3", "--setting=connections1", "--json",
-        f"--out={out}",
+        "--preset=llama-8b", f"--layers={layers}", f"--pp={pp}", f"--mesh=tp={tp}", "--microbatches=3",
+        "--setting=connections1", "--json", f"--out={out}",
     )  # fmt: skip
     found = json.loads(text)
     assert status == 0 and found["guessed_fraction"] < 0.05
@@ -211,8 +214,9 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: Plan, tmp_pa
     assert found["memory"]["interleaved"] <= found["memory"]["limit"]
     made = pairing_plan_json.load(out)
     assert len([name for name in made.bodies[0].order if name.startswith("beta ")]) >= 11
+    assert len({body.fingerprint for body in made.bodies}) == len(made.bodies)
     training, batch = profile_step.deviceless_training(
-        trainer.Options("llama-8b", layers=4, mesh="tp=4", microbatches=6)
+        trainer.Options("llama-8b", layers=2 * layers, pp=pp, mesh=f"tp={tp}", microbatches=6)
     )
     step = trainer.make_step(training, plain=False, plan=str(out))
     example = training.abstract_state(), training.abstract_batch(batch)
