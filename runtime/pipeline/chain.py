@@ -8,11 +8,12 @@
 The function is traced once; the `lax.scan` over the most parameters is the chain, and each part is the slice of the
 trace that computes its results. So nothing is asked of the model's code but that its layers are one scan.
 
-Contract. What a layer reads beside its own weights (`context`: rotary tables, masks) may depend on the batch but on no
-parameter; weights are those that the scan runs over, and what prepares them (a cast) sees no batch. Anything else is
-refused with one line that says what stands in the way: values handed from each layer to the head, weights shared by
-all layers, random keys per layer, a loop that runs backwards. Slices overlap where both ends need a value; it is then
-computed twice, and its gradient is the sum, which is what differentiating the whole would give.
+Contract. The trace is of all the model's layers; the parts run with those of a stage. What a layer reads beside its own
+weights (`context`: rotary tables, masks) may depend on the batch but on no parameter; weights are those that the scan
+runs over, and what makes them of the parameters (a cast, a split) sees no batch and treats each layer alone. Anything
+else is refused with one line that says what stands in the way: values handed from each layer to the head, weights
+shared by all layers, random keys per layer, a loop that runs backwards. Slices overlap where both ends need a value; it
+is then computed twice, and its gradient is the sum, which is what differentiating the whole would give.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ from dhelix.runtime.pipeline.jaxprs import part, shape, variables
 
 Values = list[Any]
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
+# Operations on the numbers of an array one by one.
+_ELEMENTWISE = frozenset(
+    "abs add convert_element_type copy div erf exp integer_pow log logistic max min mul neg pow round rsqrt sign sqrt"
+    " square sub tanh".split()
+)
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ class _Cut:
                 "pipeline=: the scan over layers runs over values of the batch (or random keys) beside the parameters,"
                 " one per layer; derive them inside the layer from what is the same for all layers"
             )
+        self._check_preparation()
         if self._reads(self.consts) & params:
             raise DhelixError(
                 "pipeline=: all layers read one parameter (a weight that they share); give each layer its own"
@@ -187,6 +194,19 @@ class _Cut:
                 "pipeline=: the loss reads values that each layer returns beside the residual stream (the scan's ys,"
                 " such as auxiliary losses); carry their sum through the layers"
             )
+
+    def _check_preparation(self) -> None:
+        """Weights are made of parameters layer by layer: a stage has the parameters of its own layers alone."""
+        needed = variables(self.stacks)
+        for eqn in reversed(self.jaxpr.eqns):
+            if needed.isdisjoint(eqn.outvars):
+                continue
+            needed |= variables(eqn.invars)
+            if not _keeps_layers_apart(eqn):
+                raise DhelixError(
+                    f"pipeline=: {eqn.primitive.name} makes the weights that the scan over layers runs over, and may"
+                    " mix layers, of which a stage has its own alone; do it inside the layer"
+                )
 
     def _reads(self, outputs: Sequence[Any], stop: Sequence[Any] = ()) -> set[Any]:
         """Inputs of the function, and variables of `stop`, that `outputs` depend on, not looking behind `stop`."""
@@ -206,6 +226,24 @@ def _consts_and_carries(scan: Any) -> tuple[int, int]:
     stacked = sum(v.aval.ndim > w.aval.ndim for v, w in zip(scan.invars, body.invars, strict=True))
     carries = sum(v.aval.ndim == w.aval.ndim for v, w in zip(scan.outvars, body.outvars, strict=True))
     return len(scan.invars) - stacked - carries, carries
+
+
+def _keeps_layers_apart(eqn: Any) -> bool:
+    """Whether row l of the results depends on row l of the operands alone, and the number of rows does not matter."""
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [v.aval.shape for v in [*variables(eqn.invars), *eqn.outvars] if v.aval.shape]
+    if len({shape[0] for shape in shapes}) > 1:
+        return False
+    if name == "slice":
+        strides = params["strides"] or (1,)
+        return params["start_indices"][0] == 0 and params["limit_indices"][0] == shapes[0][0] and strides[0] == 1
+    if name == "transpose":
+        return params["permutation"][0] == 0
+    if name == "reshape":
+        return params["dimensions"] is None
+    if name in ("split", "concatenate"):
+        return params["axis" if name == "split" else "dimension"] != 0
+    return name in _ELEMENTWISE and len(set(shapes)) == 1
 
 
 def _inline_calls(jaxpr: Any) -> Any:

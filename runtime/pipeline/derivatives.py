@@ -42,6 +42,7 @@ class Derivatives:
       context_of_batch: whether that differs from micro-batch to micro-batch.
       state: shapes of x.
       moving: which of x have cotangents. Cotangents are lists of these alone.
+      weight: (batch) -> how often the micro-batch counts.
       trained, trained_ends: which weights and which parameters of the ends have gradients; likewise.
       residuals: shapes of what a layer keeps.
       outputs: shapes of what the head returns: the loss function's outputs, by the micro-batch's weight.
@@ -51,6 +52,7 @@ class Derivatives:
     context_of_batch: bool
     layer_forward: Callable[..., tuple[Values, Values]]
     layer_backward: Callable[..., tuple[Values, Values]]
+    weight: Callable[..., jax.Array]
     embed: Callable[..., Values]
     embed_backward: Callable[..., Values]
     head: Callable[..., tuple[Values, Values, Values]]
@@ -103,6 +105,7 @@ def derive(
         context_of_batch=chain.context_of_batch,
         layer_forward=forward,
         layer_backward=backward,
+        weight=traced(seed, batch),
         embed=traced(chain.embed, ends, batch),
         embed_backward=traced(embed_backward, ends, batch, cotangents),
         head=run_head,

@@ -68,10 +68,13 @@ class Ends:
         start = [zeros(self.of.state[i]) for i in self.of.moving]
         return self._if(wanted, run, (start, sums, outputs))
 
-    def embed_backward(self, backward: Row, cotangents: Values, sums: Values) -> Values:
-        """Gradients are added: those of what the first chunk read, whose cotangents its stage has."""
+    def embed_backward(self, backward: Row, counts: jax.Array, cotangents: Values, sums: Values) -> Values:
+        """Gradients are added: those of what the first chunk read, whose cotangents its stage has.
+
+        `counts`: whether this stage's micro-batch does; if not, its cotangents may be no numbers.
+        """
         microbatch, wanted = self._of(backward, "closes")
-        mine = backward.on & backward.closes
+        mine = backward.on & backward.closes & counts
 
         def run(sums: Values) -> Values:
             masked = [jnp.where(mine, value, 0) for value in cotangents]

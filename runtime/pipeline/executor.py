@@ -137,6 +137,7 @@ class _Run:
         self.forward_table, self.backward_table = directions(self.schedule)
         self.ends = Ends(self.of, list(ends), batches, self.axis, pipeline.shared_ends, self.schedule.lockstep)
         self.context = self.of.context(self.ends.batch(0))
+        self.counts = lax.map(self.of.weight, list(batches)) != 0  # one without tokens may make NaN anywhere
 
     def all_phases(self) -> Sums:
         state = self._start()
@@ -224,8 +225,9 @@ class _Run:
         with jax.named_scope(ALPHA):
             result, gradients = self.of.layer_backward(tick.behind, weights, saved, going.cotangents)
         real = layer < row.layers
+        counts = row.on & real & self.counts[row.microbatch]
         layers = [
-            add(total, gradient, row.on & real, row.place, layer)
+            add(total, gradient, counts, row.place, layer)
             for total, gradient in zip(going.layers, gradients, strict=True)
         ]
         return going.but(cotangents=self._unless_padding(real, result, going.cotangents), ring=ring, layers=layers)
@@ -257,7 +259,8 @@ class _Run:
 
     def _end_backward(self, tick: _Tick, state: _State, cotangents: Values) -> _State:
         if tick.pattern.embed_backward:
-            state = state.but(ends=self.ends.embed_backward(tick.backward, cotangents, state.ends))
+            counts = self.counts[tick.backward.microbatch]
+            state = state.but(ends=self.ends.embed_backward(tick.backward, counts, cotangents, state.ends))
         return state.but(cotangents=self._deliver(tick.backward, state.cotangents, cotangents, tick.pattern.cotangents))
 
     def _deliver(self, row: Row, inbox: Values, made: Values, sends: Sequence[tuple[int, int]]) -> Values:

@@ -15,6 +15,7 @@ pipeline axis alone: other axes stay automatic, and everything comes back whole.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,30 +54,30 @@ def pipelined_sums(
     mesh = jax.sharding.get_abstract_mesh()
     manual = fold.axis in mesh.manual_axes
     _check_mesh(mesh if manual else fold.mesh, fold)
-    folded = _folded(params, fold.places * (1 if manual else fold.stages))
-    shapes = [
-        jax.ShapeDtypeStruct(_unfolded(x.shape) if f else x.shape, x.dtype) for x, f in zip(params, folded, strict=True)
-    ]
+    folded, padded = _folded(params, fold, manual)
+    schedule = fold.make_schedule(fold.layers or padded * fold.places * fold.stages, batches[0].shape[0])
+    layout = schedule.layout
+    if padded != layout.padded:
+        raise DhelixError(
+            f"pipeline=: the state is folded into chunks of {padded} layers, and Fold(layers={layout.layers}) makes"
+            f" chunks of {layout.padded}: give both the model's number of layers"
+        )
+    shapes = _stacked(params, folded, layout.layers)
     batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batches]
     try:
         jaxpr = trace(function, shapes, batch)
     except (TypeError, ValueError) as error:
         error.add_note(
-            "pipeline=: this is the loss function with a stage's layers stacked; is the state folded, with this Fold?"
+            "pipeline=: this is the loss function with the model's layers stacked; is the state folded, with this Fold?"
         )
         raise
     chain = take_apart(jaxpr, len(params))
-    _check_folded(chain, folded, fold, params)
+    _check_folded(chain, folded, fold)
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
-    layers = fold.layers or chain.length * (fold.stages if manual else 1)
-    schedule = fold.make_schedule(layers, batches[0].shape[0])
-    padded = params[chain.layer_leaves[0]].shape[1]
-    if padded != schedule.layout.padded:
-        raise DhelixError(
-            f"pipeline=: the state is folded into chunks of {padded} layers, and Fold(layers={layers}) makes chunks of"
-            f" {schedule.layout.padded}: give both the model's number of layers"
-        )
     pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis))
+    if not chain.casts:  # what makes the weights is traced for as many layers as a stage has
+        shapes = _stacked(params, folded, padded * fold.places)
+        chain = dataclasses.replace(chain, prepare=take_apart(trace(function, shapes, batch), len(params)).prepare)
 
     def of_stage(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
         return _run(chain, pipeline, stage, params, batches)
@@ -151,25 +152,41 @@ def _check_mesh(mesh: Any, fold: Fold) -> None:
         )
 
 
+def _stacked(params: Sequence[jax.Array], folded: Sequence[bool], layers: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes that the loss function knows, for so many layers."""
+    return [
+        jax.ShapeDtypeStruct((layers, *x.shape[2:]) if f else x.shape, x.dtype)
+        for x, f in zip(params, folded, strict=True)
+    ]
+
+
 def _unfolded(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0] * shape[1], *shape[2:])
 
 
-def _folded(params: Sequence[jax.Array], chunks: int) -> list[bool]:
-    """Which are layers in a pipeline's order: of those that begin [chunks, n], the n to which most belongs."""
+def _folded(params: Sequence[jax.Array], fold: Fold, manual: bool) -> tuple[list[bool], int]:
+    """Which are layers in a pipeline's order, and the length of a chunk.
+
+    Of the parameters that begin [chunks, n], those with the n to which most belongs.
+    """
+    chunks = fold.places * (1 if manual else fold.stages)
     sizes: dict[int, int] = {}
     for x in params:
         if len(x.shape) > 1 and x.shape[0] == chunks:
             sizes[x.shape[1]] = sizes.get(x.shape[1], 0) + x.size
-    padded = max(sizes, key=lambda n: sizes[n], default=None)
-    return [len(x.shape) > 1 and x.shape[:2] == (chunks, padded) for x in params]
+    if not sizes:
+        raise _not_folded(fold)
+    padded = max(sizes, key=lambda n: sizes[n])
+    return [len(x.shape) > 1 and x.shape[:2] == (chunks, padded) for x in params], padded
 
 
-def _check_folded(chain: Chain, folded: Sequence[bool], fold: Fold, params: Sequence[jax.Array]) -> None:
-    layers = [i for i, f in enumerate(folded) if f]
-    if sorted(chain.layer_leaves) != layers:
-        shapes = ", ".join(str(list(params[i].shape)) for i in chain.layer_leaves[:3])
-        raise DhelixError(
-            f"pipeline=: the layers' parameters {shapes}, ... are not folded for {fold.stages} stages of {fold.places}"
-            " chunks: fold the state once, with Fold.fold(state, mesh)"
-        )
+def _check_folded(chain: Chain, folded: Sequence[bool], fold: Fold) -> None:
+    if sorted(chain.layer_leaves) != [i for i, f in enumerate(folded) if f]:
+        raise _not_folded(fold)
+
+
+def _not_folded(fold: Fold) -> DhelixError:
+    return DhelixError(
+        f"pipeline=: the layers' parameters are not folded for {fold.stages} stages of {fold.places} chunks: fold the"
+        " state once, with Fold.fold(state, mesh)"
+    )

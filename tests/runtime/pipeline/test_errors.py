@@ -100,9 +100,8 @@ def test_a_fold_of_another_state_or_mesh() -> None:
     )
     other = Fold(2, layers=8, axis="stage")
     refuse("outside of jax.shard_map over 'stage', so say which devices", trace, folded_params(), other)
-    with pytest.raises(ValueError) as error:
-        trace(folded_params(), Fold(2, layers=8, schedule="1f1b"))
-    assert "is the state folded, with this Fold?" in error.value.__notes__[0]
+    other = Fold(2, layers=8, schedule="1f1b")
+    refuse("are not folded for 2 stages of 1 chunks: fold", trace, folded_params(), other)
 
 
 def test_a_loss_function_that_a_pipeline_cannot_run() -> None:

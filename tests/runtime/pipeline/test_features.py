@@ -92,11 +92,12 @@ def test_state_masks_keys_and_metrics() -> None:
 
 
 def weighted_loss(p: Any, batch: dict[str, Any]) -> jax.Array:
-    """NaN for a micro-batch without tokens; and its layers divide by a norm, which is zero in masked work."""
+    """NaN in layers and head for a micro-batch without tokens; its layers divide by a norm, zero in masked work."""
     rows, mask = batch["rows"], batch["mask"]
+    share = jnp.max(mask) / jnp.sum(mask)
 
     def body(x: jax.Array, w: Any) -> Any:
-        return x + layer(x / jnp.linalg.norm(x, axis=-1, keepdims=True), w), None
+        return x + (1 + share) * layer(x / jnp.linalg.norm(x, axis=-1, keepdims=True), w), None
 
     x, _ = lax.scan(body, p["embedding"][rows[:, :-1]], p["layers"])
     return jnp.sum(nll(p, x, rows[:, 1:]) * mask) / jnp.sum(mask)
