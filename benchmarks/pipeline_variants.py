@@ -60,6 +60,8 @@ VARIANTS: dict[str, Variant] = {
         Variant("W, xla", "w", shared_ends=True),
         Variant("W, list", "w", "list", shared_ends=True),
         Variant("W, dp", "w", "dp", shared_ends=True),
+        Variant("W, own ends, xla", "w"),
+        Variant("W, own ends, dp", "w", "dp"),
         Variant("1F1B", "1f1b"),
         Variant("1F1B, shared ends", "1f1b", shared_ends=True),
         Variant("interleaved", "interleaved"),
@@ -67,7 +69,7 @@ VARIANTS: dict[str, Variant] = {
         Variant("DualPipeV", "dualpipev"),
         Variant("DualPipeV, shared ends", "dualpipev", shared_ends=True),
         Variant("DualPipeV, dp", "dualpipev", "dp"),
-        Variant("no pipeline", dp=1),
+        Variant("no pipeline"),
         Variant("no pipeline, GSPMD", sharding="auto"),
         Variant("no pipeline, DP 2, GSPMD", sharding="auto", dp=2),
         Variant("no pipeline, strands, dp", order="dp"),
@@ -75,8 +77,8 @@ VARIANTS: dict[str, Variant] = {
 }
 
 ESSENTIAL = (
-    "W, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; DualPipeV; DualPipeV, dp; no pipeline; "
-    "no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
+    "W, dp; W, own ends, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; DualPipeV; DualPipeV, dp; "
+    "no pipeline; no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
 )
 
 NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
@@ -84,16 +86,16 @@ NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
 
 
 def training_of(
-    variant: Variant, config: LlamaConfig, stages: int, tp: int, microbatches: int, devices: Any
+    variant: Variant, config: LlamaConfig, stages: int, tp: int, microbatches: int, devices: Any, dp: int = 1
 ) -> Training:
-    """The train step on stages x tp GPUs. A step without a pipeline has them all for tp and dp.
+    """The train step on stages x dp x tp GPUs. A step without a pipeline has all of them for tp, or for its own dp.
 
     Args:
-      microbatches: rows of the batch, which are micro-batches where there is no data parallelism.
+      microbatches: rows of the batch by dp; without a pipeline they are fewer where there is data parallelism.
     """
     optimizer = optax.adamw(1e-4)
     if variant.pipelined:
-        mesh = make_mesh(1, tp, devices, pp=stages)
+        mesh = make_mesh(dp, tp, devices, pp=stages)
         return make_pipelined_step(
             config, mesh, optimizer, microbatches, variant.schedule, shared_ends=variant.shared_ends
         )
