@@ -6,18 +6,17 @@
     python benchmarks/pipeline_memory.py --docs docs/pipeline.md    # tables of all results so far, into the page
 
 No GPU is needed (extra `compile`). What a step needs is the compiler's own count (`memory_analysis()`): arguments and
-temporaries, and results that take over no argument. Its parts are told by the state of the compiled loops over ticks:
+temporaries, and results that take over no argument. Its parts:
 
-    state        parameters and moments of the optimizer, float32
-    gradients    float32 sums of the stage's layers and ends
-    weights      of the layers in bfloat16
-    residuals    the ring
+    state        parameters and moments of the optimizer, float32: the arguments
+    gradients    float32 sums, of the size of the parameters
+    weights      stacks of the layers' weights in bfloat16, in the state of the compiled loops over ticks
+    residuals    the ring, there
     rest         what a tick works with, inboxes, gaps
 
 The bidirectional pipeline is not compiled: it takes what W takes, and once more the state, gradients and weights of the
 layers. The largest model is found in steps of 2P layers, for all schedules alike, by the line through two compiled
-sizes, and then compiled, as is the next larger one, which must not fit. The line says the rest: where it meets the
-limit is the size that no steps hide.
+sizes, and then compiled. Where the line through the sizes next to the limit meets it is the size that no steps hide.
 """
 
 from __future__ import annotations
@@ -25,13 +24,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
+from dhelix.benchmarks.pipeline_variants import VARIANTS
 from dhelix.errors import DhelixError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Need:
 
     Attributes:
       billions: parameters of the model.
-      copied: state, gradients and weights of the layers: what a second copy of them takes.
+      layer_parameters: of those of the layers, padding included, in float32.
     """
 
     case: str
@@ -103,7 +103,7 @@ class Need:
     weights: int
     residuals: int
     rest: int
-    copied: int
+    layer_parameters: int
     lower_s: float = 0.0
     compile_s: float = 0.0
 
@@ -121,8 +121,8 @@ def measure(case: Case, name: str, layers: int) -> Need:
     start = time.perf_counter()
     hosts = max(case.gpus // 8, 1)
     devices = deviceless.topology("h200", f"1x{hosts}x{case.gpus // hosts}").devices
-    config, variant = case.config(layers), VARIANTS[name]
-    training = training_of(variant, config, case.stages, case.tp, case.microbatches, devices, case.dp)
+    config = case.config(layers)
+    training = training_of(VARIANTS[name], config, case.stages, case.tp, case.microbatches, devices, case.dp)
     batch = training.abstract_batch(case.microbatches * case.dp)
     step: Any = jax.jit(training.train_step, donate_argnums=0)
     if isinstance(training, PipelinedTraining):
@@ -137,55 +137,48 @@ def measure(case: Case, name: str, layers: int) -> Need:
     peak = (
         found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     )
-    parts = {"gradients": 0, "weights": 0, "residuals": 0}
+    state = training.abstract_state()
+    gradients = sum(map(_bytes_on_gpu, jax.tree.leaves(state.params)))
+    weights = residuals = 0
     if isinstance(training, PipelinedTraining):
         schedule = training.fold.make_schedule(layers, case.microbatches)
-        parts = parts_of(compiled_module(compiled), schedule)
-    rest = peak - found.argument_size_in_bytes - sum(parts.values())
+        weights, residuals = in_loops(compiled_module(compiled), schedule)
+    rest = peak - found.argument_size_in_bytes - gradients - weights - residuals
     return Need(
-        case.name, name, layers, config.parameter_count / 1e9, peak, found.argument_size_in_bytes, **parts, rest=rest,
-        copied=_copied(config, variant, case), lower_s=lowered_at - start, compile_s=end - lowered_at,
+        case.name, name, layers, config.parameter_count / 1e9, peak, found.argument_size_in_bytes, gradients, weights,
+        residuals, rest, sum(map(_bytes_on_gpu, jax.tree.leaves(state.params["layers"]))),
+        lower_s=lowered_at - start, compile_s=end - lowered_at,
     )  # fmt: skip
 
 
-def parts_of(module: HloModule, schedule: Schedule) -> dict[str, int]:
-    """Bytes of gradients, weights and residuals in the state of the loops over ticks."""
+def _bytes_on_gpu(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def in_loops(module: HloModule, schedule: Schedule) -> tuple[int, int]:
+    """Bytes of weights in bfloat16 and of residuals in the state of the loops over ticks."""
     from dhelix.passes.hlo import shapes
 
     stack = [schedule.layout.chunks // schedule.layout.stages, schedule.layout.padded]
-    best = {"gradients": 0, "weights": 0, "residuals": 0}
+    found = [(0, 0)]
     for loop in (i for i in module.entry.instructions if i.opcode == "while"):
-        found = dict.fromkeys(best, 0)
+        weights = residuals = 0
         for shape in filter(shapes.is_floating, loop.shape.tuple_shapes):
-            dimensions, size = list(shape.dimensions), shapes.byte_size(shape)
-            wide = shapes.type_name(shape) == "f32"
+            dimensions = list(shape.dimensions)
             if dimensions[:2] == stack:
-                found["gradients" if wide else "weights"] += size
-            elif wide and len(dimensions) == 2:
-                found["gradients"] += size  # of embedding and head
+                weights += shapes.byte_size(shape) if shapes.type_name(shape) == "bf16" else 0
             elif len(dimensions) > 2 and dimensions[0] >= schedule.slots:
-                found["residuals"] += size
-        best = max(best, found, key=lambda parts: sum(parts.values()))
-    return best
-
-
-def _copied(config: Any, variant: Variant, case: Case) -> int:
-    """16 bytes of state and gradients and 2 of weights for each of the layers' parameters, padding included."""
-    from dhelix.passes.pipeline_fold import fold_layout
-
-    if variant.schedule != "w":
-        return 0
-    empty = dataclasses.replace(config, layers=1).parameter_count
-    layer = dataclasses.replace(config, layers=2).parameter_count - empty
-    return 18 * layer * 2 * fold_layout(config.layers, case.stages).padded // case.tp
+                residuals += shapes.byte_size(shape)
+        found.append((weights, residuals))
+    return max(found, key=sum)
 
 
 def both_ways(need: Need) -> Need:
-    """The bidirectional pipeline, from W: a second copy of the layers."""
-    copied = need.copied
+    """The bidirectional pipeline, from W: a second copy of the layers, which optimizer and gradients have too."""
+    state, gradients, weights = 3 * need.layer_parameters, need.layer_parameters, need.weights
     return dataclasses.replace(
-        need, peak=need.peak + copied, state=need.state + copied * 12 // 18,
-        gradients=need.gradients + copied * 4 // 18, weights=need.weights + copied * 2 // 18, copied=0,
+        need, peak=need.peak + state + gradients + weights, state=need.state + state,
+        gradients=need.gradients + gradients, weights=need.weights + weights,
     )  # fmt: skip
 
 
@@ -211,16 +204,13 @@ class Largest:
         self.needs = [need for need in needs if need.case == case.name]
 
     def search(self, variant: str, change: Callable[[Need], Need]) -> None:
-        """Compiles until the largest that fits and the next one are known."""
+        """Compiles until the largest that fits is known: the line must not say that a larger one does, too."""
         for layers in (self.step * 2, self.step * 4):
             self._need(variant, layers)
-        while True:
-            layers = int(self.on_line(variant, change)) // self.step * self.step
+        known = 0
+        while known != len(self.needs):
             known = len(self.needs)
-            self._need(variant, layers)
-            self._need(variant, layers + self.step)
-            if len(self.needs) == known:
-                return
+            self._need(variant, int(self.on_line(variant, change)) // self.step * self.step)
 
     def in_steps(self, variant: str, change: Callable[[Need], Need]) -> Need:
         """The largest that was compiled and fits."""

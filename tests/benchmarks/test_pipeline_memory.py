@@ -34,8 +34,7 @@ def need(variant: str = W, layers: int = 16, gib_per_layer: float = 2.0, case: s
     peak = int((5 + gib_per_layer * layers) * GIB)
     rest = GIB
     residuals = peak - state - gradients - weights - rest
-    copied = state + gradients + weights
-    return Need(case, variant, layers, layers / 4, peak, state, gradients, weights, residuals, rest, copied)
+    return Need(case, variant, layers, layers / 4, peak, state, gradients, weights, residuals, rest, gradients)
 
 
 def unchanged(given: Need) -> Need:
@@ -57,9 +56,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 def test_a_second_copy_takes_state_gradients_and_weights_of_the_layers() -> None:
     one, two = need(), both_ways(need())
-    assert two.peak - one.peak == one.copied
-    assert two.state == pytest.approx(2 * one.state, rel=0.15)
-    assert two.peak - two.state - two.gradients - two.weights == pytest.approx(one.residuals + one.rest, abs=3)
+    assert two.peak - one.peak == one.state + one.gradients + one.weights
+    assert (two.state, two.gradients, two.weights) == (2 * one.state, 2 * one.gradients, 2 * one.weights)
+    assert (two.residuals, two.rest) == (one.residuals, one.rest)
 
 
 def test_state_that_is_split_over_data_parallelism_takes_its_share() -> None:
@@ -70,12 +69,11 @@ def test_state_that_is_split_over_data_parallelism_takes_its_share() -> None:
     assert list(changes_of(PAPER)) == ["", "state split over DP 4"]
 
 
-def test_the_largest_model_fits_and_the_next_one_does_not(compiled: list[tuple[str, int]]) -> None:
+def test_the_largest_model_is_compiled(compiled: list[tuple[str, int]]) -> None:
     largest = Largest(CASE)
     largest.search(ONE, unchanged)
     assert largest.in_steps(ONE, unchanged).layers == 40  # 5 + 2 * 40 = 85, and 48 layers take 101
     assert largest.on_line(ONE, unchanged) == pytest.approx(47.5)
-    assert (ONE, 48) in compiled
     asked = len(compiled)
     Largest(CASE, largest.needs).search(ONE, unchanged)  # what is known is not compiled again
     assert len(compiled) == asked
@@ -112,5 +110,5 @@ def test_parts_of_a_compiled_step_add_up() -> None:
     small = Case("small", "llama-8b", 8, 2, 2, microbatches=4, vocab=1024, seq=1024)
     found = pipeline_memory.measure(small, W, 8)
     assert found.peak == found.state + found.gradients + found.weights + found.residuals + found.rest
-    assert min(found.state, found.gradients, found.weights, found.residuals, found.rest) > 0
-    assert found.weights == pytest.approx(found.copied / 9, rel=0.01)  # 2 of 18 bytes of each parameter
+    assert min(found.state, found.gradients, found.residuals, found.rest) > 0
+    assert found.state == pytest.approx(3 * found.gradients, rel=0.01)
