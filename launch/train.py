@@ -99,6 +99,11 @@ def _check(chosen: dict[str, Any]) -> None:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
         raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
+    if chosen["pp"] > 1 and chosen["verify"]:
+        raise DhelixError(
+            "--verify compares with the step without strands, and a pipeline has none; leave out --verify, and compare "
+            "losses with those of a run without --pp"
+        )
     for name in ("plan", "schedule", "max_in_flight"):
         if chosen["plain"] and chosen[name]:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")

@@ -286,7 +286,10 @@ def _check_batch(
         )
     axis, shards = _shards(mesh, ends)
     if (length - 1) % shards:
-        raise ValueError(f"rows of {length} tokens train on {length - 1}, which does not divide by {axis} {shards}")
+        raise ValueError(
+            f"rows of {length} tokens train on {length - 1}, which does not divide by {axis} {shards}; use a sequence "
+            "length that does"
+        )
 
 
 def _shards(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, int]:
