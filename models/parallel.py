@@ -70,7 +70,7 @@ class Parallel:
         return x
 
     def from_layers(self, x: jax.Array) -> jax.Array:
-        """The layers' shard of the sequence, the same on every stage, to the ends'."""
+        """The layers' shard of the sequence, zero but on the last layer's stage, to the ends'."""
         return x
 
 
@@ -118,10 +118,10 @@ class ManualParallel(Parallel):
 class PipelineEnds(ManualParallel):
     """Embedding and head of a pipeline: `axis` is (tp, pp), so both divide vocabulary and sequence.
 
-    The pipeline's part is the inner one of a `tp` shard, which makes gathering and slicing it contiguous.
-    Derivatives follow from those of the collectives where cotangents mean "of this device's own work": of the
-    embedding's result that of the first chunk's stage, with zeros on the others; of the head's input each
-    stage's slice, with zeros elsewhere, to be summed over the stages.
+    The pipeline's part is the inner one of a `tp` shard, which makes gathering and scattering it contiguous.
+    The embedding's result is used on the first chunk's stage, and has zero cotangents on the others; the head's
+    input comes from the last chunk's stage, and is zero on the others. So the sum over the stages, scattered, is
+    each one's part of it, and the derivatives are those of the collectives.
     """
 
     stages: str = "pp"
@@ -130,8 +130,7 @@ class PipelineEnds(ManualParallel):
         return lax.all_gather(x, self.stages, axis=1, tiled=True)
 
     def from_layers(self, x: jax.Array) -> jax.Array:
-        length = x.shape[1] // lax.axis_size(self.stages)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.stages) * length, length, axis=1)
+        return lax.psum_scatter(x, self.stages, scatter_dimension=1, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True)

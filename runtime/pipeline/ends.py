@@ -1,8 +1,9 @@
 """Embedding and head of a pipeline, by all stages together or by the one that they belong to.
 
-Shared: all stages compute an end for the same micro-batch, each its share of it, which the model's own collectives over
-the pipeline axis put together. The head's input is broadcast from the stage that made it, its cotangent summed; the
-embedding's result serves the stage of the first chunk, and its cotangent is zero on the others.
+Shared: all stages compute an end for the same micro-batch, each its share of it, which the model's own collectives
+over the pipeline axis put together. The head's input is zero but on the stage that made it, and the model sums it or
+scatters the sum; its cotangent counts on that stage alone. Likewise the embedding's result serves the stage of the
+first chunk, and its cotangent is zero on the others.
 
 Not shared: one stage computes, in a loop of one round where the others' have none; the next message makes them wait.
 """
@@ -31,7 +32,6 @@ class Ends:
       of: embedding and head, forward and backward.
       params: their parameters.
       batches: of all micro-batches, [M, ...] each.
-      axis: the mesh axis of the stages.
       shared: see above.
       lockstep: whether a tick that holds an end always needs it.
     """
@@ -39,7 +39,6 @@ class Ends:
     of: Derivatives
     params: Values
     batches: Sequence[Any]
-    axis: str
     shared: bool
     lockstep: bool
 
@@ -59,10 +58,8 @@ class Ends:
 
         def run(carry: Any) -> Any:
             _, sums, outputs = carry
-            x = self._sum([jnp.where(mine, value, 0) for value in last]) if self.shared else last
+            x = [jnp.where(mine, value, 0) for value in last]
             cotangents, gradients, results = self.of.head(self.params, self.batch(microbatch), x)
-            if self.shared:
-                cotangents = self._sum(cotangents)
             return cotangents, _add_all(sums, gradients, wanted), _add_all(outputs, results, wanted)
 
         start = [zeros(self.of.state[i]) for i in self.of.moving]
@@ -97,9 +94,6 @@ class Ends:
         if self.shared and self.lockstep:
             return body(carry)
         return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry), carry)
-
-    def _sum(self, values: Values) -> Values:
-        return [lax.psum(value, self.axis) for value in values]
 
 
 def _add_all(totals: Values, values: Values, counts: jax.Array) -> Values:

@@ -135,7 +135,7 @@ class _Run:
         self.stage, self.stacks = stage, list(stacks)
         self.padded = self.schedule.layout.padded
         self.forward_table, self.backward_table = directions(self.schedule)
-        self.ends = Ends(self.of, list(ends), batches, self.axis, pipeline.shared_ends, self.schedule.lockstep)
+        self.ends = Ends(self.of, list(ends), batches, pipeline.shared_ends, self.schedule.lockstep)
         self.context = self.of.context(self.ends.batch(0))
         self.counts = lax.map(self.of.weight, list(batches)) != 0  # one without tokens may make NaN anywhere
 

@@ -40,8 +40,8 @@ def one_device(config: LlamaConfig, params: Any, rows: Any) -> jax.Array:
 
 
 def pipelined(config: LlamaConfig, mesh: Any) -> Any:
-    """Loss and gradients as an executor takes them: x goes from the first stage to the last and from there to all;
-    cotangents of x are summed over the stages, and only the first one's goes back into the embedding."""
+    """Loss and gradients as an executor takes them: x goes from the first stage to the last, whose is the head's input;
+    only the last one's cotangent goes back from the head, and only the first one's into the embedding."""
     specs = specs_of_ends(config)
     parallel = ManualParallel(pipeline="pp")
 
@@ -56,9 +56,9 @@ def pipelined(config: LlamaConfig, mesh: Any) -> Any:
 
         x, embedding_vjp = jax.vjp(lambda params: embed(config, parallel, params["embedding"], rows[:, :-1]), params)
         x, middle_vjp = jax.vjp(middle, lax.psum(only(x, 0), "pp"))
-        loss, head_vjp = jax.vjp(head, params, lax.psum(only(x, last), "pp"))
+        loss, head_vjp = jax.vjp(head, params, only(x, last))
         gradients, dx = head_vjp(jnp.ones_like(loss))
-        (dx,) = middle_vjp(lax.psum(dx, "pp"))
+        (dx,) = middle_vjp(lax.psum(only(dx, last), "pp"))
         (of_embedding,) = embedding_vjp(only(dx, 0))
         gradients = jax.tree.map(jnp.add, gradients, of_embedding)
         gradients["final_norm"] = lax.psum(gradients["final_norm"], ("tp", "pp"))

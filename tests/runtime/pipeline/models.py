@@ -100,6 +100,8 @@ def embed(params: Params, ids: jax.Array, axes: Axes = Axes()) -> jax.Array:
 
 def nll(params: Params, x: jax.Array, targets: jax.Array, axes: Axes = Axes()) -> jax.Array:
     """Cross-entropy of each token, [rows, SEQ]."""
+    if axes.ends is not None:
+        x = lax.psum(x, axes.ends)  # it is zero but on the stage that made it
     logits = (x * params["scale"]) @ params["head"]
     first = 0 if axes.ends is None else lax.axis_index(axes.ends) * logits.shape[-1]
     chosen = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None] - first, logits, 0).sum(axis=-1)
