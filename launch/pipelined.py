@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import optax
@@ -75,14 +76,14 @@ def make_pipelined_step(
 
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
-      DhelixError: fewer layers than chunks, an unknown schedule, or shared ends that XLA's partitioner would share.
+      DhelixError: fewer layers than chunks, an unknown schedule, or shared ends or cuDNN's attention with "auto".
     """
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
     check_mesh(config, mesh, microbatches, (AXIS, "dp", "tp"), ends)
     fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh)
     layout = fold.layout(config.layers)
-    config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
+    config = dataclasses.replace(config, attention=_attention(config, mesh, sharding))
     specs = llama.param_specs(config, AXIS, shared)
     if sharding == "auto":
         gradients_of: Gradients = value_and_grad(_loss(config, AutoParallel(mesh)))
@@ -101,6 +102,13 @@ def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
     if sharding == "auto" and asked:
         raise DhelixError("shared_ends=True needs sharding='shard_map': stages share a vocabulary by hand")
     return schedule == "w" and sharding == "shard_map" if asked is None else asked
+
+
+def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:
+    """JAX does not partition cuDNN's attention (`custom_partitioning`) where one axis is manual and others are not."""
+    if sharding == "auto" and config.attention == "cudnn":
+        raise DhelixError("attention='cudnn' in a pipeline needs sharding='shard_map'; take attention='xla'")
+    return "xla" if sharding == "auto" else resolve_attention(config, mesh.devices.flat[0].platform)
 
 
 def _loss(config: LlamaConfig, parallel: Parallel) -> Callable[[llama.Params, jax.Array], jax.Array]:

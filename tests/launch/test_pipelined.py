@@ -148,3 +148,6 @@ def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
         with_choices(sharding="manual")
     with pytest.raises(DhelixError, match="needs sharding='shard_map'"):
         with_choices(sharding="auto", shared_ends=True)
+    with pytest.raises(DhelixError, match="attention='cudnn' in a pipeline needs sharding='shard_map'"):
+        config = dataclasses.replace(CONFIG, attention="cudnn")
+        make_pipelined_step(config, make_mesh(2, 2, pp=2), OPTIMIZER, microbatches=3, sharding="auto")
