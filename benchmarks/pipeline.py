@@ -10,9 +10,14 @@ no pipeline at all. How it is done is told in `strands.py`: a process for each l
 results written after every setting, autotuning that one process adds and the next one reads. The variant that
 matters most comes first. Losses of the first steps are compared with each other's; the tables say what differs.
 
-Time, from 16 layers of Llama-8B on 4 H200s: a step takes about 2 s, so a variant costs a setting 2 x (check_steps +
-rounds x steps) s and its compile, about 30 s on 16 cores, several at a time: 5 minutes for the variants of `ESSENTIAL`
-with 2 rounds of 2.
+Time, for 16 layers of Llama-8B on 4 H200s: a step takes 2 to 3 s (6 s without peer-to-peer and pipeline), and each
+variant of a setting check_steps + rounds x steps of them; compiles take about a minute each on 2 cores, 25 s of it
+the passes of "dp", and run `--threads` at a time. So a setting with the 12 variants of `ESSENTIAL` takes about
+6 minutes without peer-to-peer, one with 6 of them 3 minutes.
+
+Whether the largest model of `pipeline_memory.py` fits on the card, in one step:
+
+    python benchmarks/pipeline.py --stages 2 --layers LAYERS --variants "W, xla" --rounds 0 --check_steps 1
 """
 
 from __future__ import annotations

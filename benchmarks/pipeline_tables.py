@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dhelix.benchmarks.pipeline_variants import VARIANTS
+from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
 from dhelix.benchmarks.strand_results import Result, Run, largest_difference
 from dhelix.benchmarks.strand_tables import BF16, into_page
 from dhelix.benchmarks.strand_variants import SETTINGS, XLA
@@ -55,11 +55,25 @@ class Group:
         """Milliseconds, measured or else predicted."""
         return result.median_ms if self.measured else result.predicted_ms or 0.0
 
-    def best(self, pipelined: bool, kind: str = XLA) -> Result | None:
-        """The fastest of what was run, or of a prediction on paper was compiled."""
+    @property
+    def pipeline(self) -> Result | None:
+        """The fastest pipeline that is not ours."""
+        return self._fastest(lambda variant: variant.pipelined and variant.kind == XLA)
+
+    @property
+    def plain(self) -> Result | None:
+        """The fastest step without a pipeline that is not ours."""
+        return self._fastest(lambda variant: not variant.pipelined and variant.kind == XLA)
+
+    @property
+    def fold(self) -> Result | None:
+        """The fastest W."""
+        return self._fastest(lambda variant: variant.schedule == "w")
+
+    def _fastest(self, wanted: Callable[[Variant], bool]) -> Result | None:
+        """Of what was run, or where nothing was, of what was compiled."""
         known = [r for r in self.results if r.variant in VARIANTS and (r.steps_ms or not self.measured)]
-        some = [r for r in known if VARIANTS[r.variant].kind == kind and VARIANTS[r.variant].pipelined == pipelined]
-        return min(some, key=self.time, default=None)
+        return min((r for r in known if wanted(VARIANTS[r.variant])), key=self.time, default=None)
 
     def loss_difference(self, result: Result) -> float | None:
         """The largest relative difference to the losses of the first program that has any."""
@@ -102,11 +116,11 @@ def _head(group: Group) -> str:
 
 
 def _sentence(group: Group) -> str:
-    ours, pipeline, plain = group.best(True, "ours"), group.best(True), group.best(False)
+    ours, pipeline, plain = group.fold, group.pipeline, group.plain
     if ours is None or pipeline is None:
         return ""
     text = (
-        f"Best pipeline baseline: {_named(group, pipeline)}. Ours: {_named(group, ours)}, "
+        f"Best pipeline baseline: {_named(group, pipeline)}. W: {_named(group, ours)}, "
         f"{group.time(pipeline) / group.time(ours):.3f} times as fast"
     )
     if group.run.workload["stages"] == 2 and group.link in GOALS:
@@ -121,7 +135,7 @@ def _named(group: Group, result: Result) -> str:
 
 
 def _steps(group: Group) -> str:
-    baseline, best = group.best(True), group.best(True, "ours")
+    baseline, best = group.pipeline, group.fold
     heads = (
         "setting | program | step ms (fastest-slowest) | speed-up over the best pipeline baseline "
         "| predicted ms (error) | peak GiB | compile s"
