@@ -120,7 +120,7 @@ def _sentence(group: Group) -> str:
     if ours is None or pipeline is None:
         return ""
     text = (
-        f"Best pipeline baseline: {_named(group, pipeline)}. W: {_named(group, ours)}, "
+        f"Best pipeline baseline: {_named(group, pipeline)}. The fold: {_named(group, ours)}, "
         f"{group.time(pipeline) / group.time(ours):.3f} times as fast"
     )
     if group.run.workload["stages"] == 2 and group.link in GOALS:
