@@ -189,6 +189,9 @@ class _Run:
         for wanted, body, on in kinds:
             if wanted:
                 going = lax.fori_loop(0, n if self.schedule.lockstep else jnp.where(on, n, 0), body, going)
+            if wanted and body is behind:  # a later loop writes the ring: not before this one has read it
+                ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
+                going = going.but(ring=ring, cotangents=cotangents)
         return going
 
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
