@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_losses_are_compared_with_the_plain_program() -> None:
 def test_results_of_many_steps_are_judged() -> None:
     """Nothing was timed: the table is all there is."""
 
-    def checked(variant: str, factor: float, **facts: object) -> Result:
+    def checked(variant: str, factor: float, **facts: Any) -> Result:
         losses = [factor * 10 / step for step in range(1, 21)]
         return result("default", variant, 1, steps_ms=[], losses=losses, grad_norms=losses, **facts)
 

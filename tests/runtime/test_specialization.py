@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
@@ -15,6 +17,7 @@ from dhelix.passes.report import CHANGED, REFUSED
 from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
+from dhelix.runtime.value_and_grad import value_and_grad
 
 CONFIG: LlamaConfig = preset(
     "llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048
@@ -74,12 +77,22 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
         compiled(step, arguments)
 
 
-@pytest.fixture(scope="module")
-def greedy() -> Training:
-    """A step that needs more as two strands than plain: weights are gathered for both, and layers are few and small."""
-    return make_train_step(
-        preset("llama-demo", layers=2), deviceless.mesh({"dp": 2, "tp": 2}), optax.sgd(0.1), 3, "auto"
-    )
+def greedy(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
+    """A step that needs more as two strands than plain: its two layers hold little, and dx crosses beside them."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    def train_step(w: jax.Array, x: jax.Array) -> Any:
+        value, gradients = value_and_grad(loss)(w, x)
+        return w - gradients, value
+
+    mesh = deviceless.mesh({"dp": 2})
+    weights = jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+    batch = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("dp")))
+    chosen: dict[str, Any] = {"microbatches": 4, "compiler_options": dict(deviceless.COMPILER_OPTIONS), **options}
+    return strand_interleave(train_step, donate_argnums=0, **chosen), (weights, batch)
 
 
 def is_interleaved(program: jax.stages.Compiled) -> bool:
@@ -88,19 +101,18 @@ def is_interleaved(program: jax.stages.Compiled) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(
-    greedy: Training, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog: pytest.LogCaptureFixture) -> None:
     """And as strands with the limit that was said, and within it."""
-    step, arguments = decorated(greedy, schedule="dp", profile=None)
+    step, arguments = greedy(schedule="dp", profile=None)
     plain = compiled(step, arguments)
     assert not is_interleaved(plain)
     (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
     assert "the plain step and 3 %" in said
     would_do = int(said.rpartition("memory_limit=")[2])
     allowed = memory_need.of_compiled(plain).allowed()
-    assert f"within {allowed} bytes" in said and would_do > allowed
-    step, arguments = decorated(greedy, schedule="dp", profile=None, memory_limit=would_do)
+    kept = int(said.partition("keep within ")[2].split()[0])
+    assert kept == pytest.approx(allowed, rel=0.01) and would_do > kept  # an estimate of the plain step's need
+    step, arguments = greedy(schedule="dp", profile=None, memory_limit=would_do)
     interleaved = compiled(step, arguments)
     assert is_interleaved(interleaved)
     assert allowed < memory_need.of_compiled(interleaved).beside <= would_do
