@@ -48,11 +48,10 @@ def test_the_initial_state_is_the_models_own_folded() -> None:
     ("pp", "dp", "tp", "microbatches", "overrides", "choices"),
     [
         (2, 2, 2, 3, {}, {}),
-        (4, 1, 2, 2, {"layers": 8, "tie_embeddings": True, "remat": "full"}, {}),
         (2, 2, 2, 3, {"vocab": 66}, {"schedule": "1f1b"}),  # own ends: tp alone divides the vocabulary
         (2, 2, 2, 3, {}, {"sharding": "auto"}),
     ],
-    ids=["uneven_layers", "few_microbatches", "1f1b", "auto"],
+    ids=["uneven_layers", "1f1b", "auto"],
 )
 def test_five_steps_are_those_without_a_pipeline(
     pp: int, dp: int, tp: int, microbatches: int, overrides: dict[str, Any], choices: dict[str, Any]
