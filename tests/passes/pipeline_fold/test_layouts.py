@@ -75,7 +75,7 @@ def test_storage_and_model_order_are_inverses(layout: Layout) -> None:
     [
         (lambda: fold_layout(7, 4), "7 layers do not fill 8 chunks on 4 stages: take at most 3 stages"),
         (lambda: linear_layout(3, 4), "take at most 3 stages"),
-        (lambda: interleaved_layout(5, 2, 3), "take at most 1 stages"),
+        (lambda: interleaved_layout(5, 2, 3), "take at most 1 stage"),
         (lambda: fold_layout(8, 0), "0 pipeline stages"),
         (lambda: interleaved_layout(8, 2, 0), "at least one"),
         (lambda: fold_layout(1, 1), "take fewer chunks"),
