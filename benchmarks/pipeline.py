@@ -37,25 +37,12 @@ _WORKER = Path(__file__).parent / "pipeline_worker.py"
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--preset", default="llama-8b")
     made.add_argument("--layers", type=int, default=16)
-    made.add_argument("--seq", type=int, default=8192)
-    made.add_argument("--vocab", type=int, default=32_000)
     made.add_argument("--tp", type=int, default=4, help="GPUs; tensor parallelism of a step without a pipeline")
     made.add_argument("--stages", type=int, default=2, help="of the pipelines, over tp / stages GPUs each")
-    made.add_argument("--microbatches", type=int, default=16)
-    made.add_argument("--rounds", type=int, default=2, help="turns of each variant, of --steps steps; 0: checks alone")
-    made.add_argument("--steps", type=int, default=2)
-    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose losses are compared")
     made.add_argument("--variants", default=ESSENTIAL, help=f"all, or of: {'; '.join(VARIANTS)}")
-    made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
     made.add_argument("--traces", action="store_true", help="a traced step of each, too")
-    made.add_argument("--threads", type=int, default=4, help="compiles at a time, after the first one")
-    made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all settings; 0: no limit")
-    made.add_argument("--out", type=Path, default=Path("benchmark-output"))
-    made.add_argument("--name", default="", help="of the result file")
-    made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled for H200s, and what is predicted")
-    made.add_argument("--dump_hlo", action="store_true")
+    strands.add_common_flags(made, rounds=2)
     return made
 
 

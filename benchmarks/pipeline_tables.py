@@ -10,9 +10,7 @@ without a pipeline that is not ours. A page holds the tables between lines as of
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
 from dhelix.benchmarks.strand_results import Result, Run, largest_difference
-from dhelix.benchmarks.strand_tables import BF16, into_page
+from dhelix.benchmarks.strand_tables import BF16, command_line
 from dhelix.benchmarks.strand_variants import SETTINGS, XLA
 from dhelix.errors import DhelixError
 
@@ -166,21 +164,5 @@ def _checks(group: Group) -> str:
     return f"Losses of the first steps differ by {known[worst]:.0e} at most ({worst}), {verdict}."
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
-    parser.add_argument("--name", default="pipeline", help="of the marks")
-    arguments = parser.parse_args()
-    try:
-        text = tables([read(path) for path in arguments.files])
-        if arguments.docs is None:
-            print(text)
-        else:
-            arguments.docs.write_text(into_page(arguments.docs.read_text(), arguments.name, text))
-    except (DhelixError, OSError) as error:
-        sys.exit(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "pipeline", read, tables)

@@ -14,7 +14,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dhelix.benchmarks.strand_results import Group, Result, Run, causes, groups, largest_difference, read
@@ -206,11 +206,20 @@ def into_page(page: str, name: str, text: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command_line(
+    description: str | None, name: str, read: Callable[[Path], Run], tables: Callable[[Sequence[Run]], str]
+) -> None:
+    """Prints the tables of files of results, or writes them into a page.
+
+    Args:
+      description: of the script.
+      name: of the page's marks, unless the user says it.
+      read: a file's results.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
-    parser.add_argument("--name", default="steps", help="of the marks")
+    parser.add_argument("--name", default=name, help="of the marks")
     arguments = parser.parse_args()
     try:
         text = tables([read(path) for path in arguments.files])
@@ -223,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command_line(__doc__, "steps", read, tables)

@@ -42,27 +42,33 @@ _ENDLESS = 1e6  # seconds
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--preset", default="llama-8b")
     made.add_argument("--layers", type=int, default=8)
-    made.add_argument("--seq", type=int, default=8192)
-    made.add_argument("--vocab", type=int, default=32_000)
     made.add_argument("--unrolled", action="store_true", help="layers one after the other, not scanned")
     made.add_argument("--tp", type=int, default=4)
-    made.add_argument("--microbatches", type=int, default=16)
-    made.add_argument("--rounds", type=int, default=3, help="turns of each variant, of --steps steps; 0: checks alone")
-    made.add_argument("--steps", type=int, default=2)
-    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose results are compared")
     made.add_argument("--variants", default=ESSENTIAL, help=f"or schedules, all, or of: {'; '.join(VARIANTS)}")
-    made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
     made.add_argument("--channels", type=int, default=0, help="most channels of a collective; 0: NCCL's choice")
     made.add_argument("--no_traces", action="store_true", help="no traced step: times alone")
+    add_common_flags(made, rounds=3)
+    return made
+
+
+def add_common_flags(made: argparse.ArgumentParser, rounds: int) -> None:
+    """Flags of every benchmark that `measure` runs; `rounds`, unless the user says how many."""
+    made.add_argument("--preset", default="llama-8b")
+    made.add_argument("--seq", type=int, default=8192)
+    made.add_argument("--vocab", type=int, default=32_000)
+    made.add_argument("--microbatches", type=int, default=16)
+    turns = "turns of each variant, of --steps steps; 0: checks alone"
+    made.add_argument("--rounds", type=int, default=rounds, help=turns)
+    made.add_argument("--steps", type=int, default=2)
+    made.add_argument("--check_steps", type=int, default=2, help="first steps, whose results are compared")
+    made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
     made.add_argument("--threads", type=int, default=4, help="compiles at a time, after the first one")
     made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all settings; 0: no limit")
     made.add_argument("--out", type=Path, default=Path("benchmark-output"))
     made.add_argument("--name", default="", help="of the result file")
     made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled for H200s, and what is predicted")
     made.add_argument("--dump_hlo", action="store_true")
-    return made
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -195,23 +195,13 @@ def _search(
     profile = model.profile
     limits = memory_limit, max_in_flight
     target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, *limits)
-    found = _alike_once(make_plan(module, original, model, target, program.name))
+    found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()
     PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
-    plan = _alike_once(make_plan(module, original, model, target, program.name))
+    plan = make_plan(module, original, model, target, program.name)
     timeline = simulate_module(module, costs.hardware, costs)
     return Candidate(program, plan, module, costs, timeline, before.seconds, _bytes(module), bytes_before, solved)
-
-
-def _alike_once(plan: PairingPlan) -> PairingPlan:
-    """Of computations that are alike one body with the runs of all, as plans are carried out: such as the layers of
-    several ticks that a pipeline's loop holds. The first one's order is for all."""
-    runs: dict[str, int] = {}
-    for body in plan.bodies:
-        runs[body.fingerprint] = runs.get(body.fingerprint, 0) + body.runs
-    first = {body.fingerprint: body for body in reversed(plan.bodies)}
-    return replace(plan, bodies=tuple(replace(first[key], runs=count) for key, count in runs.items()))
 
 
 def played(program: Program, model: CostModel) -> float:

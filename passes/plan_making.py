@@ -10,6 +10,7 @@ plan only where they come earlier than they must, which is how a schedule keeps 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from dhelix.passes.body_plan import PlannedSegment, segments_of
 from dhelix.passes.buffers import Memory
@@ -53,7 +54,18 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
                 planned = _body(operators, sequence, ends, segments, runs[computation], costs)
                 found.append((strands, planned))
     found.sort(key=lambda entry: (-entry[0], -entry[1].runs * entry[1].predicted_us, entry[1].fingerprint))
-    return PairingPlan(program, target, tuple(body for _, body in found), prediction(timeline, module, costs))
+    bodies = _alike_once([body for _, body in found])
+    return PairingPlan(program, target, bodies, prediction(timeline, module, costs))
+
+
+def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
+    """Of computations that are alike one body with the runs of all, as plans are carried out: such as the layers of
+    several ticks that a pipeline's loop holds. The first one's order is for all."""
+    runs: dict[str, int] = {}
+    for body in bodies:
+        runs[body.fingerprint] = runs.get(body.fingerprint, 0) + body.runs
+    first = {body.fingerprint: body for body in reversed(bodies)}
+    return tuple(replace(first[key], runs=count) for key, count in runs.items())
 
 
 def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Prediction:

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
@@ -17,7 +15,7 @@ from dhelix.passes.report import CHANGED, REFUSED
 from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
-from dhelix.runtime.value_and_grad import value_and_grad
+from dhelix.tests.runtime import steps
 
 CONFIG: LlamaConfig = preset(
     "llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048
@@ -78,21 +76,9 @@ def test_a_refused_plan_raises_where_that_is_asked_for(training: Training) -> No
 
 
 def greedy(**options: Any) -> tuple[InterleavedStep, tuple[Any, ...]]:
-    """A step that needs more as two strands than plain: its two layers hold little, and dx crosses beside them."""
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    def train_step(w: jax.Array, x: jax.Array) -> Any:
-        value, gradients = value_and_grad(loss)(w, x)
-        return w - gradients, value
-
-    mesh = deviceless.mesh({"dp": 2})
-    weights = jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
-    batch = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("dp")))
-    chosen: dict[str, Any] = {"microbatches": 4, "compiler_options": dict(deviceless.COMPILER_OPTIONS), **options}
-    return strand_interleave(train_step, donate_argnums=0, **chosen), (weights, batch)
+    """A step that needs more as two strands than plain."""
+    compiler_options = dict(deviceless.COMPILER_OPTIONS)
+    return steps.of_two_layers(deviceless.mesh({"dp": 2}), compiler_options=compiler_options, **options)
 
 
 def is_interleaved(program: jax.stages.Compiled) -> bool:

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
@@ -30,7 +28,7 @@ from dhelix.runtime.profiling import in_process, measure
 from dhelix.runtime.profiling.measure import Outcome, Sample
 from dhelix.runtime.profiling.session import Step
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
-from dhelix.runtime.value_and_grad import value_and_grad
+from dhelix.tests.runtime import steps
 
 WHERE = Provenance("NVIDIA H200", 2, "2026-01-31", nccl="2.28.9", jax=jax.__version__)
 
@@ -77,23 +75,9 @@ def measurer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Measur
 def gpu_step() -> tuple[InterleavedStep, tuple[Any, ...]]:
     """A step of two strands for two GPUs, and arguments without values."""
 
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    def train_step(w: jax.Array, x: jax.Array) -> Any:
-        value, gradients = value_and_grad(loss)(w, x)
-        return w - gradients, value
-
-    mesh = deviceless.mesh({"dp": 2})
-    weights = jax.ShapeDtypeStruct((2, 512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
-    batch = jax.ShapeDtypeStruct((2048, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("dp")))
-    options = dict(deviceless.COMPILER_OPTIONS)
     limit = 1 << 40  # two strands of a step as small as this need more than the plain one and 3 %
-    step = strand_interleave(
-        train_step, microbatches=4, memory_limit=limit, donate_argnums=0, compiler_options=options
-    )
-    return step, (weights, batch)
+    options = dict(deviceless.COMPILER_OPTIONS)
+    return steps.of_two_layers(deviceless.mesh({"dp": 2}), memory_limit=limit, compiler_options=options)
 
 
 def cpu_step(**options: Any) -> InterleavedStep:
