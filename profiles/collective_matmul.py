@@ -114,7 +114,9 @@ class Tiles:
         if not match:
             raise DhelixError(f"{key[:120]!r} are no tiles: write `128x128x64,steps=4,wide=M,group=8[,sms=132]`")
         m, n, k, steps, wide, group, sms = match.groups()
-        return cls(int(m), int(n), int(k), int(steps), "M" if wide == "M" else "N", int(group), sms and int(sms))
+        return cls(
+            int(m), int(n), int(k), int(steps), "M" if wide == "M" else "N", int(group), int(sms) if sms else None
+        )
 
 
 @dataclass(frozen=True)
