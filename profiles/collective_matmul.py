@@ -12,21 +12,50 @@ A Site and a Form have a `key`, one line of text that JSON files and log lines u
         all_gather_matmul bfloat16 8192x4096x1536 over 4
     Form("hybrid", chunks=4).key                                        hybrid:4
     Form("mosaic", tiles=Tiles(128, 256, 64, 4, "N", 8, 132)).key       mosaic:128x256x64,steps=4,wide=N,group=8,sms=132
+
+`choose` takes a form only where it is known to pay. Measured sites decide for themselves. Between them a form must win
+at each of the nearest sites that lie around, in the logarithms of rows, contraction and columns:
+
+    rows      4096      6144      8192       16384      32768
+    ring      wins        ?       loses       wins         ?        6144: monolithic, as ring loses at 8192
+    mosaic    wins        ?       wins        wins         ?        6144: mosaic; 32768: monolithic, nothing beyond
+
+Times are of one kind of hardware and link (`Times`); files of them are read by `collective_matmul_times`. Choosing is
+deterministic and costs a scan of the measured sites.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from dhelix.errors import DhelixError
+from dhelix.profiles.profile import Provenance, Timing
 
 KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FORMS = ("monolithic", "ring", "bidirectional_ring", "hybrid", "mosaic")
 
+MARGIN = 0.02
+"""Share of the monolithic form's time that another form must save, beyond what the measurements' spreads explain."""
+
+REACH = 4.0
+"""Measured sites count as neighbours up to this factor in each size."""
+
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
 _TILES_KEY = re.compile(r"(\d+)x(\d+)x(\d+),steps=(\d+),wide=([MN]),group=(\d+)(?:,sms=(\d+))?", re.ASCII)
+
+
+def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise DhelixError(f"{what} is {str(value)[:80]!r}: must be one of {', '.join(known)}")
+
+
+def _at_least(least: int, what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise DhelixError(f"{what} is {str(value)[:80]!r}: must be a whole number of at least {least}")
 
 
 @dataclass(frozen=True, order=True)
@@ -59,6 +88,15 @@ class Site:
             raise DhelixError(
                 f'dtype of a collective matmul is {str(self.dtype)[:80]!r}: give its name, such as "bfloat16"'
             )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.rows, self.contraction, self.columns
+
+    @property
+    def family(self) -> tuple[str, str, int]:
+        """What two sites must share for one to say anything of the other."""
+        return self.kind, self.dtype, self.axis_size
 
     @property
     def key(self) -> str:
@@ -161,14 +199,122 @@ class Form:
         return cls(name, tiles=Tiles.parse(rest)) if rest else cls(name)
 
 
-def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise DhelixError(f"{what} is {str(value)[:80]!r}: must be one of {', '.join(known)}")
-
-
-def _at_least(least: int, what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise DhelixError(f"{what} is {str(value)[:80]!r}: must be a whole number of at least {least}")
-
-
 MONOLITHIC = Form("monolithic")
+
+
+@dataclass(frozen=True)
+class SiteTimes:
+    """What was measured at a site, each of them alone on the GPUs.
+
+    Attributes:
+      gemm: the whole local GEMM by cuBLAS, operands gathered already.
+      collective: the collective by NCCL.
+      forms: the collective matmul in each form that could be had.
+    """
+
+    gemm: Timing
+    collective: Timing
+    forms: Mapping[Form, Timing]
+
+    @property
+    def bound(self) -> float:
+        """Seconds of the longer side, which perfect overlap would take."""
+        return max(self.gemm.seconds, self.collective.seconds)
+
+    def fastest(self) -> dict[tuple[str, int], tuple[Form, Timing]]:
+        """By name and chunks: the form, with the fastest of its tiles, and its time."""
+        found: dict[tuple[str, int], tuple[Form, Timing]] = {}
+        for form in sorted(self.forms, key=lambda form: form.order):
+            known = found.get((form.name, form.chunks))
+            if known is None or self.forms[form].seconds < known[1].seconds:
+                found[form.name, form.chunks] = form, self.forms[form]
+        return found
+
+
+@dataclass(frozen=True)
+class Times:
+    """Sites measured on one kind of hardware, over one link, under one launch setting (as `profile.Profile` has them).
+
+    Attributes:
+      measured_on: oldest first; more than one after `merged`.
+    """
+
+    hardware: str
+    link: str
+    setting: str = "default"
+    measured_on: tuple[Provenance, ...] = ()
+    sites: Mapping[Site, SiteTimes] = field(default_factory=dict)
+
+    def merged(self, later: Times) -> Times:
+        """Both; a site of `later` counts more, as a whole: its times were measured side by side."""
+        measured_on = tuple(dict.fromkeys((*self.measured_on, *later.measured_on)))
+        return Times(self.hardware, self.link, self.setting, measured_on, {**self.sites, **later.sites})
+
+
+def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = lambda form: True) -> Form:
+    """How to execute the collective matmul at `site`.
+
+    Args:
+      times: of the hardware and link here; None if nothing was measured on them.
+      possible: whether a form can be had at all here; those that cannot are passed over.
+
+    Returns:
+      The fastest possible form that saves more than MARGIN and noise; MONOLITHIC where none is known to. Of a site
+      that was not measured it has the tiles that were best at the nearest one.
+    """
+    around = {} if times is None else _around(site, times)
+    if not around:
+        return MONOLITHIC
+    gains = [_gains(times) for times, _ in around.values()]
+    weights = [weight for _, weight in around.values()]
+    best, most = MONOLITHIC, 0.0
+    for way, (form, _) in gains[0].items():
+        if not possible(form) or not all(way in other for other in gains):
+            continue
+        gain = sum(weight * other[way][1] for weight, other in zip(weights, gains, strict=True))
+        if gain > most:
+            best, most = form, gain
+    return best
+
+
+def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
+    """Forms that beat the monolithic one here, and the logarithm of the factor by which they do."""
+    fastest = times.fastest()
+    if (MONOLITHIC.name, MONOLITHIC.chunks) not in fastest:
+        return {}
+    _, plain = fastest.pop((MONOLITHIC.name, MONOLITHIC.chunks))
+    return {
+        way: (form, math.log(plain.seconds / timing.seconds))
+        for way, (form, timing) in fastest.items()
+        if plain.seconds - timing.seconds > max(MARGIN * plain.seconds, plain.spread + timing.spread)
+    }
+
+
+def _around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
+    """Measured sites that decide for `site`, nearest first, with weights that sum to 1; none if it lies outside.
+
+    The site itself, or as many of the nearest as it takes to have one on either side in each size.
+    """
+    if site in times.sites:
+        return {site: (times.sites[site], 1.0)}
+    if min(site.sizes) == 0:
+        return {}
+    related = [other for other in times.sites if other.family == site.family and min(other.sizes) > 0]
+    steps = {other: _steps(site, other) for other in related}
+    within = [other for other in related if max(map(abs, steps[other])) <= math.log(REACH)]
+    nearest = sorted(within, key=lambda other: (math.hypot(*steps[other]), other))
+    for count in range(1, len(nearest) + 1):
+        chosen = nearest[:count]
+        if _encloses([steps[other] for other in chosen]):
+            nearness = [1.0 / math.hypot(*steps[other]) ** 2 for other in chosen]
+            return {o: (times.sites[o], n / sum(nearness)) for o, n in zip(chosen, nearness, strict=True)}
+    return {}
+
+
+def _steps(site: Site, other: Site) -> tuple[float, ...]:
+    """From `site` to `other`, in logarithms of the sizes."""
+    return tuple(math.log(there / here) for here, there in zip(site.sizes, other.sizes, strict=True))
+
+
+def _encloses(steps: Sequence[tuple[float, ...]]) -> bool:
+    return all(min(column) <= 0.0 <= max(column) for column in zip(*steps, strict=True))
