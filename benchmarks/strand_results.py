@@ -109,17 +109,19 @@ class Run:
 
 
 def read(path: Path) -> Run:
-    """Raises DhelixError for a file that no `strands.py` wrote."""
+    """What `strands.py` wrote. Programs that are no longer built are left out, and `dropped` says so.
+
+    Raises DhelixError for another file.
+    """
     try:
         record = json.loads(path.read_text())
         record["results"] = [Result(**result) for result in record["results"]]
         run = Run(**record)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DhelixError(f"{path} holds no results of benchmarks/strands.py ({error}); leave it out") from None
-    for result in run.results:
-        if result.variant not in VARIANTS or result.setting not in SETTINGS:
-            raise DhelixError(f"{path}: {result.setting} / {result.variant} is not known here; leave this file out")
-    return run
+    known = [r for r in run.results if r.variant in VARIANTS and r.setting in SETTINGS]
+    gone = [f"{r.setting} / {r.variant}: no longer built" for r in run.results if r not in known]
+    return dataclasses.replace(run, results=known, dropped=[*run.dropped, *gone])
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,6 @@ def causes(group: Group) -> list[Cause]:
     Each row takes the fastest of the programs that it allows, and it allows those of the rows before it.
     """
     ours = [r for r in group.results if VARIANTS[r.variant].structure == "strands" and r.kind == OURS]
-    unrolled = [r for r in group.results if VARIANTS[r.variant].structure == "unrolled" and r.kind == OURS]
     whole = [r for r in ours if not VARIANTS[r.variant].decomposed]
     bare = [r for r in whole if not VARIANTS[r.variant].own_options]
     in_xlas_order = [r for r in bare if VARIANTS[r.variant].order == "xla"]
@@ -277,7 +278,6 @@ def causes(group: Group) -> list[Cause]:
         ("launch settings", [r for r in whole if not SETTINGS[r.setting].copy_engines]),
         ("copy engines", whole),
         ("collectives decomposed", ours),
-        ("layers unrolled", ours + unrolled),
     )
     found, before = [], start
     for name, candidates in steps:

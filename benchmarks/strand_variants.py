@@ -18,7 +18,6 @@ from dhelix.errors import DhelixError
 from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
-from dhelix.passes.layer_unrolling import LayerUnrolling
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
@@ -196,12 +195,6 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
-    Variant("strands, unrolled", "unrolled"),
-    Variant("strands, unrolled, decomposed", "unrolled", decomposed=True),
-    Variant("strands, unrolled, list by profile", "unrolled", "list by profile"),
-    Variant("strands, unrolled, dp", "unrolled", "dp"),
-    Variant("strands, unrolled, dp, decomposed", "unrolled", "dp", decomposed=True),
-    Variant("strands, unrolled, no communication", "unrolled", communication=False),
     Variant("strands, not in lockstep", "not in lockstep"),
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
@@ -238,7 +231,6 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
-    "unrolled": (*_less("activation-sharing"), LayerUnrolling()),
     **{pairing: _paired(pairing) for pairing in PAIRINGS if pairing != "forward-backward"},
 }
 _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
