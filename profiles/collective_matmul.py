@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from dhelix.errors import DhelixError
@@ -230,6 +230,18 @@ class SiteTimes:
                 found[form.name, form.chunks] = form, self.forms[form]
         return found
 
+    def merged(self, later: SiteTimes) -> SiteTimes:
+        """`later`, and what only the earlier run had: scaled by the monolithic form's times in both, as two runs may
+        differ by the machine. Without such a time it is dropped."""
+        if MONOLITHIC not in self.forms or MONOLITHIC not in later.forms:
+            return later
+        scale = later.forms[MONOLITHIC].seconds / self.forms[MONOLITHIC].seconds
+        earlier = {
+            form: replace(timing, seconds=timing.seconds * scale, spread=timing.spread * scale)
+            for form, timing in self.forms.items()
+        }
+        return replace(later, forms={**earlier, **later.forms})
+
 
 @dataclass(frozen=True)
 class Times:
@@ -246,9 +258,10 @@ class Times:
     sites: Mapping[Site, SiteTimes] = field(default_factory=dict)
 
     def merged(self, later: Times) -> Times:
-        """Both; a site of `later` counts more, as a whole: its times were measured side by side."""
+        """Both; of a site that both have, `later` counts more (`SiteTimes.merged`)."""
         measured_on = tuple(dict.fromkeys((*self.measured_on, *later.measured_on)))
-        return Times(self.hardware, self.link, self.setting, measured_on, {**self.sites, **later.sites})
+        both = {s: self.sites[s].merged(times) for s, times in later.sites.items() if s in self.sites}
+        return replace(self, measured_on=measured_on, sites={**self.sites, **later.sites, **both})
 
 
 def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = lambda form: True) -> Form:

@@ -146,7 +146,13 @@ def test_the_order_of_a_table_changes_nothing() -> None:
         assert choose(site(6144), table(sites)) == RING
 
 
-def test_a_later_measurement_of_a_site_replaces_the_earlier_one() -> None:
-    early = table({site(): {MONOLITHIC: 100, RING: 50}, site(4096): {MONOLITHIC: 100, RING: 50}})
-    late = table({site(): {MONOLITHIC: 100, RING: 120}})
-    assert [choose(s, early.merged(late)) for s in (site(), site(4096))] == [MONOLITHIC, RING]
+def test_a_later_measurement_counts_more_and_earlier_forms_are_scaled_to_it() -> None:
+    early = table({site(): {MONOLITHIC: 100, RING: 50, HYBRID: 80}, site(4096): {MONOLITHIC: 100, RING: 50}})
+    late = table({site(): {MONOLITHIC: 110, RING: 120}})
+    both = early.merged(late)
+    assert {form: 1e6 * t.seconds for form, t in both.sites[site()].forms.items()} == pytest.approx(
+        {MONOLITHIC: 110, RING: 120, HYBRID: 88}
+    )
+    assert [choose(s, both) for s in (site(), site(4096))] == [HYBRID, RING]
+    alone = early.merged(table({site(): {RING: 40}}))
+    assert set(alone.sites[site()].forms) == {RING} and choose(site(), alone) == MONOLITHIC
