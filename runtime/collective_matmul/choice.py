@@ -1,0 +1,121 @@
+"""Which form a collective matmul takes: what the user asks for, or what was measured to be the fastest here.
+
+"auto"               the fastest known for the site on these GPUs over this link; monolithic where nothing was
+                     measured, as on CPU. Where the fastest cannot be had, the next one, and one line in the log
+a name, or a Form    that one, or DhelixError with what to do. Its derivatives take it too where they can, and
+                     otherwise the monolithic form, and one line in the log
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+
+import jax
+from absl import logging
+
+from dhelix.errors import DhelixError
+from dhelix.profiles import collective_matmul_times
+from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, Times, choose
+from dhelix.profiles.hardware import gpu_name
+from dhelix.runtime.collective_matmul import mosaic
+from dhelix.runtime.collective_matmul.monolithic import AxisName
+from dhelix.runtime.launch_settings import link_of
+
+_MOST_CHUNKS = 4  # of a hybrid that does not say how many
+
+
+@dataclass(frozen=True)
+class Place:
+    """A site in a program: what decides which forms can be had.
+
+    Attributes:
+      site: what decides how long they take.
+      axis_name: the mesh axis, or several.
+      rows: rows of one batch element that a device's operand (all-gather) or result has.
+    """
+
+    site: Site
+    axis_name: AxisName
+    rows: int
+
+
+def requested(form: str | Form, place: Place) -> Form | None:
+    """The form that a user asks for, or None for "auto".
+
+    Raises:
+      DhelixError: there is no such form, or it cannot be had at `place`.
+    """
+    if form == "auto":
+        return None
+    wanted = _parsed(form, place) if isinstance(form, str) else form
+    reason = refusal(wanted, place)
+    if reason:
+        raise DhelixError(f'{place.site.kind}: form "{wanted.key}" {reason}, or take form="auto"')
+    return wanted
+
+
+def resolve(wanted: Form | None, place: Place) -> Form:
+    """The form that runs at `place`: `wanted`, or with None the best; one that can be had in any case."""
+    if wanted is None:
+        times = _times_here()
+        wanted = choose(place.site, times)
+        instead = choose(place.site, times, lambda form: refusal(form, place) is None)
+    else:
+        instead = MONOLITHIC
+    reason = refusal(wanted, place)
+    if reason is None:
+        return wanted
+    _log_once(f"{place.site.key}: {instead.key} instead of {wanted.key}, which {reason}")
+    return instead
+
+
+def refusal(form: Form, place: Place) -> str | None:
+    """Why `form` cannot be had at `place`, and what to do, so that it reads on after the form's name; or None."""
+    if form.name == "monolithic":
+        return None
+    if not isinstance(place.axis_name, str):
+        return f"works on one mesh axis, not on {place.axis_name}: name one"
+    site, n = place.site, place.site.axis_size
+    if form.name == "mosaic":
+        platform, _ = _devices_here()
+        if platform not in ("cuda", "gpu"):
+            return f"needs NVIDIA GPUs, and these devices are {platform}: take another form"
+        reason = mosaic.refusal(site, form.tiles)
+        return None if reason is None else f"has no kernel here ({reason}): take another form"
+    if form.name == "hybrid" and (form.chunks < 2 or place.rows % form.chunks):
+        return f"needs 2 or more chunks that divide {place.rows} rows: choose others"
+    if form.name in ("ring", "bidirectional_ring"):
+        if site.kind == "matmul_all_reduce" and place.rows % n:
+            return f"scatters rows, and {place.rows} do not divide by {n} devices: pad the rows"
+        rows = place.rows // n if site.kind == "matmul_all_reduce" else place.rows
+        if form.name == "bidirectional_ring" and rows < 2:
+            return f"needs 2 or more rows per device, not {rows}: use more"
+    return None
+
+
+def _parsed(text: str, place: Place) -> Form:
+    if text != "hybrid":
+        return Form.parse(text)
+    divisors = [chunks for chunks in range(2, _MOST_CHUNKS + 1) if place.rows % chunks == 0]
+    return Form("hybrid", chunks=max(divisors, default=1))
+
+
+def _devices_here() -> tuple[str, str]:
+    """Platform and kind of the devices of the mesh around, which need not exist."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None:
+        default = jax.devices()[0]
+        return default.platform, default.device_kind
+    return device.platform, device.device_kind
+
+
+def _times_here() -> Times | None:
+    platform, kind = _devices_here()
+    if platform not in ("cuda", "gpu"):
+        return None
+    return collective_matmul_times.find(gpu_name(kind), link_of(os.environ))
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    logging.warning("dhelix: %s", line)

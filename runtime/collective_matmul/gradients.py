@@ -1,0 +1,108 @@
+"""Derivatives of collective matmuls, which are collective matmuls themselves.
+
+    forward                            backward, with dy the cotangent of y
+    y = all_gather_matmul(x, w)        dx = matmul_reduce_scatter(dy, w^T)      dw = gathered x^T dy
+    y = matmul_reduce_scatter(x, w)    dx = all_gather_matmul(dy, w^T)          dw = x^T gathered dy
+    y = matmul_all_reduce(x, w)        dx = dy w^T                              dw = x^T dy
+
+What is kept for backward is x and w as they came. For dw, x is gathered again, as in Megatron, which keeps 1 / n of
+the memory; dy has been gathered for dx. Each of them is a site of its own (`choice.resolve`): what the user asked for
+counts there too where it can be had.
+
+The derivatives are those of JAX's collectives. Under `shard_map` with `check_vma=True` the cotangent of an all-reduce's
+result is whole on each device; with `check_vma=False` it is what each device contributes to it, and JAX sums it first,
+so this does too: one all-reduce in backward that `check_vma=True` does without.
+(Reducing Activation Recomputation in Large Transformer Models, section 4.2.2, has the pairs.)
+"""
+
+import functools
+
+import jax
+from jax import lax
+
+from dhelix.profiles.collective_matmul import Form, Site
+from dhelix.runtime.collective_matmul import execution
+from dhelix.runtime.collective_matmul.choice import Place, resolve
+from dhelix.runtime.collective_matmul.execution import Arrays
+from dhelix.runtime.collective_matmul.monolithic import AxisName
+from dhelix.runtime.collective_matmul.products import matmul, row_product
+
+
+def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name: AxisName) -> Place:
+    """Where a collective matmul of `x [..., rows, contraction]` to so many columns stands."""
+    n = lax.axis_size(axis_name)
+    rows = x.size // max(x.shape[-1], 1) * (n if kind == "all_gather_matmul" else 1)
+    own = x.shape[-2] // (n if kind == "matmul_reduce_scatter" else 1)
+    return Place(Site(kind, rows, contraction, columns, x.dtype.name, n), axis_name, own)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which `shard_map` knows `x` to vary; none with `check_vma=False`."""
+    return jax.typeof(x).mat.varying
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def all_gather_matmul(x: jax.Array, weights: Arrays, axis_name: AxisName, wanted: Form | None) -> Arrays:
+    """Products of gathered `x` with each of the weights. Operands vary over the same mesh axes, also `axis_name`."""
+    place = place_of("all_gather_matmul", x, x.shape[-1], sum(w.shape[1] for w in weights), axis_name)
+    return execution.all_gather_matmul(resolve(wanted, place), x, weights, axis_name)[0]
+
+
+def _all_gather_matmul_forward(x: jax.Array, weights: Arrays, axis_name: AxisName, wanted: Form | None):
+    return all_gather_matmul(x, weights, axis_name, wanted), (x, weights)
+
+
+def _all_gather_matmul_backward(axis_name: AxisName, wanted: Form | None, kept: tuple[jax.Array, Arrays], dys: Arrays):
+    x, weights = kept
+    contraction = sum(w.shape[1] for w in weights)
+    place = place_of("matmul_reduce_scatter", dys[0], contraction, x.shape[-1], axis_name)
+    return execution.gathered_gradients(resolve(wanted, place), x, weights, dys, axis_name)
+
+
+all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
+    """The sum over devices of `x` times `w`, scattered. Operands vary as above."""
+    place = place_of("matmul_reduce_scatter", x, x.shape[-1], w.shape[1], axis_name)
+    return execution.matmul_reduce_scatter(resolve(wanted, place), (x,), (w,), axis_name)
+
+
+def _matmul_reduce_scatter_forward(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None):
+    return matmul_reduce_scatter(x, w, axis_name, wanted), (x, w)
+
+
+def _matmul_reduce_scatter_backward(
+    axis_name: AxisName, wanted: Form | None, kept: tuple[jax.Array, jax.Array], dy: jax.Array
+):
+    x, w = kept
+    form = resolve(wanted, place_of("all_gather_matmul", dy, w.shape[1], w.shape[0], axis_name))
+    (dx,), gathered = execution.all_gather_matmul(form, dy, (w,), axis_name, transposed=True)
+    return dx, row_product(x, gathered)
+
+
+matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
+    """The sum over devices of `x` times `w`. Operands vary as above, and the result no longer over `axis_name`."""
+    place = place_of("matmul_all_reduce", x, x.shape[-1], w.shape[1], axis_name)
+    return execution.matmul_all_reduce(resolve(wanted, place), x, w, axis_name)
+
+
+def _matmul_all_reduce_forward(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None):
+    return matmul_all_reduce(x, w, axis_name, wanted), (x, w)
+
+
+def _matmul_all_reduce_backward(
+    axis_name: AxisName, wanted: Form | None, kept: tuple[jax.Array, jax.Array], dy: jax.Array
+):
+    x, w = kept
+    tracked = varying_axes(x)
+    dy = lax.pcast(dy, axis_name, to="varying") if tracked else lax.psum(dy, axis_name)
+    return matmul(dy, w, transposed=True), row_product(x, dy)
+
+
+matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)

@@ -1,0 +1,113 @@
+"""NCCL's collectives in a few chunks of rows, each beside the matmul of its neighbour.
+
+    all_gather_matmul       gather c0 | gather c1   | gather c2   | gather c3   |
+                                      | multiply c0 | multiply c1 | multiply c2 | multiply c3
+
+    matmul_reduce_scatter   multiply c0 | multiply c1 | multiply c2 | multiply c3 |
+    matmul_all_reduce                   | reduce c0   | reduce c1   | reduce c2   | reduce c3
+
+A chunk is a part of every device's rows, so that its gathered or scattered rows are spread over the result:
+
+    rows of  device 0: c0 c1 c2 c3   device 1: c0 c1 c2 c3        c0 gathered: [device 0's c0, device 1's c0]
+
+Optimization barriers between steps keep the order, and keep XLA from combining the collectives into one again, or the
+matmuls, which share `w`.
+
+Legality: chunks divide the rows of a device; for all-reduce, all rows.
+Cost: the first chunk's gather, or the last one's reduction, is exposed; `chunks` smaller GEMMs; all-gather copies each
+chunk's result to its places, reduce-scatter each chunk's rows out of theirs. (DistFuse, section 3: chunks where tiles
+cannot be sent one by one.)
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.runtime.collective_matmul.products import columns_of, matmul, rows_axis, rows_of, unwritten
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axis_name: str, chunks: int, transposed: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`x [..., rows / n, k]` gathered, times `w`; and `x` gathered, which is dropped where nobody reads it."""
+    n, rows = lax.axis_size(axis_name), x.shape[-2] // chunks
+
+    def gather(x: jax.Array, chunk: int) -> jax.Array:
+        return lax.all_gather(rows_of(x, chunk * rows, rows), axis_name, axis=rows_axis(x), tiled=True)
+
+    gathered = _by_device(unwritten(x, n * x.shape[-2]), n, chunks)
+    out = _by_device(unwritten(x, n * x.shape[-2], columns_of(w, transposed)), n, chunks)
+    held = gather(x, 0)
+    for chunk in range(chunks):
+        arriving = gather(x, chunk + 1) if chunk < chunks - 1 else None
+        product = matmul(held, w, transposed)
+        out = _with_chunk(out, product, chunk)
+        gathered = _with_chunk(gathered, held, chunk)
+        held, x, w, _ = lax.optimization_barrier((arriving, x, w, product))
+    return _in_rows(out), _in_rows(gathered)
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, axis_name: str, chunks: int, transposed: bool = False
+) -> jax.Array:
+    """`x [..., rows, k / n]` times `w`, summed over the devices: this one's rows, `[..., rows / n, columns]`."""
+    n = lax.axis_size(axis_name)
+
+    def multiply(x: jax.Array, w: jax.Array, chunk: int) -> jax.Array:
+        return matmul(_chunk_of(_by_device(x, n, chunks), chunk), w, transposed)
+
+    def reduce(product: jax.Array) -> jax.Array:
+        return lax.psum_scatter(product, axis_name, scatter_dimension=rows_axis(product), tiled=True)
+
+    return _reduced_chunks(x, w, chunks, multiply, reduce)
+
+
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, chunks: int) -> jax.Array:
+    """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`."""
+    rows = x.shape[-2] // chunks
+
+    def multiply(x: jax.Array, w: jax.Array, chunk: int) -> jax.Array:
+        return matmul(rows_of(x, chunk * rows, rows), w)
+
+    return _reduced_chunks(x, w, chunks, multiply, lambda product: lax.psum(product, axis_name))
+
+
+def _reduced_chunks(
+    x: jax.Array,
+    w: jax.Array,
+    chunks: int,
+    multiply: Callable[[jax.Array, jax.Array, int], jax.Array],
+    reduce: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Chunk by chunk multiplied, and reduced while the next one is multiplied; the results below each other."""
+    results: list[jax.Array] = []
+    product = multiply(x, w, 0)
+    for chunk in range(1, chunks):
+        product, results, x, w = lax.optimization_barrier((product, results, x, w))
+        results = [*results, reduce(product)]
+        product = multiply(x, w, chunk)
+    product, results = lax.optimization_barrier((product, results))
+    return jnp.concatenate([*results, reduce(product)], axis=rows_axis(product))
+
+
+def _by_device(x: jax.Array, devices: int, chunks: int) -> jax.Array:
+    """`[..., rows, k]` as `[..., devices, chunks, rows of a chunk, k]`."""
+    return x.reshape(*x.shape[:-2], devices, chunks, -1, x.shape[-1])
+
+
+def _chunk_of(x: jax.Array, chunk: int) -> jax.Array:
+    """Of `[..., devices, chunks, rows of a chunk, k]` one chunk, `[..., rows, k]`."""
+    piece = lax.index_in_dim(x, chunk, axis=x.ndim - 3, keepdims=False)
+    return piece.reshape(*piece.shape[:-3], -1, piece.shape[-1])
+
+
+def _with_chunk(x: jax.Array, piece: jax.Array, chunk: int) -> jax.Array:
+    """The other way round: `x` with this chunk."""
+    piece = piece.reshape(*x.shape[:-3], 1, *x.shape[-2:])
+    return lax.dynamic_update_slice_in_dim(x, piece, chunk, axis=x.ndim - 3)
+
+
+def _in_rows(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:-4], -1, x.shape[-1])

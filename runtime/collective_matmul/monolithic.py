@@ -1,0 +1,33 @@
+"""Collective and matmul one after the other, as a user would write them: what the other forms are measured against.
+
+    gathered = all-gather(x)         sums = x @ w                       sums = x @ w
+    out = gathered @ w               out = reduce-scatter(sums)         out = all-reduce(sums)
+
+Works for every size and type, and for a tuple of mesh axes. Nothing is hidden inside of it.
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+from dhelix.runtime.collective_matmul.products import matmul, rows_axis
+
+AxisName = str | tuple[str, ...]
+
+
+def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`x [..., rows / n, k]` of all devices: `[..., rows, k]`."""
+    return lax.all_gather(x, axis_name, axis=rows_axis(x), tiled=True)
+
+
+def sum_of_products(xs: Sequence[jax.Array], weights: Sequence[jax.Array], transposed: bool = False) -> jax.Array:
+    """This device's part of the sum: of each `x` times its `w`."""
+    return functools.reduce(operator.add, (matmul(x, w, transposed) for x, w in zip(xs, weights, strict=True)))
+
+
+def reduce_scatter(sums: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The sum over devices of `[..., rows, columns]`, scattered: `[..., rows / n, columns]`."""
+    return lax.psum_scatter(sums, axis_name, scatter_dimension=rows_axis(sums), tiled=True)

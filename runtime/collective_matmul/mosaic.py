@@ -1,0 +1,77 @@
+"""From arrays with batch dimensions to the Mosaic-GPU kernels of `kernels/`, which take two-dimensional ones.
+
+Rows are gathered and scattered by device, and batch elements lie inside of a device's rows:
+
+    x [b, rows / n, k] on each device = [b * rows / n, k]  -gather->  [n, b, rows / n, k]  -transpose->  [b, rows, k]
+
+With one batch element the transpose is none. With more it costs a copy, of the result (all-gather) or of the operand
+(reduce-scatter). All-reduce does not care which row is which.
+
+Kernels are imported where they are used: Mosaic GPU is not there on every platform.
+
+While a kernel waits for its peers it holds the streaming multiprocessors that a collective of NCCL in flight may still
+need on another device: both at a time can deadlock, so callers order them by data.
+"""
+
+import importlib
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.runtime.collective_matmul.products import columns_of
+
+_KERNELS = "dhelix.runtime.collective_matmul.kernels"
+
+
+def refusal(site: Site, tiles: Tiles | None) -> str | None:
+    """Why there is no kernel for `site` with these tiles, or None."""
+    return _kernel(site.kind, "supported")(site, tiles)
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None, transposed: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`x [..., rows / n, k]` gathered, times `w`; and `x` gathered."""
+    kernel = _kernel("all_gather_matmul", "all_gather_matmul_kernel")
+    results = kernel(_folded(x), w.T if transposed else w, axis_name, tiles)
+    out, gathered = (_from_devices(y, x, lax.axis_size(axis_name)) for y in results)
+    return out, gathered
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None, transposed: bool = False
+) -> jax.Array:
+    """`x [..., rows, k / n]` times `w`, summed over the devices: this one's rows, `[..., rows / n, columns]`."""
+    kernel = _kernel("matmul_reduce_scatter", "matmul_reduce_scatter_kernel")
+    n = lax.axis_size(axis_name)
+    out = kernel(_by_device(x, n), w.T if transposed else w, axis_name, tiles)
+    return out.reshape(*x.shape[:-2], x.shape[-2] // n, columns_of(w, transposed))
+
+
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None) -> jax.Array:
+    """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`."""
+    out = _kernel("matmul_all_reduce", "matmul_all_reduce_kernel")(_folded(x), w, axis_name, tiles)
+    return out.reshape(*x.shape[:-1], w.shape[1])
+
+
+def _kernel(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"{_KERNELS}.{module}"), name)
+
+
+def _folded(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _by_device(x: jax.Array, n: int) -> jax.Array:
+    """`x [..., rows, k]` with the rows of device 0 first, of all batch elements: `[all rows, k]`."""
+    batch = math.prod(x.shape[:-2])
+    return _folded(x.reshape(batch, n, -1, x.shape[-1]).swapaxes(0, 1))
+
+
+def _from_devices(y: jax.Array, x: jax.Array, n: int) -> jax.Array:
+    """The other way round, for a result `y` of gathering `x [..., rows / n, k]`."""
+    batch, rows, columns = math.prod(x.shape[:-2]), x.shape[-2], y.shape[-1]
+    return y.reshape(n, batch, rows, columns).swapaxes(0, 1).reshape(*x.shape[:-2], n * rows, columns)

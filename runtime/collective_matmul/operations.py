@@ -1,0 +1,153 @@
+"""Collective matmuls, for use under `jax.shard_map`: a matmul and the collective of its operand or result in one.
+
+    y = all_gather_matmul(x, w, "tp")             = all_gather(x) @ w          column-parallel layer, rows sharded
+    q, k, v = all_gather_matmul(x, (wq, wk, wv), "tp")                         one gather for all
+    y = matmul_reduce_scatter(x, w, "tp")         = psum_scatter(x @ w)        row-parallel layer, rows sharded
+    y = matmul_all_reduce(x, w, "tp")             = psum(x @ w)                row-parallel layer, rows whole
+
+The results, and their derivatives, are those of the expression on the right, in the operands' type and but for the
+order of additions. `form` says how: `choice.py` what the forms are and which is taken, `gradients.py` what is kept for
+backward. Batch dimensions lead, before rows; each batch element's rows are sharded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.errors import DhelixError
+from dhelix.profiles.collective_matmul import Form
+from dhelix.runtime.collective_matmul import gradients
+from dhelix.runtime.collective_matmul.choice import requested
+from dhelix.runtime.collective_matmul.monolithic import AxisName
+
+
+@overload
+def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str | Form = "auto") -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array, w: Sequence[jax.Array], axis_name: AxisName, form: str | Form = "auto"
+) -> tuple[jax.Array, ...]: ...
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array | Sequence[jax.Array], axis_name: AxisName, form: str | Form = "auto"
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Gathers the rows of `x` over the devices of an axis and multiplies.
+
+    Args:
+      x: `[..., rows / n, k]`, this device's rows.
+      w: `[k, columns]`, or a sequence of such, for which `x` is gathered once.
+      axis_name: mesh axis of n devices; a tuple of axes is served by the monolithic form.
+      form: "auto" for the one that was measured to be the fastest; or one of `FORMS`, its key (such as "hybrid:4"), or
+        a `Form`.
+
+    Returns:
+      `[..., rows, columns]`, rows in the order of devices; a tuple of such for a sequence of weights.
+
+    Raises:
+      DhelixError: operands that do not fit, an axis that is not there, or a form that was asked for and cannot be had.
+    """
+    several = isinstance(w, Sequence)
+    weights = tuple(w) if several else (w,)
+    x, *weights = _checked("all_gather_matmul", x, weights, axis_name)
+    place = gradients.place_of("all_gather_matmul", x, x.shape[-1], sum(v.shape[1] for v in weights), axis_name)
+    products: Any = gradients.all_gather_matmul(x, tuple(weights), axis_name, requested(form, place))
+    return products if several else products[0]
+
+
+def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str | Form = "auto") -> jax.Array:
+    """Multiplies and sums over the devices of an axis, each of which keeps its rows of the sum.
+
+    Args:
+      x: `[..., rows, k / n]`, this device's part of the contraction. Rows divide by n.
+      w: `[k / n, columns]`, likewise.
+      axis_name: as of `all_gather_matmul`.
+      form: as of `all_gather_matmul`.
+
+    Returns:
+      `[..., rows / n, columns]`.
+
+    Raises:
+      DhelixError: as `all_gather_matmul`, and for rows that do not divide by n.
+    """
+    x, w = _checked("matmul_reduce_scatter", x, (w,), axis_name)
+    n = lax.axis_size(axis_name)
+    if x.shape[-2] % n:
+        raise DhelixError(
+            f"matmul_reduce_scatter: {x.shape[-2]} rows do not divide by the {n} devices of {axis_name!r}: pad the"
+            " rows, or use matmul_all_reduce"
+        )
+    place = gradients.place_of("matmul_reduce_scatter", x, x.shape[-1], w.shape[1], axis_name)
+    return gradients.matmul_reduce_scatter(x, w, axis_name, requested(form, place))
+
+
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str | Form = "auto") -> jax.Array:
+    """Multiplies and sums over the devices of an axis.
+
+    Args:
+      x: `[..., rows, k / n]`, this device's part of the contraction.
+      w: `[k / n, columns]`, likewise.
+      axis_name: as of `all_gather_matmul`.
+      form: as of `all_gather_matmul`. The rings scatter rows in between, which must divide by n.
+
+    Returns:
+      `[..., rows, columns]`, the same on all devices.
+
+    Raises:
+      DhelixError: as `all_gather_matmul`.
+    """
+    x, w = _checked("matmul_all_reduce", x, (w,), axis_name)
+    place = gradients.place_of("matmul_all_reduce", x, x.shape[-1], w.shape[1], axis_name)
+    return gradients.matmul_all_reduce(x, w, axis_name, requested(form, place))
+
+
+@dataclass(frozen=True)
+class CollectiveMatmuls:
+    """The operations in one form, as models take them: `ManualParallel(collective_matmuls=CollectiveMatmuls())`."""
+
+    form: str | Form = "auto"
+
+    def all_gather_matmul(
+        self, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName
+    ) -> tuple[jax.Array, ...]:
+        """See `all_gather_matmul`."""
+        return all_gather_matmul(x, tuple(weights), axis_name, self.form)
+
+    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array, axis_name: AxisName) -> jax.Array:
+        """See `matmul_reduce_scatter`."""
+        return matmul_reduce_scatter(x, w, axis_name, self.form)
+
+
+def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """The operands, all varying over the same mesh axes, as those of `lax.dot_general` do: so that JAX, and not our
+    derivatives, sums the cotangent of one that was the same on some devices."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        around = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        raise DhelixError(
+            f"{kind}: {axis_name!r} is no mesh axis of a surrounding shard_map (its axes: {around}): call it inside of"
+            " one, over a mesh that has the axis"
+        ) from None
+    if not weights:
+        raise DhelixError(f"{kind}: no weights: give one or more")
+    for w in weights:
+        if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+            raise DhelixError(
+                f"{kind}: x {list(x.shape)} and w {list(w.shape)} do not multiply: give [..., rows, k] and [k, columns]"
+            )
+        if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            raise DhelixError(
+                f"{kind}: x is {x.dtype.name} and w {w.dtype.name}: cast both to one of bfloat16, float16, float32"
+            )
+    operands = [x, *weights]
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    varying = frozenset(axes).union(*map(gradients.varying_axes, operands))
+    return [_varying(operand, varying) for operand in operands]
+
+
+def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - gradients.varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,46 @@
+"""The local products that collective matmuls consist of, and rows of them. Any number of batch dimensions.
+
+Products are in the operands' type, and XLA accumulates them in float32: asked for a float32 result that is cast
+afterwards, it would write float32 and cast in a kernel of its own.
+"""
+
+import jax
+from jax import lax
+
+
+def matmul(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
+    """`x [..., k]` times `w [k, columns]`, or times the transpose of `w [columns, k]`."""
+    return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transposed else 0,)), ((), ())))
+
+
+def row_product(x: jax.Array, y: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """The transpose of `x [..., rows, k]` times `y [..., rows, columns]`, summed over the batch: `[k, columns]`."""
+    summed = tuple(range(x.ndim - 1))
+    return lax.dot_general(x, y, ((summed, summed), ((), ())), preferred_element_type=dtype)
+
+
+def rows_axis(x: jax.Array) -> int:
+    return x.ndim - 2
+
+
+def rows_of(x: jax.Array, start: jax.Array | int, rows: int) -> jax.Array:
+    """`rows` rows of `x [..., all rows, k]` from `start` on."""
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + rows, axis=rows_axis(x))
+    return lax.dynamic_slice_in_dim(x, start, rows, axis=rows_axis(x))
+
+
+def with_rows(x: jax.Array, piece: jax.Array, start: jax.Array | int) -> jax.Array:
+    """`x [..., all rows, k]` with `piece [..., rows, k]` from row `start` on."""
+    return lax.dynamic_update_slice_in_dim(x, piece, start, axis=rows_axis(x))
+
+
+def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Array:
+    """Memory for `[..., rows, columns]`, batch and type those of `like`. Every element is to be written."""
+    shape = (*like.shape[:-2], rows, like.shape[-1] if columns is None else columns)
+    return lax.empty(shape, like.dtype)
+
+
+def columns_of(w: jax.Array, transposed: bool) -> int:
+    """Columns of a product with `w`."""
+    return w.shape[0] if transposed else w.shape[1]

@@ -1,0 +1,135 @@
+"""Rings of `ppermute` with partial matmuls: while one chunk is multiplied, the next one travels.
+
+    all_gather_matmul, device 1 of 4         step     0          1          2          3
+                                    multiply          x1         x0         x3         x2     -> rows of out
+                                    receive           x0         x3         x2         -
+
+    matmul_reduce_scatter, device 1 of 4     step     0          1          2          3
+                                    multiply rows of  x0         x3         x2         x1
+                                    receive           -          sum 3      sum 2      sum 1
+                                    send on           sum 0      sum 3      sum 2      -      sum 1 is the result
+
+Each step's products and permutes are independent of each other, and those of the next step wait for both: an
+optimization barrier between steps. Without it XLA runs all permutes first and then nothing is left to hide them, and
+makes one large matmul of several chunks, because they share `w`.
+
+`directions`: RING is one ring. BIDIRECTIONAL is two, each with half of a chunk's rows, so that both directions of a
+link carry data. Sums travel in the operands' type, as NCCL's do, and are added outside of the matmul: as its addend
+they would have to arrive before it starts.
+
+Legality: rows of `x` divide over the axis (reduce-scatter, all-reduce); two rows per device for two rings.
+Cost: the GEMM in n pieces; each chunk's result is copied to its place (all-gather), each chunk's rows out of theirs and
+one addition (reduce-scatter), because a GEMM kernel of a library takes no offset that only the device knows.
+(Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023, describes the rings; DistFuse,
+section 3, what they do on GPUs.)
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.runtime.collective_matmul.products import (
+    columns_of,
+    matmul,
+    row_product,
+    rows_axis,
+    rows_of,
+    unwritten,
+    with_rows,
+)
+
+Directions = tuple[int, ...]
+RING: Directions = (1,)
+BIDIRECTIONAL: Directions = (1, -1)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One ring: rows `start` .. `start + rows` of every chunk, which is `chunk` rows, travel in `direction`."""
+
+    axis_name: str
+    direction: int
+    chunk: int
+    start: int
+    rows: int
+
+    def send(self, piece: jax.Array) -> jax.Array:
+        """To the next device; returns what came from the one before."""
+        n = lax.axis_size(self.axis_name)
+        return lax.ppermute(piece, self.axis_name, [(i, (i + self.direction) % n) for i in range(n)])
+
+    def row(self, steps_back: int) -> jax.Array:
+        """Where, among all rows, this lane's part of the chunk of the device that many steps back begins."""
+        n = lax.axis_size(self.axis_name)
+        me = lax.axis_index(self.axis_name)
+        return lax.rem(me + (-self.direction * steps_back) % n, n) * self.chunk + self.start
+
+
+def _lanes(axis_name: str, chunk: int, directions: Directions) -> list[_Lane]:
+    cuts = [chunk * i // len(directions) for i in range(len(directions) + 1)]
+    return [
+        _Lane(axis_name, direction, chunk, start, end - start)
+        for direction, start, end in zip(directions, cuts[:-1], cuts[1:], strict=True)
+    ]
+
+
+def all_gather_matmul(
+    x: jax.Array, w: jax.Array, axis_name: str, directions: Directions, transposed: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """`x [..., rows / n, k]` gathered, times `w`; and `x` gathered, which is dropped where nobody reads it."""
+    n, chunk = lax.axis_size(axis_name), x.shape[-2]
+    lanes = _lanes(axis_name, chunk, directions)
+    held = [rows_of(x, lane.start, lane.rows) for lane in lanes]
+    gathered = unwritten(x, n * chunk)
+    out = unwritten(x, n * chunk, columns_of(w, transposed))
+    for step in range(n):
+        arriving = [lane.send(piece) for lane, piece in zip(lanes, held, strict=True)] if step < n - 1 else []
+        products = [matmul(piece, w, transposed) for piece in held]
+        for lane, piece, product in zip(lanes, held, products, strict=True):
+            gathered = with_rows(gathered, piece, lane.row(step))
+            out = with_rows(out, product, lane.row(step))
+        held, w, _ = lax.optimization_barrier((arriving, w, products))
+    return out, gathered
+
+
+def matmul_reduce_scatter(
+    x: jax.Array, w: jax.Array, axis_name: str, directions: Directions, transposed: bool = False
+) -> jax.Array:
+    """`x [..., rows, k / n]` times `w`, summed over the devices: this one's rows, `[..., rows / n, columns]`."""
+    n = lax.axis_size(axis_name)
+    lanes = _lanes(axis_name, x.shape[-2] // n, directions)
+    sums: list[jax.Array] = []
+    for step in range(n):
+        arriving = [lane.send(total) for lane, total in zip(lanes, sums, strict=True)] if step else []
+        products = [matmul(rows_of(x, lane.row(step + 1), lane.rows), w, transposed) for lane in lanes]
+        arriving, products, x, w = lax.optimization_barrier((arriving, products, x, w))
+        sums = [total + product for total, product in zip(arriving, products, strict=True)] if step else products
+    return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=rows_axis(x))
+
+
+def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, directions: Directions) -> jax.Array:
+    """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`.
+
+    In two shots: the ring above, then an all-gather, which has no matmul to run beside.
+    """
+    scattered = matmul_reduce_scatter(x, w, axis_name, directions)
+    return lax.all_gather(scattered, axis_name, axis=rows_axis(scattered), tiled=True, to="invarying")
+
+
+def gathered_row_product(x: jax.Array, y: jax.Array, axis_name: str, directions: Directions) -> jax.Array:
+    """The transpose of gathered `x [..., rows / n, k]` times `y [..., rows, columns]`: `[k, columns]`.
+
+    Accumulated in float32, chunk by chunk as they come by; `x` is never whole.
+    """
+    n = lax.axis_size(axis_name)
+    lanes = _lanes(axis_name, x.shape[-2], directions)
+    held = [rows_of(x, lane.start, lane.rows) for lane in lanes]
+    total = jnp.zeros((), jnp.float32)
+    for step in range(n):
+        arriving = [lane.send(piece) for lane, piece in zip(lanes, held, strict=True)] if step < n - 1 else []
+        for lane, piece in zip(lanes, held, strict=True):
+            total += row_product(piece, rows_of(y, lane.row(step), lane.rows), jnp.float32)
+        held, total, y = lax.optimization_barrier((arriving, total, y))
+    return total.astype(x.dtype)
