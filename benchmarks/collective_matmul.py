@@ -42,7 +42,7 @@ from dhelix.benchmarks.collective_matmul_results import COLLECTIVE, GEMM, Measur
 from dhelix.benchmarks.collective_matmul_sites import sites
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import FORMS, KINDS, MONOLITHIC, Form, Site, Tiles
-from dhelix.runtime.launch_settings import link_of
+from dhelix.runtime.launch_settings import link_of, setting_of
 from dhelix.runtime.profiling.provenance import provenance
 
 CANDIDATES = tuple(map(Tiles.parse, (
@@ -100,7 +100,7 @@ def measure(arguments: argparse.Namespace) -> Path:
     wanted = sites(n, arguments.dtype, _list(arguments.kinds), _list(arguments.shapes), _numbers(arguments.rows))
     known = merged(map(Results.read, arguments.known)) if arguments.known else {}
     link = link_of(os.environ)
-    results = Results(provenance(), link, n)
+    results = Results(provenance(), link, n, setting_of(os.environ).name)
     path = _unused(arguments.out, arguments.name or _name(results))
     todo = [(name, site) for name, site in wanted if site not in known]
     for number, (name, site) in enumerate(todo):
@@ -179,7 +179,7 @@ def measure_site(name: str, site: Site, forms: Sequence[Form], mesh: Mesh, argum
     turns: dict[str, Turn] = {}
     for program, loop in _compiled(site, forms, mesh, measured.iterations, arguments.threads):
         try:
-            turn = Turn(loop.result(), [operands[o] for o in program.operands], programs.buffer(program, site, mesh))
+            turn = Turn(loop.result(), *programs.arguments(program, site, mesh, operands))
             turn.run()
             if program.name not in (GEMM, COLLECTIVE):
                 measured.differs[program.name] = float(programs.difference(expected, turn.out))
@@ -226,7 +226,7 @@ def _check(difference: float, site: Site) -> None:
 class Turn:
     """A compiled loop with its operands. The buffer of results goes from one run to the next."""
 
-    def __init__(self, loop: Callable[..., jax.Array], operands: Sequence[jax.Array], out: jax.Array) -> None:
+    def __init__(self, loop: Callable[..., jax.Array], out: jax.Array, *operands: jax.Array) -> None:
         self._loop, self._operands, self.out = loop, operands, out
 
     def run(self) -> float:

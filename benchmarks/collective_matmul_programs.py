@@ -9,13 +9,17 @@ stay where they are. Calls enqueued one by one would measure Python and the laun
 200 us each, which is more than many of these operations take. In the loop all iterations share one launch, and what an
 iteration adds is the loop's counter, a kernel of 1 to 2 us, to all programs alike.
 
+XLA reduces in place, and would copy an operand of an all-reduce that is still needed. So the all-reduce alone takes its
+own result as the next operand. That grows by the number of devices each time, to infinity in the end; how long NCCL
+takes does not depend on it.
+
 Every array is one block per device, stacked along the first dimension: local [a, b] is [n a, b] sharded over the axis.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -40,12 +44,14 @@ class Program:
       operands: names of `operand_shapes`.
       result: shape of the result on one device.
       call: from operands to the result, on one device inside `shard_map`.
+      in_place: whether the only operand is what the iteration before gave, and at first the operand.
     """
 
     name: str
     operands: tuple[str, ...]
     result: tuple[int, int]
     call: Callable[..., jax.Array]
+    in_place: bool = False
 
 
 def operand_shapes(site: Site) -> dict[str, tuple[int, int]]:
@@ -66,10 +72,10 @@ def programs(site: Site, forms: Sequence[Form]) -> list[Program]:
         "matmul_all_reduce": (lax.psum, "partial", (m, n), (m, n)),
     }[site.kind]
     whole = "gathered" if site.kind == "all_gather_matmul" else "x"
-    operation = getattr(collective_matmul, site.kind)
+    operation, in_place = getattr(collective_matmul, site.kind), site.kind == "matmul_all_reduce"
     return [
         Program(GEMM, (whole, "w"), (m, n), jnp.dot),
-        Program(COLLECTIVE, (operand,), of_collective, functools.partial(collective, axis_name=AXIS)),
+        Program(COLLECTIVE, (operand,), of_collective, functools.partial(collective, axis_name=AXIS), in_place),
         *(
             Program(form.key, ("x", "w"), result, functools.partial(operation, axis_name=AXIS, form=form))
             for form in forms
@@ -83,12 +89,15 @@ def on_each[**A, R](mesh: Mesh, function: Callable[A, R]) -> Callable[A, R]:
 
 
 def loop(program: Program, mesh: Mesh, iterations: int) -> Callable[..., jax.Array]:
-    """Jitted: operands and a buffer for the result (donated) to the result of the last iteration."""
+    """Jitted: a buffer for the result (donated) and the operands to the result of the last iteration.
+
+    What works in place has but the buffer.
+    """
 
     def run(out: jax.Array, *operands: jax.Array) -> jax.Array:
         def body(_: jax.Array, out: jax.Array) -> jax.Array:
-            *again, _ = lax.optimization_barrier((*operands, out))
-            return program.call(*again)
+            *again, before = lax.optimization_barrier((*operands, out))
+            return program.call(*(again or [before]))
 
         return lax.fori_loop(0, iterations, body, out)
 
@@ -98,8 +107,8 @@ def loop(program: Program, mesh: Mesh, iterations: int) -> Callable[..., jax.Arr
 def lowered(program: Program, site: Site, mesh: Mesh, iterations: int) -> jax.stages.Lowered:
     """`loop` for the shapes of a site."""
     shapes = operand_shapes(site)
-    arguments = [_block(mesh, shape, site.dtype) for shape in (program.result, *(shapes[o] for o in program.operands))]
-    return loop(program, mesh, iterations).lower(*arguments)
+    blocks = [program.result, *(() if program.in_place else (shapes[operand] for operand in program.operands))]
+    return loop(program, mesh, iterations).lower(*(_block(mesh, shape, site.dtype) for shape in blocks))
 
 
 def _block(mesh: Mesh, shape: tuple[int, int], dtype: str) -> jax.ShapeDtypeStruct:
@@ -125,10 +134,13 @@ def operands(site: Site, mesh: Mesh) -> dict[str, jax.Array]:
     return jax.jit(on_each(mesh, make))()
 
 
-def buffer(program: Program, site: Site, mesh: Mesh) -> jax.Array:
-    """Where a loop puts its first result."""
+def arguments(program: Program, site: Site, mesh: Mesh, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Of the first call of a loop. Where it works in place, the operand is gone afterwards."""
+    if program.in_place:
+        return [operands[program.operands[0]]]
     block = _block(mesh, program.result, site.dtype)
-    return jnp.zeros(block.shape, block.dtype, device=block.sharding)
+    out = jnp.zeros(block.shape, block.dtype, device=block.sharding)
+    return [out, *(operands[operand] for operand in program.operands)]
 
 
 def reference(site: Site, mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:

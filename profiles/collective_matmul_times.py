@@ -35,7 +35,7 @@ import functools
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -196,25 +196,28 @@ def _provenance(row: Checked) -> Provenance:
     return Provenance(**{"gpu": "", **texts}, gpus=gpus)
 
 
-def share_table(times: Times, sites: Sequence[Site] | None = None) -> list[tuple[str, ...]]:
+def share_table(times: Times, names: Mapping[Site, str]) -> list[tuple[str, ...]]:
     """Rows of a table for people, head first: times of both sides, share of each form, and what `choose` takes.
 
     A share is max(T_gemm, T_collective) / T_form, 1.0 where the shorter side is hidden altogether; of hybrids and
     Mosaic kernels that of the fastest. Empty where a form was not measured.
+
+    Args:
+      names: the sites of the table, in its order, and what to call them.
     """
-    head = ("site", "M", "K", "N", "n", "GEMM µs", "collective µs", *(name.replace("_", " ") for name in FORMS))
+    head = ("layer", "M", "K", "N", "n", "GEMM µs", "collective µs", *(name.replace("_", " ") for name in FORMS))
     rows: list[tuple[str, ...]] = [(*head, "chosen", "over monolithic")]
-    for site in sorted(times.sites) if sites is None else sites:
+    for site, name in names.items():
         here, chosen = times.sites[site], choose(site, times)
         best: dict[str, float] = {}
         for form, timing in here.forms.items():
             best[form.name] = min(timing.seconds, best.get(form.name, math.inf))
         sizes = map(str, (*site.sizes, site.axis_size))
         alone = (f"{1e6 * timing.seconds:.0f}" for timing in (here.gemm, here.collective))
-        shares = (f"{here.bound / best[name]:.2f}" if name in best else "" for name in FORMS)
+        shares = (f"{here.bound / best[form]:.2f}" if form in best else "" for form in FORMS)
         taken = here.forms.get(chosen)
         gain = f"{best['monolithic'] / taken.seconds:.2f}" if taken and "monolithic" in best else ""
-        rows.append((site.kind, *sizes, *alone, *shares, chosen.name.replace("_", " ") + _variety(chosen), gain))
+        rows.append((name, *sizes, *alone, *shares, chosen.name.replace("_", " ") + _variety(chosen), gain))
     return rows
 
 

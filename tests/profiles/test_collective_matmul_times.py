@@ -155,10 +155,10 @@ def test_shipped_files_are_sound_and_written_as_dhelix_writes_them() -> None:
 
 
 def test_the_table_has_shares_of_the_longer_side_and_the_choice() -> None:
-    head, first, second = files.share_table(TIMES)
-    assert head[:7] == ("site", "M", "K", "N", "n", "GEMM µs", "collective µs")
+    head, first, second = files.share_table(TIMES, {SITE: "qkv", OTHER: "out"})
+    assert head[:7] == ("layer", "M", "K", "N", "n", "GEMM µs", "collective µs")
     assert dict(zip(head, first, strict=True)) == {
-        "site": "all_gather_matmul", "M": "8192", "K": "4096", "N": "1536", "n": "4", "GEMM µs": "161",
+        "layer": "qkv", "M": "8192", "K": "4096", "N": "1536", "n": "4", "GEMM µs": "161",
         "collective µs": "170", "monolithic": "0.50", "ring": "", "bidirectional ring": "", "hybrid": "0.71",
         "mosaic": "0.89", "chosen": "mosaic 128x256x64", "over monolithic": "1.77",
     }  # fmt: skip
