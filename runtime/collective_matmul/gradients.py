@@ -7,7 +7,8 @@
 
 What is kept for backward is x and w as they came. For dw, x is gathered again, as in Megatron, which keeps 1 / n of
 the memory; dy has been gathered for dx. Each of them is a site of its own (`choice.resolve`): what the user asked for
-counts there too where it can be had.
+counts there too where it can be had. "auto" does not look for dx of all-gather, where there are two matmuls for the two
+collectives, and both are hidden whole: gather x beside dy w^T, then reduce-scatter beside gathered x^T dy.
 
 The derivatives are those of JAX's collectives. Under `shard_map` with `check_vma=True` the cotangent of an all-reduce's
 result is whole on each device; with `check_vma=False` it is what each device contributes to it, and JAX sums it first,
@@ -20,7 +21,7 @@ import functools
 import jax
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Form, Site
+from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site
 from dhelix.runtime.collective_matmul import execution
 from dhelix.runtime.collective_matmul.choice import Place, resolve
 from dhelix.runtime.collective_matmul.execution import Arrays
@@ -56,7 +57,9 @@ def _all_gather_matmul_backward(axis_name: AxisName, wanted: Form | None, kept: 
     x, weights = kept
     contraction = sum(w.shape[1] for w in weights)
     place = place_of("matmul_reduce_scatter", dys[0], contraction, x.shape[-1], axis_name)
-    return execution.gathered_gradients(resolve(wanted, place), x, weights, dys, axis_name)
+    # The collectives of the monolithic form run beside a whole matmul each, which is more than any other form can do.
+    form = MONOLITHIC if wanted is None else resolve(wanted, place)
+    return execution.all_gather_gradients(form, x, weights, dys, axis_name)
 
 
 all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward)
@@ -66,7 +69,7 @@ all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
     """The sum over devices of `x` times `w`, scattered. Operands vary as above."""
     place = place_of("matmul_reduce_scatter", x, x.shape[-1], w.shape[1], axis_name)
-    return execution.matmul_reduce_scatter(resolve(wanted, place), (x,), (w,), axis_name)
+    return execution.matmul_reduce_scatter(resolve(wanted, place), x, w, axis_name)
 
 
 def _matmul_reduce_scatter_forward(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None):

@@ -19,13 +19,12 @@ chunk's result to its places, reduce-scatter each chunk's rows out of theirs. (D
 cannot be sent one by one.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from dhelix.runtime.collective_matmul.products import columns_of, matmul, rows_axis, rows_of, unwritten
+from dhelix.runtime.collective_matmul.products import columns_of, joined, matmul, rows_axis, rows_of, unwritten
 
 
 def all_gather_matmul(
@@ -41,55 +40,65 @@ def all_gather_matmul(
     out = _by_device(unwritten(x, n * x.shape[-2], columns_of(w, transposed)), n, chunks)
     held = gather(x, 0)
     for chunk in range(chunks):
-        arriving = gather(x, chunk + 1) if chunk < chunks - 1 else None
         product = matmul(held, w, transposed)
+        arriving = held
+        if chunk < chunks - 1:
+            arriving = gather(x, chunk + 1)
+            held, arriving, product, x, w = lax.optimization_barrier((held, arriving, product, x, w))
         out = _with_chunk(out, product, chunk)
         gathered = _with_chunk(gathered, held, chunk)
-        held, x, w, _ = lax.optimization_barrier((arriving, x, w, product))
+        held = arriving
     return _in_rows(out), _in_rows(gathered)
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: str, chunks: int, transposed: bool = False
-) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: this one's rows, `[..., rows / n, columns]`."""
+    xs: Sequence[jax.Array],
+    w: jax.Array,
+    axis_name: str,
+    chunks: int,
+    transposed: bool = False,
+    beside: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, Sequence[jax.Array]]:
+    """`xs [..., rows, k / n]` side by side times `w`, summed over the devices: this one's rows, `[..., rows / n,
+    columns]`; and `beside`, made in the first step, which has no collective."""
     n = lax.axis_size(axis_name)
 
-    def multiply(x: jax.Array, w: jax.Array, chunk: int) -> jax.Array:
-        return matmul(_chunk_of(_by_device(x, n, chunks), chunk), w, transposed)
+    def multiply(xs: Sequence[jax.Array], w: jax.Array, chunk: int) -> jax.Array:
+        pieces = [_chunk_of(_by_device(x, n, chunks), chunk) for x in xs]
+        return matmul(joined(pieces, axis=-1), w, transposed)
 
     def reduce(product: jax.Array) -> jax.Array:
         return lax.psum_scatter(product, axis_name, scatter_dimension=rows_axis(product), tiled=True)
 
-    return _reduced_chunks(x, w, chunks, multiply, reduce)
+    return _reduced_chunks(xs, w, chunks, multiply, reduce, beside)
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, chunks: int) -> jax.Array:
     """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`."""
     rows = x.shape[-2] // chunks
 
-    def multiply(x: jax.Array, w: jax.Array, chunk: int) -> jax.Array:
-        return matmul(rows_of(x, chunk * rows, rows), w)
+    def multiply(xs: Sequence[jax.Array], w: jax.Array, chunk: int) -> jax.Array:
+        return matmul(rows_of(xs[0], chunk * rows, rows), w)
 
-    return _reduced_chunks(x, w, chunks, multiply, lambda product: lax.psum(product, axis_name))
+    out, _ = _reduced_chunks((x,), w, chunks, multiply, lambda product: lax.psum(product, axis_name))
+    return out
 
 
 def _reduced_chunks(
-    x: jax.Array,
+    xs: Sequence[jax.Array],
     w: jax.Array,
     chunks: int,
-    multiply: Callable[[jax.Array, jax.Array, int], jax.Array],
+    multiply: Callable[[Sequence[jax.Array], jax.Array, int], jax.Array],
     reduce: Callable[[jax.Array], jax.Array],
-) -> jax.Array:
+    beside: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, Sequence[jax.Array]]:
     """Chunk by chunk multiplied, and reduced while the next one is multiplied; the results below each other."""
     results: list[jax.Array] = []
-    product = multiply(x, w, 0)
-    for chunk in range(1, chunks):
-        product, results, x, w = lax.optimization_barrier((product, results, x, w))
+    for chunk in range(chunks):
+        product = multiply(xs, w, chunk)
+        product, results, xs, w, beside = lax.optimization_barrier((product, results, xs, w, beside))
         results = [*results, reduce(product)]
-        product = multiply(x, w, chunk)
-    product, results = lax.optimization_barrier((product, results))
-    return jnp.concatenate([*results, reduce(product)], axis=rows_axis(product))
+    return joined(results, axis=rows_axis(results[0])), beside
 
 
 def _by_device(x: jax.Array, devices: int, chunks: int) -> jax.Array:

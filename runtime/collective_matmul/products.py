@@ -4,7 +4,10 @@ Products are in the operands' type, and XLA accumulates them in float32: asked f
 afterwards, it would write float32 and cast in a kernel of its own.
 """
 
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -13,10 +16,10 @@ def matmul(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
     return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transposed else 0,)), ((), ())))
 
 
-def row_product(x: jax.Array, y: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def row_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """The transpose of `x [..., rows, k]` times `y [..., rows, columns]`, summed over the batch: `[k, columns]`."""
     summed = tuple(range(x.ndim - 1))
-    return lax.dot_general(x, y, ((summed, summed), ((), ())), preferred_element_type=dtype)
+    return lax.dot_general(x, y, ((summed, summed), ((), ())))
 
 
 def rows_axis(x: jax.Array) -> int:
@@ -44,3 +47,8 @@ def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Arr
 def columns_of(w: jax.Array, transposed: bool) -> int:
     """Columns of a product with `w`."""
     return w.shape[0] if transposed else w.shape[1]
+
+
+def joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Side by side; a single array is not copied."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=axis)

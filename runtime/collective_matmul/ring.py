@@ -24,16 +24,17 @@ one addition (reduce-scatter), because a GEMM kernel of a library takes no offse
 section 3, what they do on GPUs.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from dhelix.runtime.collective_matmul.products import (
     columns_of,
+    joined,
     matmul,
-    row_product,
     rows_axis,
     rows_of,
     unwritten,
@@ -55,7 +56,7 @@ class _Lane:
     start: int
     rows: int
 
-    def send(self, piece: jax.Array) -> jax.Array:
+    def permute(self, piece: jax.Array) -> jax.Array:
         """To the next device; returns what came from the one before."""
         n = lax.axis_size(self.axis_name)
         return lax.ppermute(piece, self.axis_name, [(i, (i + self.direction) % n) for i in range(n)])
@@ -75,6 +76,31 @@ def _lanes(axis_name: str, chunk: int, directions: Directions) -> list[_Lane]:
     ]
 
 
+def _send(lanes: Sequence[_Lane], pieces: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The pieces of all lanes on their way, at the same time."""
+
+    def permute(pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        return [lane.permute(piece) for lane, piece in zip(lanes, pieces, strict=True)]
+
+    if len(lanes) == 1:
+        return permute(pieces)
+    # XLA has one collective in flight at a time; a call with these attributes it runs as one, a group of NCCL's.
+    with set_xla_metadata(_collectives_group="", inlineable="false"):
+        return jax.jit(permute)(pieces)
+
+
+def _products(pieces: Sequence[jax.Array], w: jax.Array, transposed: bool) -> tuple[list[jax.Array], jax.Array]:
+    """Of each piece with `w`, one after the other; and `w`, to be used from there on.
+
+    XLA makes one matmul of several that share an operand, and copies the others together for it: barriers.
+    """
+    products: list[jax.Array] = []
+    for piece in pieces:
+        product, w = lax.optimization_barrier((matmul(piece, w, transposed), w))
+        products.append(product)
+    return products, w
+
+
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, directions: Directions, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,28 +111,36 @@ def all_gather_matmul(
     gathered = unwritten(x, n * chunk)
     out = unwritten(x, n * chunk, columns_of(w, transposed))
     for step in range(n):
-        arriving = [lane.send(piece) for lane, piece in zip(lanes, held, strict=True)] if step < n - 1 else []
-        products = [matmul(piece, w, transposed) for piece in held]
+        arriving = _send(lanes, held) if step < n - 1 else []
+        products, w = _products(held, w, transposed)
+        held, arriving, products, w = lax.optimization_barrier((held, arriving, products, w))
         for lane, piece, product in zip(lanes, held, products, strict=True):
             gathered = with_rows(gathered, piece, lane.row(step))
             out = with_rows(out, product, lane.row(step))
-        held, w, _ = lax.optimization_barrier((arriving, w, products))
+        held = arriving
     return out, gathered
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: str, directions: Directions, transposed: bool = False
-) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: this one's rows, `[..., rows / n, columns]`."""
+    xs: Sequence[jax.Array],
+    w: jax.Array,
+    axis_name: str,
+    directions: Directions,
+    transposed: bool = False,
+    beside: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, Sequence[jax.Array]]:
+    """`xs [..., rows, k / n]` side by side times `w`, summed over the devices: this one's rows, `[..., rows / n,
+    columns]`; and `beside`, made in the first step, which has no permute."""
     n = lax.axis_size(axis_name)
-    lanes = _lanes(axis_name, x.shape[-2] // n, directions)
-    sums: list[jax.Array] = []
+    lanes = _lanes(axis_name, xs[0].shape[-2] // n, directions)
+    sums: Sequence[jax.Array] = []
     for step in range(n):
-        arriving = [lane.send(total) for lane, total in zip(lanes, sums, strict=True)] if step else []
-        products = [matmul(rows_of(x, lane.row(step + 1), lane.rows), w, transposed) for lane in lanes]
-        arriving, products, x, w = lax.optimization_barrier((arriving, products, x, w))
+        arriving = _send(lanes, sums) if step else []
+        pieces = [joined([rows_of(x, lane.row(step + 1), lane.rows) for x in xs], axis=-1) for lane in lanes]
+        products, w = _products(pieces, w, transposed)
+        arriving, products, xs, w, beside = lax.optimization_barrier((arriving, products, xs, w, beside))
         sums = [total + product for total, product in zip(arriving, products, strict=True)] if step else products
-    return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=rows_axis(x))
+    return joined(sums, axis=rows_axis(xs[0])), beside
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, directions: Directions) -> jax.Array:
@@ -114,22 +148,5 @@ def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, directions: Di
 
     In two shots: the ring above, then an all-gather, which has no matmul to run beside.
     """
-    scattered = matmul_reduce_scatter(x, w, axis_name, directions)
+    scattered, _ = matmul_reduce_scatter((x,), w, axis_name, directions)
     return lax.all_gather(scattered, axis_name, axis=rows_axis(scattered), tiled=True, to="invarying")
-
-
-def gathered_row_product(x: jax.Array, y: jax.Array, axis_name: str, directions: Directions) -> jax.Array:
-    """The transpose of gathered `x [..., rows / n, k]` times `y [..., rows, columns]`: `[k, columns]`.
-
-    Accumulated in float32, chunk by chunk as they come by; `x` is never whole.
-    """
-    n = lax.axis_size(axis_name)
-    lanes = _lanes(axis_name, x.shape[-2], directions)
-    held = [rows_of(x, lane.start, lane.rows) for lane in lanes]
-    total = jnp.zeros((), jnp.float32)
-    for step in range(n):
-        arriving = [lane.send(piece) for lane, piece in zip(lanes, held, strict=True)] if step < n - 1 else []
-        for lane, piece in zip(lanes, held, strict=True):
-            total += row_product(piece, rows_of(y, lane.row(step), lane.rows), jnp.float32)
-        held, total, y = lax.optimization_barrier((arriving, total, y))
-    return total.astype(x.dtype)
