@@ -146,9 +146,8 @@ class Gemm:
     def buffers(self) -> dict[str, Any]:
         """What the hooks' functions below share, as scratch of the kernel."""
         tiles = self.tiles
-        swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        narrow = min(64, self.store_columns)
-        stored = (plgpu.TilingTransform((8, narrow)), plgpu.SwizzleTransform(2 * narrow))
+        swizzled = _swizzled(64)
+        stored = _swizzled(min(64, self.store_columns))
         free = functools.partial(plgpu.Barrier, num_arrivals=2, num_barriers=tiles.steps)
         if self.cluster > 1:
             free = functools.partial(
@@ -172,6 +171,12 @@ class Gemm:
             num_threads=MEMORY_GROUP + 1,
             thread_name=GROUP,
         )
+
+
+def _swizzled(columns: int) -> tuple[Any, Any]:
+    """How rows of so many elements lie in shared memory without bank conflicts."""
+    made: Any = plgpu  # these classes are abstract to type checkers
+    return made.TilingTransform((8, columns)), made.SwizzleTransform(2 * columns)
 
 
 def banded(rows: int, columns: int, width: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
@@ -274,7 +279,7 @@ def multiply_tiles(
             plgpu.barrier_arrive(free.at[lax.rem((number + 1) * gemm.steps - 1, slots)])
             return result
 
-        result = pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32)).astype(gemm.dtype)
+        result = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)).astype(gemm.dtype)
         first = tile.row * gemm.tiles.tile_m + row, tile.column * gemm.tiles.tile_n + column
         _store_pieces(gemm, buffers["out"].at[group], result, functools.partial(_shifted, store, first))
         after_tile(tile)

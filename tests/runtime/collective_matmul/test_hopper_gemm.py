@@ -1,0 +1,82 @@
+"""The GEMM that the Mosaic-GPU kernels share, under Pallas's GPU interpreter with its race detector."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from dhelix.profiles.collective_matmul import Tiles
+from dhelix.runtime.collective_matmul.kernels import hopper_gemm
+from dhelix.runtime.collective_matmul.kernels.hopper_gemm import GROUP, MEMORY_GROUP, Gemm, Tile
+
+
+def multiply(gemm: Gemm, x: jax.Array, w: jax.Array) -> jax.Array:
+    tile_m = gemm.tiles.tile_m
+    place = hopper_gemm.banded(gemm.m // gemm.cluster_rows, gemm.column_tiles, gemm.tiles.group)
+
+    def order(number: jax.Array) -> Tile:
+        return Tile(*place(number))
+
+    def kernel(x: Any, w: Any, out: Any, buffers: Any) -> None:
+        def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
+            rows = x.at[pl.ds(tile.row * tile_m, tile_m), pl.ds(step * 64, 64)]
+            plgpu.copy_gmem_to_smem(rows, destination, barrier)
+
+        def store(piece: Any, row: jax.Array, column: jax.Array) -> None:
+            plgpu.copy_smem_to_gmem(piece, out.at[pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])])
+
+        @pl.when(lax.axis_index(GROUP) == MEMORY_GROUP)
+        def _() -> None:
+            @plgpu.warp_map
+            def _(warp: jax.Array) -> None:
+                pl.when(warp == 0)(lambda: hopper_gemm.load_tiles(gemm, buffers, order, load_rows, w))
+
+        @pl.when(lax.axis_index(GROUP) < MEMORY_GROUP)
+        def _() -> None:
+            hopper_gemm.multiply_tiles(gemm, buffers, order, store)
+
+    out = jax.ShapeDtypeStruct((gemm.m, gemm.n), gemm.dtype)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        return plgpu.kernel(kernel, out_type=out, scratch_types=dict(buffers=gemm.buffers()), **gemm.launch())(x, w)
+
+
+@pytest.mark.parametrize(
+    "cluster, tiles",
+    [(1, Tiles(64, 128, 64, 2, "N", 2, 1)), (2, Tiles(128, 64, 64, 3, "M", 1, 4))],
+    ids=["one block, wide N", "clusters, wide M"],
+)
+def test_product_with_tail_of_columns_and_blocks_of_several_tiles(cluster, tiles):
+    gemm = Gemm(2 * cluster * tiles.tile_m, tiles.tile_n + 64, 192, "bfloat16", tiles, cluster)
+    assert gemm.refusal() is None
+    x = jax.random.normal(jax.random.key(0), (gemm.m, gemm.k), jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (gemm.k, gemm.n), jnp.bfloat16)
+    expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
+    np.testing.assert_allclose(np.asarray(multiply(gemm, x, w), np.float32), expected, rtol=2**-8, atol=1e-3)
+
+
+def test_bands_go_down_the_rows_first():
+    place = jax.vmap(hopper_gemm.banded(5, 3, 2))
+    rows, columns = place(jnp.arange(15))
+    assert rows.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
+    assert columns.tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "tiles, why",
+    [
+        (Tiles(96, 256, 64, 4, "M", 8), "64 rows"),
+        (Tiles(128, 1024, 64, 2, "N", 8), "to 256 columns"),
+        (Tiles(128, 256, 32, 4, "M", 8), "swizzle"),
+        (Tiles(128, 256, 64, 1, "M", 8), "2 steps"),
+        (Tiles(128, 256, 64, 5, "M", 8), "shared memory"),
+    ],
+)
+def test_tiles_that_cannot_be_had_are_refused(tiles, why):
+    assert why in (Gemm(4096, 1536, 4096, "bfloat16", tiles).refusal() or "")
