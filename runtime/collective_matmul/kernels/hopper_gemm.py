@@ -47,7 +47,8 @@ from jax import lax
 
 from dhelix.profiles.collective_matmul import Tiles
 
-CLUSTERS, RANK, GROUP = "clusters", "rank", "group"  # axes of the launch: cluster, block in it, warpgroup in that
+# Axes of the launch: cluster, block in it, warpgroup in that. No mesh may have an axis of such a name.
+CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"
 MEMORY_GROUP = 2
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of the 65536 of an SM
 SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
