@@ -6,9 +6,9 @@
     NCCL_P2P_DISABLE=1 python benchmarks/collective_matmul.py --rows 4096 --out DIR
     python benchmarks/collective_matmul_tables.py DIR/*.json --docs docs/collective_matmul.md
 
-Sites are those of `collective_matmul_sites.py`. At each of them the GEMM alone (cuBLAS through XLA), the collective
-alone (NCCL), the monolithic form and all that `--forms` names are compiled, side by side in threads, as loops
-(`collective_matmul_programs.py` says why). Each is run once, and its result compared with float32; then they take
+Sites are those of `collective_matmul_sites.py`. At each of them the GEMM alone (as XLA compiles it, cuBLAS), the
+collective alone (NCCL), the monolithic form and all that `--forms` names are compiled, side by side in threads, as
+loops (`collective_matmul_programs.py` says why). Each is run once, and its result compared with float32; then they take
 turns, round by round, so that clocks, heat and a slow spell of the machine meet all of them. A form that cannot be had,
 or whose result is wrong, is kept with the reason and without times.
 
@@ -48,11 +48,17 @@ from dhelix.runtime.profiling.provenance import provenance
 CANDIDATES = tuple(map(Tiles.parse, (
     "128x256x64,steps=4,wide=M,group=8",
     "128x256x64,steps=4,wide=N,group=8",
-    "128x128x64,steps=6,wide=M,group=8",
-    "128x128x64,steps=4,wide=N,group=16",
-    "64x256x64,steps=4,wide=M,group=8",
+    "128x256x64,steps=3,wide=M,group=8",
+    "128x256x64,steps=3,wide=N,group=8",
+    "128x256x64,steps=3,wide=N,group=16",
+    "256x128x64,steps=3,wide=M,group=4",
+    "256x128x64,steps=4,wide=M,group=4",
+    "128x192x64,steps=4,wide=M,group=8",
+    "128x128x64,steps=5,wide=M,group=8",
+    "128x128x64,steps=5,wide=M,group=16",
+    "64x256x64,steps=4,wide=N,group=16",
 )))  # fmt: skip
-"""Tiles that `--tune` tries unless `--tiles` says."""
+"""Tiles that `--tune` tries unless `--tiles` says. What a kernel cannot have it refuses before it compiles."""
 CHUNKS = (2, 4, 8)
 _BEST_TILES = 2  # of the nearest tuned site that others try
 _FLOPS, _BYTES = 6e14, 2e11  # per second; a guess for the number of iterations alone
@@ -175,7 +181,7 @@ def measure_site(name: str, site: Site, forms: Sequence[Form], mesh: Mesh, argum
     """Compiles, checks and times all programs of a site."""
     measured = Measured(name, arguments.iterations or iterations(site, arguments.run_ms))
     operands = programs.operands(site, mesh)
-    expected = programs.reference(site, mesh, operands["x"], operands["w"])
+    expected = jax.block_until_ready(programs.reference(site, mesh, operands["x"], operands["w"]))
     turns: dict[str, Turn] = {}
     for program, loop in _compiled(site, forms, mesh, measured.iterations, arguments.threads):
         try:

@@ -59,7 +59,10 @@ class Measured:
         shares = " ".join(f"{name} {share:.3f}" for name, share in best.items())
         alone = f"gemm {1e6 * times.gemm.seconds:.1f} us collective {1e6 * times.collective.seconds:.1f} us"
         tiles = f" ({best_tiles[0].key})" if (best_tiles := self.best_tiles()) else ""
-        failed = "".join(f"\n    {key}: {why}" for key, why in self.failed.items())
+        whys: dict[str, list[str]] = {}
+        for key, why in self.failed.items():
+            whys.setdefault(key.partition(":")[0], []).append(f"{key}: {why}")
+        failed = "".join(f"\n    {len(lines)} of {name} failed; {lines[0]}" for name, lines in whys.items())
         return f"{self.name}: {site.key}: {alone}: {shares}{tiles}{failed}"
 
 
