@@ -73,29 +73,28 @@ def attention_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
 ) -> jax.Array:
     """Grouped-query causal attention on `x [batch, seq / tp, hidden]`, this device's heads only."""
-    h = parallel.gather_sequence(rms_norm(x, weights["attention_norm"], config.norm_eps))
-    query = rotate(jnp.einsum("bsh,hnd->bsnd", h, weights["wq"]), by)
-    key = rotate(jnp.einsum("bsh,hnd->bsnd", h, weights["wk"]), by)
-    value = jnp.einsum("bsh,hnd->bsnd", h, weights["wv"])
+    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
+    projections = [weights[name] for name in ("wq", "wk", "wv")]
+    products = parallel.gather_matmul("bsh,hnd->bsnd", h, projections)
+    query, key, value = rotate(next(products), by), rotate(next(products), by), next(products)
     implementation = resolve_attention(config, jax.default_backend())
     out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
     out = parallel.split_features(out)
-    return parallel.scatter_sequence(jnp.einsum("bsnd,ndh->bsh", out, weights["wo"]))
+    return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
 
 
 def feed_forward_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
 ) -> jax.Array:
     """SwiGLU on `x [batch, seq / tp, hidden]`, this device's columns of the hidden layer only."""
-    h = parallel.gather_sequence(rms_norm(x, weights["ffn_norm"], config.norm_eps))
-    gate = jnp.einsum("bsh,hf->bsf", h, weights["w_gate"])
-    up = jnp.einsum("bsh,hf->bsf", h, weights["w_up"])
+    h = rms_norm(x, weights["ffn_norm"], config.norm_eps)
+    gate, up = parallel.gather_matmul("bsh,hf->bsf", h, [weights["w_gate"], weights["w_up"]])
 
     @_recomputed
     def down(gate: jax.Array, up: jax.Array, w_down: jax.Array) -> jax.Array:
-        return jnp.einsum("bsf,fh->bsh", jax.nn.silu(gate) * up, w_down)
+        return parallel.row_matmul("bsf,fh->bsh", jax.nn.silu(gate) * up, w_down)
 
-    return parallel.scatter_sequence(down(gate, up, weights["w_down"]))
+    return parallel.scatter_product(down(gate, up, weights["w_down"]))
 
 
 def decoder_layer(

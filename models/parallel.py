@@ -15,14 +15,27 @@ a part of the vocabulary, so that they unbalance nothing.
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+class CollectiveMatmuls(Protocol):
+    """Matmuls with the collective of their operand or result, for use under `shard_map`, such as
+    `dhelix.runtime.collective_matmul.CollectiveMatmuls`."""
+
+    def all_gather_matmul(self, x: jax.Array, weights: Sequence[jax.Array], axis_name: Any) -> Sequence[jax.Array]:
+        """`x [batch, seq / tp, k]` gathered, times each of `weights [k, columns]`: `[batch, seq, columns]`."""
+        ...
+
+    def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+        """`x [batch, seq, k / tp]` times `w [k / tp, columns]`, summed, scattered: `[batch, seq / tp, columns]`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +51,26 @@ class Parallel:
         """The row-parallel matmul's partial sums `[batch, seq, hidden]` to the sum's `[batch, seq / tp,
         hidden]`."""
         return partial_sum
+
+    def gather_matmul(self, equation: str, x: jax.Array, weights: Sequence[jax.Array]) -> Iterator[jax.Array]:
+        """A shard of the sequence `[batch, seq / tp, hidden]`, gathered, times column-parallel weights `[hidden, ...]`.
+
+        `equation` is that of `jnp.einsum` for each of them. A product is made when it is asked for, so that what is
+        done with it stands beside it in the program.
+        """
+        gathered = self.gather_sequence(x)
+        return (jnp.einsum(equation, gathered, weight) for weight in weights)
+
+    def row_matmul(self, equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """`x [batch, seq, ...]` times a row-parallel weight `[..., hidden]`, which `scatter_product` completes.
+
+        In two calls, so that a layer can recompute `x` in its backward.
+        """
+        return jnp.einsum(equation, x, weight)
+
+    def scatter_product(self, product: jax.Array) -> jax.Array:
+        """What `row_matmul` returned, summed and scattered: `[batch, seq / tp, hidden]`."""
+        return self.scatter_sequence(product)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
         """What a look-up in this device's shard of a table found, zeros for the rest, likewise."""
@@ -85,11 +118,13 @@ class ManualParallel(Parallel):
     `shard_map` tracks replication. `sum` and `max` have no such agreement and are used only inside the
     hand-written derivative of the cross-entropy.
 
-    `pipeline` names the axis whose devices hold different layers; see `PipelineEnds`.
+    `pipeline` names the axis whose devices hold different layers; see `PipelineEnds`. With `collective_matmuls`, the
+    layers' matmuls and their collectives are its.
     """
 
     axis: str | tuple[str, ...] = "tp"
     pipeline: str | None = None
+    collective_matmuls: CollectiveMatmuls | None = None
 
     @property
     def ends(self) -> Parallel:
@@ -103,6 +138,22 @@ class ManualParallel(Parallel):
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
         return lax.psum_scatter(partial_sum, self.axis, scatter_dimension=1, tiled=True)
+
+    def gather_matmul(self, equation: str, x: jax.Array, weights: Sequence[jax.Array]) -> Iterator[jax.Array]:
+        if self.collective_matmuls is None:
+            return super().gather_matmul(equation, x, weights)
+        flat = [weight.reshape(weight.shape[0], -1) for weight in weights]
+        products = self.collective_matmuls.all_gather_matmul(x, flat, self.axis)
+        return (y.reshape(*y.shape[:2], *w.shape[1:]) for y, w in zip(products, weights, strict=True))
+
+    def row_matmul(self, equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        if self.collective_matmuls is None:
+            return super().row_matmul(equation, x, weight)
+        flat = x.reshape(*x.shape[:2], -1), weight.reshape(-1, weight.shape[-1])
+        return self.collective_matmuls.matmul_reduce_scatter(*flat, self.axis)
+
+    def scatter_product(self, product: jax.Array) -> jax.Array:
+        return super().scatter_product(product) if self.collective_matmuls is None else product
 
     def sum(self, x: jax.Array) -> jax.Array:
         return lax.psum(x, self.axis)
