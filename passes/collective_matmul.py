@@ -1,0 +1,195 @@
+"""Puts collective matmuls in the place of collectives that stand beside matrix products.
+
+Before:                                      After, where a ring pays:
+    g = bf16[8192,4096] all-gather(x)            p = collective-permute(x)
+    y = bf16[8192,3584] dot(g, w)                y0 = dot(x, w)
+    z = bf16[8192,3584] dot(g, v)                ... dot(p, w) while the next part travels, and so on
+                                                 y, z: their parts, put together
+
+Contract
+    Consumes  a partitioned program: plain collectives, before they are asynchronous. PRE_SCHEDULER is the place on
+              GPUs: after partitioner and simplifiers, before layouts and fusion. At LOWERED, on any backend, it is the
+              collectives of shard_map alone.
+    Makes     of each match (`passes/collective_matmul_sites.py`) for which `forms` chooses another form than the
+              monolithic one the program that it has for it, spliced in (`passes/splicing.py`).
+    Leaves    everything else, with one note for each reason. Where nothing is replaced, the module is untouched.
+
+Why it is legal: the replacement computes the same products of the same rows; sums over devices may be rounded in
+another order. What else read the gathered array reads the one that the replacement has put together. Nothing but data
+flow ties what is replaced: collectives and products that the program orders otherwise are left.
+
+What is made carries `collective_matmul` in its name stack, and what carries that is never matched: not in a second run,
+nor what the user wrote with `dhelix.runtime.collective_matmul`.
+
+Cost: one lowering by JAX for each pattern and form that differ. MegaScale section 3.2 and DistFuse section 3 say what
+such forms are; docs/collective_matmul.md when they pay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from dhelix.errors import DhelixError
+from dhelix.passes.collective_matmul_pattern import MARK, Match, Pattern, Product
+from dhelix.passes.collective_matmul_sites import find
+from dhelix.passes.exchange import array
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
+from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.splicing import import_entry
+from dhelix.profiles.collective_matmul import MONOLITHIC, Form
+
+PARTLY_MANUAL = "the program is partly sharded by the compiler, and not partitioned yet"
+
+
+class Forms(Protocol):
+    """Which form a collective matmul takes, and what it is in HLO. A frozen dataclass, for it is an option of a pass.
+
+    Both methods raise DhelixError where a form cannot be had.
+    """
+
+    def choose(self, pattern: Pattern) -> Form:
+        """The form that takes the place of collective and matmul; the monolithic one leaves them as they are."""
+        ...
+
+    def program(self, pattern: Pattern, form: Form) -> HloModule:
+        """A module for one device, prepared by `splicing.prepare`; it may be the same object for the same arguments.
+
+        Its entry takes x and w of each product, one after the other, for a gather x once and each w; it returns a tuple
+        with the result of each weight, and the gathered x where the pattern wants it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CollectiveMatmul:
+    """Collective matmuls in place of collective and matmul.
+
+    Attributes:
+      forms: says which form each site takes, and makes it (`dhelix.runtime.collective_matmul_pass`).
+      stage: PRE_SCHEDULER, or LOWERED for programs under shard_map.
+    """
+
+    forms: Forms
+    stage: Stage = Stage.PRE_SCHEDULER
+
+    name = "collective-matmul"
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        if module.is_scheduled:
+            context.note("left alone: the module is scheduled")
+            return False
+        if self.stage is Stage.LOWERED and _is_partly_manual(module):
+            context.note(f"left alone: {PARTLY_MANUAL}")
+            return False
+        left, made = Counter[str](), Counter[tuple[str, str]]()
+        for computation in list(_executed(module.entry)):
+            matches = []
+            for found in find(computation):
+                if isinstance(found, str):
+                    left[found] += 1
+                else:
+                    matches.append(found)
+            taken = _without_overlap(matches, left)
+            replaced = [match for match in taken if self._replace(match, left, made, context.strict)]
+            if replaced:
+                drop_dead(computation)
+        for reason, count in sorted(left.items()):
+            context.note(f"left alone: {reason}", count=count)
+        for (site, form), count in sorted(made.items()):
+            context.note("a collective matmul", site=site, form=form, count=count)
+        return bool(made)
+
+    def _replace(self, match: Match, left: Counter[str], made: Counter[tuple[str, str]], strict: bool) -> bool:
+        """Whether `match` was replaced; else why not is counted."""
+        try:
+            form = self.forms.choose(match.pattern)
+            if form.name == MONOLITHIC.name:
+                left["no other form is known to be faster"] += 1
+                return False
+            program = self.forms.program(match.pattern, form)
+        except DhelixError as error:
+            if strict:
+                raise
+            left[str(error)] += 1
+            return False
+        _splice(match, program)
+        made[match.pattern.site.key, form.key] += 1
+        return True
+
+
+def _executed(entry: Computation) -> Iterator[Computation]:
+    """The computations whose instructions run one by one: not those of fusions, reductions and composites."""
+    pending, seen = [entry], {entry}
+    while pending:
+        computation = pending.pop()
+        yield computation
+        for instruction in computation.instructions:
+            if instruction.opcode not in ("while", "conditional", "call") or instruction.proto.is_composite:
+                continue
+            for called in instruction.called:
+                if called not in seen:
+                    seen.add(called)
+                    pending.append(called)
+
+
+def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
+    """The matches, gathers first, without those that hold a product of one before."""
+    taken: list[Match] = []
+    used: set[Instruction] = set()
+    for match in sorted(matches, key=lambda m: m.collective.opcode):  # all-gather is the first of the alphabet
+        dots = {p.dot for p in match.products}
+        if used & dots:
+            left["its product belongs to another one"] += 1
+        else:
+            used |= dots
+            taken.append(match)
+    return taken
+
+
+def _splice(match: Match, program: HloModule) -> None:
+    """Puts `program` in the place of what `match` replaces."""
+    computation = match.collective.computation
+    builder = Builder(computation)
+    start = len(computation.instructions)
+    arguments: list[Instruction] = []
+    for product in match.products:
+        if not arguments or match.collective.opcode != "all-gather":
+            arguments.append(_operand(builder, match, product))
+        order_w = product.turned_w if match.pattern.transposed else product.order_w
+        arguments.append(order_w.emit(builder, product.w))
+    stack = f"{match.collective.op_name}/{MARK}".lstrip("/")
+    results = import_entry(program, computation, arguments, stack)
+    stands_for = {
+        old: order.emit(builder, new) for old, order, new in zip(match.replaced, match.results, results, strict=True)
+    }
+    for made in computation.instructions[start:]:
+        if not made.op_name:
+            made.proto.metadata.op_name = stack
+    for other in computation.instructions[:start]:
+        other.control_predecessors = [stands_for.get(p, p) for p in other.control_predecessors]
+    replace_all_uses(computation, stands_for)
+    computation.sort()
+
+
+def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
+    """x of a product, of the type that is multiplied; of a gather what it gathers."""
+    if match.collective.opcode == "all-gather":
+        value = match.collective.operands[0]
+    else:
+        value = product.dot.operands[product.x]
+    if value.shape.element_type != match.kind:
+        value = builder.make("convert", array(match.kind, value.shape.dimensions), [value])
+    return product.order_x.emit(builder, value)
+
+
+def _is_partly_manual(module: HloModule) -> bool:
+    """Whether a shard_map leaves axes to the compiler: devices then hold parts of what they seem to hold."""
+    attributes = module.proto.frontend_attributes.map
+    axes = set(re.findall(r'"([^"]+)"=\d+', attributes.get("xla.sdy.meshes", "")))
+    manual = (i.proto.frontend_attributes.map.get("xla.sdy.manual_axes") for i in graph.walk(module.entry))
+    return any(set(re.findall(r'"([^"]+)"', found)) < axes for found in manual if found is not None)

@@ -1,0 +1,195 @@
+"""Collective matmuls in programs that do not ask for them: what `passes/collective_matmul.py` needs of JAX.
+
+    lowered = jax.jit(step).lower(...)
+    passes = collective_matmul_passes(jax_compat.devices(lowered), "auto")     for a PassManager, before other passes
+
+The pass finds sites in HLO; here a site becomes a program. `JaxForms` lowers a form of `runtime/collective_matmul`
+under a `shard_map` over a mesh in which the site's device groups are one axis:
+
+    groups {0,2} {1,3} {4,6} {5,7}   ->   mesh (outside 2, axis 2, inside 2)   ->   HLO of one device
+
+So the numbers of devices in it are those of the program that it becomes part of, and nothing has to be mapped: neither
+the pairs of a ring nor what a Mosaic-GPU kernel, a custom call with the kernel inside, computes of its peers.
+
+Programs are kept for the life of the process: layers that are alike share one. One takes some ten milliseconds, a
+kernel a second. All of it may run inside of the compiler, where the PRE_SCHEDULER hook calls passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dhelix.errors import DhelixError
+from dhelix.passes.collective_matmul import CollectiveMatmul
+from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.exclusive_kernels import ExclusiveKernels
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.manager import Pass, Stage
+from dhelix.passes.splicing import prepare
+from dhelix.profiles import collective_matmul_times
+from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Times, choose
+from dhelix.profiles.hardware import gpu_name
+from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
+from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
+from dhelix.runtime.collective_matmul.products import joined
+from dhelix.runtime.launch_settings import link_of
+from dhelix.runtime.lowering import hlo_bytes
+
+OFF = "off"
+_AXES = ("outside", "axis", "inside")
+_BODY = "xla.sdy.manual_computation_body"
+
+
+def collective_matmul_passes(
+    devices: Sequence[Any], form: str | Form = "auto", stage: Stage = Stage.PRE_SCHEDULER
+) -> tuple[Pass, ...]:
+    """The passes that put collective matmuls into a program, in their order; none for form "off" or one device.
+
+    The first goes before other PRE_SCHEDULER passes, which change collectives; the second after other POST_SCHEDULER
+    passes, which change the order.
+
+    Args:
+      devices: those that the program is lowered for, in the order of its partitions.
+      form: "auto" for what was measured to pay on these devices, "off", or a form for all sites that can have it.
+      stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
+
+    Raises:
+      DhelixError: there is no such form.
+    """
+    if form == OFF or len(devices) < 2:
+        return ()
+    if isinstance(form, str) and form not in ("auto", "hybrid"):
+        form = Form.parse(form)
+    times = None
+    if form == "auto" and devices[0].platform in ("cuda", "gpu"):
+        times = collective_matmul_times.find(gpu_name(devices[0].device_kind), link_of(os.environ))
+    return CollectiveMatmul(JaxForms(form, times, devices), stage), ExclusiveKernels()
+
+
+@dataclass(frozen=True)
+class JaxForms:
+    """Chooses forms, and lowers them by JAX: the `Forms` of `passes/collective_matmul.py`.
+
+    Attributes:
+      form: "auto", or the one that all sites take which can have it; "hybrid" for chunks that divide.
+      times: what "auto" goes by; None: nothing was measured, and no site takes another form.
+      devices: those of the program, in the order of its partitions.
+      sources: digest of the files that make the forms; a compiled program depends on them.
+    """
+
+    form: str | Form
+    times: Times | None
+    devices: InitVar[Sequence[Any]]
+    sources: str = field(init=False)
+
+    def __post_init__(self, devices: Sequence[Any]) -> None:
+        object.__setattr__(self, "sources", _sources())
+        object.__setattr__(self, "_devices", tuple(devices))
+
+    def choose(self, pattern: Pattern) -> Form:
+        """The form that a pattern takes. Raises DhelixError where it cannot have the one that was asked for."""
+        rows = pattern.site.rows // pattern.batch
+        own = rows if pattern.site.kind == "matmul_all_reduce" else rows // pattern.site.axis_size
+        place = Place(pattern.site, _AXES[1], own)
+        with jax.sharding.use_abstract_mesh(self._mesh(pattern).abstract_mesh):
+            if self.form == "auto":
+                return choose(pattern.site, self.times, lambda form: refusal(form, place) is None)
+            return requested(self.form, place) or MONOLITHIC
+
+    def program(self, pattern: Pattern, form: Form) -> HloModule:
+        """The HLO of one device. Raises DhelixError where JAX cannot make it."""
+        try:
+            return _program(self._mesh(pattern), pattern, form)
+        except Exception as error:  # what cannot be lowered must not end a compilation
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DhelixError(f"{pattern.site.key} as {form.key} does not lower: {reason}") from error
+
+    def _mesh(self, pattern: Pattern) -> Mesh:
+        devices: tuple[Any, ...] = self._devices  # pyright: ignore[reportAttributeAccessIssue]
+        if len(devices) != math.prod(pattern.axis):
+            raise DhelixError(f"collectives over {math.prod(pattern.axis)} devices in a program for {len(devices)}")
+        types = (AxisType.Auto,) * len(_AXES)
+        return Mesh(np.array(devices).reshape(pattern.axis), _AXES, axis_types=types)
+
+
+@functools.cache
+def _program(mesh: Mesh, pattern: Pattern, form: Form) -> HloModule:
+    whole = NamedSharding(mesh, PartitionSpec())  # what stands on one device is all that is looked at
+    operands = [jax.ShapeDtypeStruct(s, pattern.site.dtype, sharding=whole) for s in operand_shapes(pattern)]
+    function = _gathering if pattern.site.kind == "all_gather_matmul" else _reducing
+    body = jax.shard_map(
+        functools.partial(function, pattern, form),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    module = HloModule.from_bytes(hlo_bytes(jax.jit(body).lower(*operands)))
+    bodies = [c for c in module.computations if c.name.startswith(_BODY)]
+    if len(bodies) != 1:
+        raise DhelixError(f"a shard_map has {len(bodies)} bodies in this version of JAX")
+    module.entry = bodies[0]
+    return prepare(module)
+
+
+def _gathering(pattern: Pattern, form: Form, x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    w = _side_by_side(weights, axis=0 if pattern.transposed else 1)
+    (out,), gathered = execution.all_gather_matmul(form, x, (w,), _AXES[1], pattern.transposed)
+    ends = list(itertools.accumulate(pattern.columns))
+    products = [lax.slice_in_dim(out, end - n, end, axis=2) for n, end in zip(pattern.columns, ends, strict=True)]
+    return [*products, gathered] if pattern.gathered else products
+
+
+def _reducing(pattern: Pattern, form: Form, *operands: jax.Array) -> list[jax.Array]:
+    """The products of a sum as one, with operands side by side along what is contracted."""
+    xs, weights = operands[::2], operands[1::2]
+    w, axis = _side_by_side(weights, axis=1 if pattern.transposed else 0), _AXES[1]
+    if pattern.site.kind == "matmul_all_reduce":
+        return [execution.matmul_all_reduce(form, joined(xs, axis=-1), w.T if pattern.transposed else w, axis)]
+    match form.name:
+        case "mosaic":
+            x = joined(xs, axis=-1)
+            return [mosaic.matmul_reduce_scatter(x, w, axis, form.tiles, pattern.transposed)]
+        case "hybrid":
+            return [hybrid.matmul_reduce_scatter(xs, w, axis, form.chunks, pattern.transposed)[0]]
+    directions = ring.BIDIRECTIONAL if form.name == "bidirectional_ring" else ring.RING
+    return [ring.matmul_reduce_scatter(xs, w, axis, directions, pattern.transposed)[0]]
+
+
+def _side_by_side(weights: Sequence[jax.Array], axis: int) -> jax.Array:
+    """One weight, made once: without the barrier XLA makes it again for each use."""
+    return weights[0] if len(weights) == 1 else lax.optimization_barrier(joined(weights, axis=axis))
+
+
+def operand_shapes(pattern: Pattern) -> list[tuple[int, ...]]:
+    """Shapes of x and w of each product on one device, one after the other; for a gather of x once and of each w."""
+    gathers = pattern.site.kind == "all_gather_matmul"
+    rows = pattern.site.rows // pattern.batch // (pattern.site.axis_size if gathers else 1)
+    shapes: list[tuple[int, ...]] = []
+    for k in pattern.contractions:
+        shapes.append((pattern.batch, rows, k))
+        shapes += [(columns, k) if pattern.transposed else (k, columns) for columns in pattern.columns]
+    return shapes
+
+
+@functools.cache
+def _sources() -> str:
+    folder = Path(__file__).parent
+    files = [Path(__file__), *(folder / "collective_matmul").rglob("*.py")]
+    digest = hashlib.sha256()
+    for name in sorted(file.relative_to(folder).as_posix() for file in files):
+        digest.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
