@@ -6,15 +6,17 @@
     NCCL_P2P_DISABLE=1 python benchmarks/collective_matmul.py --rows 4096 --out DIR
     python benchmarks/collective_matmul_tables.py DIR/*.json --docs docs/collective_matmul.md
 
-Sites are those of `collective_matmul_sites.py`. At each of them the GEMM alone (as XLA compiles it, cuBLAS), the
+Sites are those of `collective_matmul_sites.py`. At each of them the GEMM alone (cuBLAS through XLA), the
 collective alone (NCCL), the monolithic form and all that `--forms` names are compiled, side by side in threads, as
 loops (`collective_matmul_programs.py` says why). Each is run once, and its result compared with float32; then they take
 turns, round by round, so that clocks, heat and a slow spell of the machine meet all of them. A form that cannot be had,
 or whose result is wrong, is kept with the reason and without times.
 
-Mosaic kernels run with the tiles given by `--tiles`; at sites whose rows `--tune` names with each of the candidates;
-elsewhere with those that were best at the nearest site measured so far, and the kernels' own where there is none. They
-use peer memory whatever NCCL is told, so they are left out where peer-to-peer is disabled.
+Mosaic kernels run with the tiles given by `--tiles`; at forward sites whose rows `--tune` names with each of the
+candidates; elsewhere with those that were best at the nearest site measured so far, and the kernels' own where there is
+none. They use peer memory whatever NCCL is told, so they are left out where peer-to-peer is disabled.
+
+XLA compiles matrix products to cuBLAS alone, not to Triton: that is the baseline, and it saves most of the compile.
 
 The file of results is complete after every site. `--budget_s` starts no site that no longer fits, and a program that
 hangs (`--site_s`) ends the process, so at most the site at hand is lost.
@@ -29,7 +31,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +41,7 @@ from jax.sharding import Mesh
 from dhelix.benchmarks import collective_matmul_programs as programs
 from dhelix.benchmarks.collective_matmul_programs import Program
 from dhelix.benchmarks.collective_matmul_results import COLLECTIVE, GEMM, Measured, Results, merged
-from dhelix.benchmarks.collective_matmul_sites import sites
+from dhelix.benchmarks.collective_matmul_sites import is_backward, sites
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import FORMS, KINDS, MONOLITHIC, Form, Site, Tiles
 from dhelix.runtime.launch_settings import link_of, setting_of
@@ -60,6 +62,7 @@ CANDIDATES = tuple(map(Tiles.parse, (
 )))  # fmt: skip
 """Tiles that `--tune` tries unless `--tiles` says. What a kernel cannot have it refuses before it compiles."""
 CHUNKS = (2, 4, 8)
+_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _BEST_TILES = 2  # of the nearest tuned site that others try
 _FLOPS, _BYTES = 6e14, 2e11  # per second; a guess for the number of iterations alone
 _FEWEST, _MOST = 4, 200  # iterations
@@ -117,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> Path:
             print(f"dropped {len(results.dropped)} sites: {left:.0f} s left, the longest took {longest:.0f} s")
             break
         start = time.monotonic()
-        forms = _forms(arguments, site, link, {**known, **results.sites})
+        forms = _forms(arguments, name, site, link, {**known, **results.sites})
         faulthandler.dump_traceback_later(arguments.site_s, exit=True)
         results.sites[site] = measure_site(name, site, forms, mesh, arguments)
         faulthandler.cancel_dump_traceback_later()
@@ -150,26 +153,27 @@ def _unused(folder: Path, name: str) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def _forms(arguments: argparse.Namespace, site: Site, link: str, known: dict[Site, Measured]) -> list[Form]:
+def _forms(
+    arguments: argparse.Namespace, name: str, site: Site, link: str, known: Mapping[Site, Measured]
+) -> list[Form]:
     """What is tried at a site, Mosaic kernels last: a kernel that hangs takes no other form with it."""
     found = {MONOLITHIC}
-    for name in _list(arguments.forms):
-        if name == "hybrid":
+    for form in _list(arguments.forms):
+        if form == "hybrid":
             found |= {Form("hybrid", chunks) for chunks in CHUNKS}
-        elif name != "mosaic":
-            found.add(Form.parse(name))
+        elif form != "mosaic":
+            found.add(Form.parse(form))
         elif link != "no-p2p":
-            found |= {Form("mosaic", tiles=tiles) for tiles in _tiles(arguments, site, known)}
+            tuned = site.rows in _numbers(arguments.tune) and not is_backward(name)
+            found |= {Form("mosaic", tiles=tiles) for tiles in _tiles(arguments.tiles, tuned, site, known)}
     return sorted(found, key=lambda form: form.order)
 
 
-def _tiles(arguments: argparse.Namespace, site: Site, known: dict[Site, Measured]) -> Sequence[Tiles | None]:
-    if site.rows in _numbers(arguments.tune):
-        return arguments.tiles or CANDIDATES
-    if arguments.tiles:
-        return arguments.tiles
-    tuned = [other for other in known if other.family == site.family and known[other].best_tiles()]
-    nearest = min(tuned, key=lambda o: (math.dist(_logs(o), _logs(site)), o), default=None)
+def _tiles(given: Sequence[Tiles], tuned: bool, site: Site, known: Mapping[Site, Measured]) -> Sequence[Tiles | None]:
+    if given or tuned:
+        return given or CANDIDATES
+    related = [other for other in known if other.family == site.family and known[other].best_tiles()]
+    nearest = min(related, key=lambda other: (math.dist(_logs(other), _logs(site)), other), default=None)
     return [None] if nearest is None else known[nearest].best_tiles()[:_BEST_TILES]
 
 
@@ -215,8 +219,10 @@ def _compiled(
 ) -> list[tuple[Program, Future[Callable[..., jax.Array]]]]:
     """Programs and what became of them. All are compiled before one runs: XLA times kernels while it compiles."""
 
+    options = {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
+
     def compiled(program: Program) -> Callable[..., jax.Array]:
-        return programs.lowered(program, site, mesh, iterations).compile()
+        return programs.lowered(program, site, mesh, iterations).compile(compiler_options=options)
 
     with ThreadPoolExecutor(threads) as pool:
         return [(program, pool.submit(compiled, program)) for program in programs.programs(site, forms)]

@@ -69,6 +69,11 @@ def shapes(n: int) -> list[Shape]:
     return sorted(found, key=lambda shape: shape.priority)
 
 
+def is_backward(name: str) -> bool:
+    """Whether a shape of this name is of a gradient."""
+    return name.endswith("'")
+
+
 def sites(
     n: int,
     dtype: str = "bfloat16",

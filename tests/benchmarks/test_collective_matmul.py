@@ -100,8 +100,8 @@ def test_operands_are_those_of_one_device() -> None:
 
 
 def test_tiles_are_tuned_at_some_sites_and_taken_over_at_others() -> None:
-    def tiles(flags: tuple[str, ...], site: Site, link: str = "nvlink") -> list[Tiles | None]:
-        found = collective_matmul._forms(arguments("--forms", "mosaic", *flags), site, link, known)
+    def tiles(flags: tuple[str, ...], site: Site, link: str = "nvlink", name: str = "qkv") -> list[Tiles | None]:
+        found = collective_matmul._forms(arguments("--forms", "mosaic", *flags), name, site, link, known)
         assert found[0] == MONOLITHIC
         return [form.tiles for form in found[1:]]
 
@@ -111,7 +111,7 @@ def test_tiles_are_tuned_at_some_sites_and_taken_over_at_others() -> None:
     near = dataclasses.replace(QKV, rows=16384)
     assert set(tiles(("--tune", "4096,16384"), near)) == set(collective_matmul.CANDIDATES)
     assert tiles(("--tune", "16384", "--tiles", SMALL.key), near) == [SMALL]
-    assert set(tiles((), near)) == {SMALL, other}
+    assert set(tiles((), near)) == set(tiles(("--tune", "16384"), near, name="qkv'")) == {SMALL, other}
     assert tiles((), dataclasses.replace(near, kind=SCATTER)) == [None]
     assert tiles((), near, "no-p2p") == []
 
