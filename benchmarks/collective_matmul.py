@@ -25,6 +25,7 @@ hangs (`--site_s`) ends the process, so at most the site at hand is lost.
 from __future__ import annotations
 
 import argparse
+import collections
 import faulthandler
 import itertools
 import math
@@ -66,7 +67,6 @@ _OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _BEST_TILES = 2  # of the nearest tuned site that others try
 _FLOPS, _BYTES = 6e14, 2e11  # per second; a guess for the number of iterations alone
 _FEWEST, _MOST = 4, 200  # iterations
-_REFUSALS = (DhelixError, NotImplementedError, RuntimeError, TypeError, ValueError)  # of a form, XLA or Mosaic
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,7 +156,7 @@ def _unused(folder: Path, name: str) -> Path:
 def _forms(
     arguments: argparse.Namespace, name: str, site: Site, link: str, known: Mapping[Site, Measured]
 ) -> list[Form]:
-    """What is tried at a site, Mosaic kernels last: a kernel that hangs takes no other form with it."""
+    """What is tried at a site: the monolithic form, which others are compared with, and what `--forms` names."""
     found = {MONOLITHIC}
     for form in _list(arguments.forms):
         if form == "hybrid":
@@ -195,14 +195,15 @@ def measure_site(name: str, site: Site, forms: Sequence[Form], mesh: Mesh, argum
                 measured.differs[program.name] = float(programs.difference(expected, turn.out))
                 _check(measured.differs[program.name], site)
             turns[program.name] = turn
-        except _REFUSALS as error:
+        except Exception as error:  # a form that refuses, XLA or Mosaic: the others have times all the same
             measured.failed[program.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     del expected
-    for number in range(arguments.rounds):
-        order = list(turns)
-        for program in order[number % len(order) :] + order[: number % len(order)]:
+    order = collections.deque(turns)
+    for _ in range(arguments.rounds):
+        for program in order:
             seconds = turns[program].run()
             measured.us.setdefault(program, []).append(round(1e6 * seconds / measured.iterations, 3))
+        order.rotate()
     return measured
 
 
@@ -218,7 +219,6 @@ def _compiled(
     site: Site, forms: Sequence[Form], mesh: Mesh, iterations: int, threads: int
 ) -> list[tuple[Program, Future[Callable[..., jax.Array]]]]:
     """Programs and what became of them. All are compiled before one runs: XLA times kernels while it compiles."""
-
     options = {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
 
     def compiled(program: Program) -> Callable[..., jax.Array]:

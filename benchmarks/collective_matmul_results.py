@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -107,19 +108,9 @@ class Results:
 
 
 def _text(record: dict[str, Any]) -> str:
-    """JSON with a list of numbers on one line."""
-    lists: list[str] = []
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, list) and all(isinstance(v, float | int) for v in value):
-            lists.append(json.dumps(value))
-            return f"@{len(lists) - 1}@"
-        return {key: kept(inner) for key, inner in value.items()} if isinstance(value, dict) else value
-
-    text = json.dumps(kept(record), indent=1)
-    for i, line in enumerate(lists):
-        text = text.replace(f'"@{i}@"', line)
-    return text + "\n"
+    """JSON with a list of numbers on one line. Line ends are of lists and objects only: in texts they are escaped."""
+    numbers = re.compile(r"\[\n([\s\d.,e+-]+)\]")
+    return numbers.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(record, indent=1)) + "\n"
 
 
 def merged(results: Iterable[Results]) -> dict[Site, Measured]:
