@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tune", default="", help="rows of the sites where all tiles are tried, separated by commas")
     made.add_argument("--dtype", default="bfloat16")
     made.add_argument("--rounds", type=int, default=6, help="turns of each program")
-    made.add_argument("--run_ms", type=float, default=8.0, help="about how long one turn of the whole work takes")
+    made.add_argument("--run_ms", type=float, default=10.0, help="about how long one turn of the whole work takes")
     made.add_argument("--iterations", type=int, default=0, help="of a turn, instead of --run_ms")
     made.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="compiles at a time")
     made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all sites; 0: no limit")
