@@ -1,0 +1,63 @@
+"""A Llama step whose layers take collective matmuls, by hand of `ManualParallel(collective_matmuls=...)`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from dhelix.models import LlamaConfig, make_mesh
+from dhelix.models.llama import init_params, param_specs
+from dhelix.models.parallel import ManualParallel
+from dhelix.models.train_step import accumulate_gradients, over_mesh, reduce_gradients
+from dhelix.runtime.collective_matmul import CollectiveMatmuls
+from dhelix.tests.runtime.collective_matmul.programs import assert_close, fast_jit
+
+CONFIG = LlamaConfig(
+    vocab=64,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    ffn=48,
+    seq=16,
+    dtype="float32",
+    param_dtype="float32",
+)
+MESH = make_mesh(1, 4)
+
+
+@functools.cache
+def arguments() -> tuple[Any, Any]:
+    """Parameters away from zero, so that no gradient is small, and tokens."""
+    generator = np.random.default_rng(7)
+    shapes = jax.eval_shape(functools.partial(init_params, CONFIG), jax.random.key(0))
+    params = jax.tree.map(lambda leaf: generator.normal(0.2, 0.1, leaf.shape).astype(leaf.dtype), shapes)
+    return params, generator.integers(0, CONFIG.vocab, (4, CONFIG.seq + 1)).astype(np.int32)
+
+
+def step(config: LlamaConfig, collective_matmuls: CollectiveMatmuls | None) -> Any:
+    """Loss and gradients of two micro-batches over four devices, jitted."""
+    specs = param_specs(config)
+
+    def local(params: Any, rows: jax.Array) -> tuple[jax.Array, Any]:
+        parallel = ManualParallel(collective_matmuls=collective_matmuls)
+        loss, gradients = accumulate_gradients(config, parallel, 2, params, rows)
+        return jax.lax.pmean(loss, "dp"), reduce_gradients(gradients, specs)
+
+    return fast_jit(over_mesh(local, MESH, specs))
+
+
+@functools.cache
+def plain() -> Any:
+    return step(CONFIG, None)(*arguments())
+
+
+@pytest.mark.parametrize(("form", "collective", "remat"), [("ring", "permute", "none"), ("hybrid:2", "gather", "full")])
+def test_losses_and_gradients_are_those_of_the_plain_step(form: str, collective: str, remat: Any) -> None:
+    compiled = step(dataclasses.replace(CONFIG, remat=remat), CollectiveMatmuls(form)).lower(*arguments()).compile()
+    assert f"{collective}(" in compiled.as_text()
+    assert_close(compiled(*arguments()), plain(), 1e-5)
