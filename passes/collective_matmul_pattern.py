@@ -20,6 +20,7 @@ from dhelix.profiles.collective_matmul import Site
 
 MARK = "collective_matmul"
 """In the name stack of what is a collective matmul already."""
+ORDERED = "the program orders it"
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _PRECISION = 51  # field of HloInstructionProto
 _DEFAULT_PRECISIONS = (b"", b"\n\x02\0\0")
@@ -133,7 +134,7 @@ def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
     if not collective.proto.channel_id:
         raise Unfit("over replicas, not partitions")
     if collective.control_predecessors:
-        raise Unfit("the program orders it")
+        raise Unfit(ORDERED)
     groups = device_groups(collective)
     if groups and max(map(len, groups)) == 1:
         raise Unfit("its groups are of one device")

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.collective_matmul_pattern import (
+    ORDERED,
     Match,
     Pattern,
     Product,
@@ -90,6 +91,8 @@ def _match_gather(gather: Instruction, users: Users) -> Match:
     dimension, dimensions = gather.proto.dimensions[0], gather.shape.dimensions
     source = whole(dimensions)
     source[dimension] = _parts(dimension, dimensions[dimension], axis[1])
+    if any(gather in i.control_predecessors for i in gather.computation.instructions):
+        raise Unfit(ORDERED)
     later = graph.descendants(gather.computation, [gather])
     found: list[_Reader] = []
     others = False

@@ -114,10 +114,10 @@ class Rearrangement:
         """Instructions that rearrange `value`; itself where there is nothing to do."""
         kind = value.shape.element_type
         if self.moves:
-            value = _reshape(builder, value, self.split)
+            value = reshaped(builder, value, self.split)
             moved = [self.split[n] for n in self.permutation]
             value = builder.make("transpose", array(kind, moved), [value], dimensions=list(self.permutation))
-        return _reshape(builder, value, self.result)
+        return reshaped(builder, value, self.result)
 
 
 def _joined(split: Sequence[int], permutation: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -136,7 +136,8 @@ def _within(part: Factor, factor: Factor) -> bool:
     return factor.outside <= part.outside and part.outside * part.size <= factor.outside * factor.size
 
 
-def _reshape(builder: Builder, value: Instruction, dimensions: Sequence[int]) -> Instruction:
+def reshaped(builder: Builder, value: Instruction, dimensions: Sequence[int]) -> Instruction:
+    """`value` reshaped; itself where it has these dimensions."""
     if list(value.shape.dimensions) == list(dimensions):
         return value
     return builder.make("reshape", array(value.shape.element_type, dimensions), [value])

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from dhelix.errors import DhelixError
 from dhelix.passes.collectives import GROUP_FIELDS, device_groups
+from dhelix.passes.dimension_factors import reshaped
 from dhelix.passes.exchange import array
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, edit
 from dhelix.passes.hlo.edit import inline_calls, replace_uses
@@ -162,19 +163,15 @@ def _two_dimensions(dimensions: Sequence[int], contracted: list[int]) -> tuple[l
 
 def _replace_dot(dot: Instruction, lhs: tuple[list[int], int], rhs: tuple[list[int], int]) -> None:
     computation = dot.computation
-    builder = Builder(computation)
-    kinds = [o.shape.element_type for o in dot.operands]
-    operands = [
-        builder.make("reshape", array(kind, sizes), [operand])
-        for kind, operand, (sizes, _) in zip(kinds, dot.operands, (lhs, rhs), strict=True)
-    ]
+    builder, start = Builder(computation), len(computation.instructions)
+    operands = [reshaped(builder, o, sizes) for o, (sizes, _) in zip(dot.operands, (lhs, rhs), strict=True)]
     product = builder.copy(dot, operands)
     rows, columns = lhs[0][1 - lhs[1]], rhs[0][1 - rhs[1]]
     product.proto.shape.CopyFrom(array(dot.shape.element_type, (rows, columns)))
     numbers = product.proto.dot_dimension_numbers
     numbers.lhs_contracting_dimensions[:], numbers.rhs_contracting_dimensions[:] = [lhs[1]], [rhs[1]]
-    result = builder.make("reshape", array(dot.shape.element_type, dot.shape.dimensions), [product])
-    for made in (*operands, result):
+    result = reshaped(builder, product, dot.shape.dimensions)
+    for made in computation.instructions[start:]:
         made.proto.metadata.CopyFrom(dot.proto.metadata)
     replace_uses(computation, dot, result)
     computation.instructions.remove(dot)

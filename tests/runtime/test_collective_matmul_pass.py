@@ -1,0 +1,313 @@
+"""Collective matmuls put into programs that do not ask for them: same results on CPU devices, and what GPUs run."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dhelix.errors import DhelixError
+from dhelix.passes.collectives import find_collective, is_done, is_start, start_of
+from dhelix.passes.exclusive_kernels import is_exclusive
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.report import StageReport
+from dhelix.profiles.collective_matmul import Form
+from dhelix.runtime import deviceless, registration
+from dhelix.runtime.collective_matmul_pass import collective_matmul_passes
+from dhelix.runtime.lowering import compiled_module, hlo_bytes, with_hlo
+
+LAYERS, HIDDEN, HEADS, HEAD, FFN = 2, 16, 8, 4, 32
+WEIGHTS = {
+    "q": (LAYERS, HIDDEN, HEADS, HEAD), "k": (LAYERS, HIDDEN, HEADS, HEAD), "o": (LAYERS, HEADS, HEAD, HIDDEN),
+    "gate": (LAYERS, HIDDEN, FFN), "up": (LAYERS, HIDDEN, FFN), "down": (LAYERS, FFN, HIDDEN),
+}  # fmt: skip
+Arrays = dict[str, jax.Array]
+
+
+def cpu_mesh() -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[:8]).reshape(2, 4), ("dp", "tp"))
+
+
+def spec(name: str, axis: str) -> PartitionSpec:
+    return PartitionSpec(None, axis) if name in ("o", "down") else PartitionSpec(None, None, axis)
+
+
+def layer(x: jax.Array, w: Arrays, axis: str) -> jax.Array:
+    """One of a transformer's, without attention and norms: sequence parallel along `axis`."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, axis, axis=1, tiled=True)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        return lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+
+    h = gather(x)
+    heads = jnp.tanh(jnp.einsum("bsh,hnd->bsnd", h, w["q"])) * jnp.einsum("bsh,hnd->bsnd", h, w["k"])
+    x = x + scatter(jnp.einsum("bsnd,ndh->bsh", heads, w["o"]))
+    h = gather(x)
+    return x + scatter((jnp.tanh(h @ w["gate"]) * (h @ w["up"])) @ w["down"])
+
+
+def step(mesh: Mesh, axis: str) -> Callable[[Arrays, jax.Array], Any]:
+    """Loss and gradients of a scan over layers."""
+    other = "dp" if axis == "tp" else "tp"
+
+    def body(weights: Arrays, x: jax.Array) -> Any:
+        def loss(weights: Arrays) -> jax.Array:
+            y, _ = lax.scan(lambda x, w: (layer(x, w, axis), None), x, weights)
+            return jnp.sum(jnp.sin(y))
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return lax.psum(value, ("dp", "tp")), jax.tree.map(lambda g: lax.psum(g, other), gradients)
+
+    specs = {name: spec(name, axis) for name in WEIGHTS}
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(specs, PartitionSpec(other, axis)), out_specs=(PartitionSpec(), specs),
+        check_vma=False,
+    )  # fmt: skip
+
+
+def arguments(batch: int = 4, seq: int = 16) -> tuple[Arrays, jax.Array]:
+    draw = np.random.default_rng(0)
+    weights = {name: jnp.asarray(draw.standard_normal(shape) / 8, jnp.float32) for name, shape in WEIGHTS.items()}
+    return weights, jnp.asarray(draw.standard_normal((batch, seq, HIDDEN)), jnp.float32)
+
+
+def transformed(
+    lowered: jax.stages.Lowered, form: str | Form, devices: Sequence[Any]
+) -> tuple[jax.stages.Lowered, StageReport]:
+    passes = collective_matmul_passes(devices, form, Stage.LOWERED)
+    new, report = PassManager(passes, strict=True).run(Stage.LOWERED, hlo_bytes(lowered))
+    assert new is not None
+    return with_hlo(lowered, new), report
+
+
+def made(report: StageReport) -> dict[str, int]:
+    """Sites that were replaced, and how often."""
+    notes = [note for note in report.passes[0].notes if note.message == "a collective matmul"]
+    return {note.facts["site"]: note.facts["count"] for note in notes}
+
+
+@functools.cache
+def plain(axis: str) -> tuple[jax.stages.Lowered, Any]:
+    given = arguments()
+    lowered = jax.jit(step(cpu_mesh(), axis)).lower(*given)
+    return lowered, lowered.compile()(*given)
+
+
+@pytest.mark.parametrize(
+    ("form", "axis"),
+    [
+        (Form("ring"), "dp"),
+        (Form("bidirectional_ring"), "tp"),
+        (Form("hybrid", chunks=2), "tp"),
+    ],
+    ids=lambda value: getattr(value, "key", value),
+)
+def test_loss_and_gradients_are_those_of_the_plain_step(form: Form, axis: str) -> None:
+    """Forward and backward loops; over dp the groups are devices {0, 4}, {1, 5}, ..."""
+    lowered, expected = plain(axis)
+    changed, report = transformed(lowered, form, jax.devices("cpu")[:8])
+    assert sum(made(report).values()) == 8, "two gathers and two scatters, forward and backward"
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(changed.compile()(*arguments())), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(a))))
+
+
+def test_rows_that_do_not_divide_into_chunks_keep_their_form() -> None:
+    given = arguments(seq=12)  # 3 rows on a device
+    lowered = jax.jit(step(cpu_mesh(), "tp")).lower(*given)
+    passes = collective_matmul_passes(jax.devices("cpu")[:8], Form("hybrid", chunks=2), Stage.LOWERED)
+    new, report = PassManager(passes).run(Stage.LOWERED, hlo_bytes(lowered))
+    assert new is None
+    reasons = [note.message for note in report.passes[0].notes]
+    assert sum("needs 2 or more chunks that divide 3 rows" in reason for reason in reasons) == 2, reasons
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[str, dict[str, int], int, str]:
+    """An einsum of x and w, sizes by letter, which dimension of x is gathered, and what is scattered of the result."""
+    x = "".join(draw(st.permutations("abc")))
+    k = x[-1]
+    w = "".join(draw(st.permutations(k + "d")))
+    out = "".join(draw(st.permutations([c for c in x + "d" if c != k])))
+    sizes = {letter: draw(st.sampled_from([1, 2, 3])) for letter in "abcd"}
+    gathered = draw(st.integers(0, 1))
+    if draw(st.booleans()):
+        return f"{x},{w}->{out}", sizes, gathered, x[gathered]
+    return f"{w},{x}->{out}", sizes, gathered, x[gathered]
+
+
+@hypothesis.given(products(), st.sampled_from(["gather", "scatter", "reduce"]), st.booleans())
+@hypothesis.settings(max_examples=12)
+def test_any_order_of_dimensions(product: tuple[str, dict[str, int], int, str], kind: str, others: bool) -> None:
+    """Whatever order dimensions stand in: where it is replaced, the result is the same."""
+    formula, sizes, gathered, letter = product
+    operands, out = formula.split("->")
+    first, second = operands.split(",")
+    x_name = first if len(first) == 3 else second
+    mesh = cpu_mesh()
+
+    def body(x: jax.Array, w: jax.Array) -> list[jax.Array]:
+        value = lax.all_gather(x, "tp", axis=gathered, tiled=True) if kind == "gather" else x
+        result = jnp.einsum(formula, *((value, w) if first == x_name else (w, value)))
+        extra = [jnp.tanh(value)] if others else []
+        if kind == "scatter":
+            result = lax.psum_scatter(result, "tp", scatter_dimension=out.index(letter), tiled=True)
+        return [lax.psum(result, "tp") if kind == "reduce" else result, *extra]
+
+    w_name = second if first == x_name else first
+    shapes = [[sizes[c] for c in name] for name in (x_name, w_name)]
+    if kind != "gather":
+        shapes[0][gathered] *= 4
+    draw = np.random.default_rng(0)
+    given = [jnp.asarray(draw.integers(-3, 4, (8 * s[0], *s[1:])), jnp.float32) for s in shapes]
+    every = PartitionSpec(("dp", "tp"))
+    program = jax.shard_map(body, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+    lowered = jax.jit(program).lower(*given)
+    passes = collective_matmul_passes(jax.devices("cpu")[:8], "ring", Stage.LOWERED)
+    new, _ = PassManager(passes).run(Stage.LOWERED, hlo_bytes(lowered))
+    hypothesis.event("replaced" if new else "left alone")
+    if new is not None:
+        for a, b in zip(lowered.compile()(*given), with_hlo(lowered, new).compile()(*given), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_what_turns_it_off() -> None:
+    devices = jax.devices("cpu")[:8]
+    assert collective_matmul_passes(devices, "off") == ()
+    assert collective_matmul_passes(devices[:1]) == ()
+    assert [p.stage for p in collective_matmul_passes(devices)] == [Stage.PRE_SCHEDULER, Stage.POST_SCHEDULER]
+    with pytest.raises(DhelixError, match="must be one of"):
+        collective_matmul_passes(devices, "circle")
+
+
+def test_without_measured_times_nothing_is_replaced() -> None:
+    lowered = jax.jit(step(cpu_mesh(), "tp")).lower(*arguments())
+    passes = collective_matmul_passes(jax.devices("cpu")[:8], "auto", Stage.LOWERED)
+    new, report = PassManager(passes, strict=True).run(Stage.LOWERED, hlo_bytes(lowered))
+    assert new is None
+    assert any("no other form is known to be faster" in note.message for note in report.passes[0].notes)
+
+
+def test_devices_of_another_program_are_refused() -> None:
+    lowered = jax.jit(step(cpu_mesh(), "tp")).lower(*arguments())
+    passes = collective_matmul_passes(jax.devices("cpu")[:4], "ring", Stage.LOWERED)
+    with pytest.raises(DhelixError, match="over 8 devices in a program for 4"):
+        PassManager(passes, strict=True).run(Stage.LOWERED, hlo_bytes(lowered))
+
+
+def test_passes_have_a_fingerprint() -> None:
+    """It goes into the name of the module, so options and the sources of the forms must be told by text."""
+    devices = jax.devices("cpu")[:8]
+    found = {PassManager(collective_matmul_passes(devices, form)).fingerprint() for form in ("auto", "ring", "hybrid")}
+    assert len(found) == 3
+
+
+# What GPUs run
+
+
+def on_gpus(
+    function: Callable[..., Any], mesh: Mesh, form: str | Form, *arguments: jax.ShapeDtypeStruct
+) -> tuple[HloModule, list[StageReport]]:
+    """The scheduled GPU program with the passes run by the compiler, and what they report."""
+
+    def collective_matmul_step(*arguments: jax.Array) -> Any:
+        return function(*arguments)
+
+    manager = PassManager(collective_matmul_passes(list(mesh.devices.flat), form), strict=True)
+    reports: list[StageReport] = []
+
+    def run(stage: Stage, module: bytes) -> bytes | None:
+        new, report = manager.run(stage, module)
+        reports.append(report)
+        return new
+
+    with registration.temporary_hook(run, collective_matmul_step.__name__):
+        return compiled_module(deviceless.compile(jax.jit(collective_matmul_step).lower(*arguments))), reports
+
+
+def in_flight(sequence: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """From where to where each asynchronous collective is under way."""
+    ends = {start_of(i): n for n, i in enumerate(sequence) if is_done(i)}
+    starts = ((n, i) for n, i in enumerate(sequence) if is_start(i) and find_collective(i) is not None)
+    return [(n, ends[i]) for n, i in starts]
+
+
+def gpu_arguments(mesh: Mesh, *shapes: tuple[tuple[int, ...], PartitionSpec]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=NamedSharding(mesh, p)) for s, p in shapes]
+
+
+def block(mesh: Mesh) -> Callable[..., Any]:
+    """Two weights after one gather, whose gathered value is returned too, and a scatter."""
+    column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
+
+    def body(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = lax.all_gather(x, "tp", axis=0, tiled=True)
+        y = jnp.tanh(h @ gate) * (h @ up)
+        return lax.psum_scatter(y @ down, "tp", scatter_dimension=0, tiled=True), h
+
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(row, column, column, row), out_specs=(row, PartitionSpec()), check_vma=False
+    )
+
+
+def block_arguments(mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
+    column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
+    return gpu_arguments(mesh, ((4096, 1024), row), ((1024, 4096), column), ((1024, 4096), column), ((4096, 1024), row))
+
+
+@pytest.mark.deviceless
+def test_on_gpus_a_ring_runs_beside_its_products() -> None:
+    mesh = deviceless.mesh({"dp": 2, "tp": 4})
+    module, reports = on_gpus(block(mesh), mesh, "ring", *block_arguments(mesh))
+    assert made(reports[0]) == {
+        "all_gather_matmul bfloat16 4096x1024x2048 over 4": 1,
+        "matmul_reduce_scatter bfloat16 4096x1024x1024 over 4": 1,
+    }
+    text = module.to_text()
+    assert not re.search(r" (all-gather|reduce-scatter)(-start)?\(", text)
+    assert len(re.findall(r" collective-permute-start\(", text)) == 6, "three steps of each ring"
+    sequence = module.schedule[module.entry]
+    (start, done), *_ = in_flight(sequence)
+    between = [i.proto.custom_call_target for i in sequence[start + 1 : done]]
+    assert any("cublas" in target for target in between)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 4}], ids=str)
+def test_on_gpus_a_kernel_is_spliced_in(axes: dict[str, int]) -> None:
+    """The custom call holds the kernel, its mesh is that of the program, and nothing of NCCL is in flight beside it."""
+    mesh = deviceless.mesh(axes)
+    column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
+
+    def body(x: jax.Array, w: jax.Array, z: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        product = lax.all_gather(x, "tp", axis=0, tiled=True) @ w
+        return product, lax.all_gather(z, "tp", axis=0, tiled=True), v @ v
+
+    program = jax.shard_map(
+        body, mesh=mesh, in_specs=(row, column, row, PartitionSpec()),
+        out_specs=(column, PartitionSpec(), PartitionSpec()), check_vma=False,
+    )  # fmt: skip
+    given = gpu_arguments(
+        mesh, ((4096, 4096), row), ((4096, 4096), column), ((4096, 4096), row), ((4096, 4096), PartitionSpec())
+    )
+    module, reports = on_gpus(program, mesh, "mosaic", *given)
+    assert list(made(reports[0]).values()) == [1]
+    sequence = module.schedule[module.entry]
+    (kernel,) = [i for i in sequence if is_exclusive(i)]
+    ids = ",".join(map(str, range(mesh.size)))
+    assert f'xla_replica_ids = "{ids}"'.encode() in kernel.proto.backend_config
+    assert not any(start < sequence.index(kernel) < done for start, done in in_flight(sequence))
+    guard = reports[1].passes[0]
+    assert guard.outcome == "changed" and guard.notes[-1].facts["count"] == 1
