@@ -48,7 +48,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("plain", help="without the passes")
     switch("interleave", help="with interleaved strands (the default)")
     switch("verify", help="compare the first step with the plain one")
-    choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: list)")
+    choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: dp)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
     text("data", None, "file or folder to train on (default: the Python standard library)")

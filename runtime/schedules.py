@@ -1,7 +1,7 @@
 """Which passes a step goes through, by the names that `strand_interleave(schedule=...)` takes.
 
     schedule            strands                     order of operators on GPUs
-    dp                  backward beside forward     pairing by dynamic programming (DHelix section 4.2)
+    dp, the default     backward beside forward     pairing by dynamic programming (DHelix section 4.2)
     list                backward beside forward     list scheduling of collectives
     xla                 backward beside forward     XLA's own
     round_robin         backward beside forward     operators of both in turn (Wavelet+), a baseline
@@ -46,13 +46,14 @@ from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings, memory_need
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
+DEFAULT = "dp"
 LIMITED = ("dp", "list")
 """Schedules that take no more memory than the plain step and 3 %; the others are to be compared with, as they are."""
 AUTO = "auto"
 
 
 def default_passes(
-    schedule: str = "list",
+    schedule: str = DEFAULT,
     model: CostModel | None = None,
     memory_limit: int | None = None,
     hardware: Hardware = H200,
@@ -117,7 +118,7 @@ class Choice:
     Attributes are options of `strand_interleave`, and those of XLA that the step is jitted with.
     """
 
-    schedule: str = "list"
+    schedule: str = DEFAULT
     profile: str | Path | Profile | None = AUTO
     plan: PairingPlan | None = None
     memory_limit: int | None = None

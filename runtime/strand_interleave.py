@@ -35,7 +35,7 @@ from dhelix.runtime import registration, verification
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
-from dhelix.runtime.schedules import AUTO, Choice
+from dhelix.runtime.schedules import AUTO, DEFAULT, Choice
 from dhelix.runtime.specialization import Specialization
 from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
 
@@ -52,7 +52,7 @@ def strand_interleave(
     *,
     microbatches: int | None = None,
     reduce: str = "mean",
-    schedule: str = "list",
+    schedule: str = DEFAULT,
     profile: str | Path | Profile | None = AUTO,
     plan: str | Path | PairingPlan | None = None,
     memory_limit: int | None = None,
