@@ -8,6 +8,7 @@ a name, or a Form    that one, or DhelixError with what to do. Its derivatives t
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 
 import jax
@@ -22,6 +23,8 @@ from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.launch_settings import link_of
 
 _MOST_CHUNKS = 4  # of a hybrid that does not say how many
+_GPU = ("cuda", "gpu")
+_HOPPER = re.compile(r"\bG?H\d{2,3}\b")  # H100, H200, H800, H20, GH200
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,7 @@ def refusal(form: Form, place: Place) -> str | None:
         return f"works on one mesh axis, not on {place.axis_name}: name one"
     site, n = place.site, place.site.axis_size
     if form.name == "mosaic":
-        platform, _ = _devices_here()
-        if platform not in ("cuda", "gpu"):
-            return f"needs NVIDIA GPUs, and these devices are {platform}: take another form"
-        reason = mosaic.refusal(site, form.tiles)
+        reason = _no_peers_here() or mosaic.refusal(site, form.tiles)
         return None if reason is None else f"has no kernel here ({reason}): take another form"
     if form.name == "hybrid" and (form.chunks < 2 or place.rows % form.chunks):
         return f"needs 2 or more chunks that divide {place.rows} rows: choose others"
@@ -90,6 +90,18 @@ def refusal(form: Form, place: Place) -> str | None:
         rows = place.rows // n if site.kind == "matmul_all_reduce" else place.rows
         if form.name == "bidirectional_ring" and rows < 2:
             return f"needs 2 or more rows per device, not {rows}: use more"
+    return None
+
+
+def _no_peers_here() -> str | None:
+    """Why kernels that write to their peers' memory cannot run on these devices, or None."""
+    platform, kind = _devices_here()
+    if platform not in _GPU or not _HOPPER.search(kind):
+        return f"it needs NVIDIA's Hopper GPUs, and this is {kind}"
+    if link_of(os.environ) != "nvlink":
+        return "it needs peer-to-peer access, and NCCL_P2P_DISABLE is set"
+    if jax.process_count() > 1:
+        return "it needs all GPUs of the axis in one process"
     return None
 
 
@@ -111,7 +123,7 @@ def _devices_here() -> tuple[str, str]:
 
 def _times_here() -> Times | None:
     platform, kind = _devices_here()
-    if platform not in ("cuda", "gpu"):
+    if platform not in _GPU:
         return None
     return collective_matmul_times.find(gpu_name(kind), link_of(os.environ))
 

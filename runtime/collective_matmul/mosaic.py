@@ -28,7 +28,11 @@ _KERNELS = "dhelix.runtime.collective_matmul.kernels"
 
 def refusal(site: Site, tiles: Tiles | None) -> str | None:
     """Why there is no kernel for `site` with these tiles, or None."""
-    return _kernel(site.kind, "supported")(site, tiles)
+    try:
+        supported = _kernel(site.kind, "supported")
+    except ImportError as error:
+        return f"Mosaic GPU cannot be imported: {error}"
+    return supported(site, tiles)
 
 
 def all_gather_matmul(

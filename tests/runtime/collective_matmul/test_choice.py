@@ -39,7 +39,12 @@ def traced(kind: str, form: Any, rows: int, axis: Any = "tp", k: int = 8, column
         ("matmul_all_reduce", "ring", 18, "18 do not divide by 4 devices: pad the rows"),
         ("all_gather_matmul", "bidirectional_ring", 4, "2 or more rows per device, not 1"),
         ("matmul_all_reduce", "bidirectional_ring", 4, "2 or more rows per device, not 1"),
-        ("all_gather_matmul", "mosaic", 16, "needs NVIDIA GPUs, and these devices are cpu: take another form"),
+        (
+            "all_gather_matmul",
+            "mosaic",
+            16,
+            r"no kernel here \(it needs NVIDIA's Hopper GPUs, and this is cpu\): take another form",
+        ),
         ("matmul_reduce_scatter", "auto", 18, "18 rows do not divide by the 4 devices of 'tp': pad the rows"),
     ],
 )
@@ -154,11 +159,15 @@ def test_auto_falls_back_to_the_next_fastest_and_says_so_once(
 
 
 @pytest.mark.deviceless
-def test_a_kernel_that_refuses_the_site_says_why() -> None:
+def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     place = choice.Place(Site("all_gather_matmul", 64, 64, 64, "float32", 4), "tp", 16)
-    on = deviceless.mesh({"tp": 4})
-    with jax.sharding.use_abstract_mesh(on.abstract_mesh):
-        assert "has no kernel here" in str(choice.refusal(Form("mosaic", tiles=Tiles(64, 64, 64, 2, "M", 1)), place))
+    form = Form("mosaic", tiles=Tiles(64, 64, 64, 2, "M", 1))
+    with jax.sharding.use_abstract_mesh(deviceless.mesh({"tp": 4}).abstract_mesh):
+        assert "has no kernel here (" in str(choice.refusal(form, place))
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        assert "needs all GPUs of the axis in one process" in str(choice.refusal(form, place))
+        monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        assert "NCCL_P2P_DISABLE is set" in str(choice.refusal(form, place))
 
 
 def test_derivatives_of_an_explicit_form_fall_back_where_it_cannot_be_had(lines: list[str]) -> None:
