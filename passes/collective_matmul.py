@@ -36,7 +36,7 @@ from typing import Protocol
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_matmul_pattern import MARK, Match, Pattern, Product
 from dhelix.passes.collective_matmul_sites import find
-from dhelix.passes.exchange import array
+from dhelix.passes.dimension_factors import dense
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 from dhelix.passes.manager import PassContext, Stage
@@ -183,7 +183,7 @@ def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
     else:
         value = product.dot.operands[product.x]
     if value.shape.element_type != match.kind:
-        value = builder.make("convert", array(match.kind, value.shape.dimensions), [value])
+        value = builder.make("convert", dense(match.kind, value.shape.dimensions), [value])
     return product.order_x.emit(builder, value)
 
 

@@ -150,8 +150,9 @@ def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
 
 
 def is_marked(instruction: Instruction) -> bool:
-    """Whether it belongs to a collective matmul already."""
-    return MARK in instruction.op_name.split("/")
+    """Whether it belongs to a collective matmul already; a derivative's name is `.../transpose(jvp(MARK))/...`."""
+    parts = instruction.op_name.split("/")
+    return any(part.rstrip(")").rpartition("(")[2] == MARK and "jit(" not in part for part in parts)
 
 
 def only_moves(instruction: Instruction) -> bool:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dhelix.passes.exchange import array
-from dhelix.passes.hlo import Builder, Instruction
+from dhelix.passes.hlo import Builder, Instruction, Shape
 
 
 @dataclass(frozen=True, order=True)
@@ -116,7 +116,7 @@ class Rearrangement:
         if self.moves:
             value = reshaped(builder, value, self.split)
             moved = [self.split[n] for n in self.permutation]
-            value = builder.make("transpose", array(kind, moved), [value], dimensions=list(self.permutation))
+            value = builder.make("transpose", dense(kind, moved), [value], dimensions=list(self.permutation))
         return reshaped(builder, value, self.result)
 
 
@@ -136,8 +136,15 @@ def _within(part: Factor, factor: Factor) -> bool:
     return factor.outside <= part.outside and part.outside * part.size <= factor.outside * factor.size
 
 
+def dense(element_type: int, dimensions: Sequence[int]) -> Any:
+    """A shape in row-major order. Layouts come later, but what looks at collectives before wants one to be there."""
+    shape = Shape(element_type=element_type, dimensions=dimensions)
+    shape.layout.minor_to_major.extend(reversed(range(len(dimensions))))
+    return shape
+
+
 def reshaped(builder: Builder, value: Instruction, dimensions: Sequence[int]) -> Instruction:
     """`value` reshaped; itself where it has these dimensions."""
     if list(value.shape.dimensions) == list(dimensions):
         return value
-    return builder.make("reshape", array(value.shape.element_type, dimensions), [value])
+    return builder.make("reshape", dense(value.shape.element_type, dimensions), [value])

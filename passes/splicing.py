@@ -24,8 +24,7 @@ from collections.abc import Sequence
 
 from dhelix.errors import DhelixError
 from dhelix.passes.collectives import GROUP_FIELDS, device_groups
-from dhelix.passes.dimension_factors import reshaped
-from dhelix.passes.exchange import array
+from dhelix.passes.dimension_factors import dense, reshaped
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, edit
 from dhelix.passes.hlo.edit import inline_calls, replace_uses
 
@@ -167,7 +166,7 @@ def _replace_dot(dot: Instruction, lhs: tuple[list[int], int], rhs: tuple[list[i
     operands = [reshaped(builder, o, sizes) for o, (sizes, _) in zip(dot.operands, (lhs, rhs), strict=True)]
     product = builder.copy(dot, operands)
     rows, columns = lhs[0][1 - lhs[1]], rhs[0][1 - rhs[1]]
-    product.proto.shape.CopyFrom(array(dot.shape.element_type, (rows, columns)))
+    product.proto.shape.CopyFrom(dense(dot.shape.element_type, (rows, columns)))
     numbers = product.proto.dot_dimension_numbers
     numbers.lhs_contracting_dimensions[:], numbers.rhs_contracting_dimensions[:] = [lhs[1]], [rhs[1]]
     result = reshaped(builder, product, dot.shape.dimensions)

@@ -39,6 +39,28 @@ def test_it_runs_once() -> None:
     assert again is None and not report.passes[0].notes
 
 
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("jit(step)/collective_matmul/all_gather", 1),
+        ("jit(step)/transpose(jvp(collective_matmul))/all_gather", 1),
+        ("jit(collective_matmul)/all_gather", 2),
+        ("jit(step)/my_collective_matmul/all_gather", 2),
+    ],
+)
+def test_what_the_user_wrote_as_one_is_left(name: str, taken: int) -> None:
+    _, _, report = golden.run(golden.read(BACKWARD).replace("jit(step)/all_gather", name), lowered())
+    assert sum(note.facts["count"] for note in report.notes if note.message == "a collective matmul") == taken
+
+
+def test_whatever_is_made_has_a_layout() -> None:
+    """XLA's analysis of collectives, which runs before layouts are assigned, aborts the process without."""
+    for name in golden.files("collective_matmul"):
+        _, after, _ = golden.run(golden.read(name), lowered())
+        shapes = [i.shape for c in after.computations for i in c.instructions if not i.shape.tuple_shapes]
+        assert all(len(s.layout.minor_to_major) == len(s.dimensions) for s in shapes)
+
+
 def test_equal_input_gives_equal_bytes() -> None:
     source = HloModule.from_text(golden.read(BACKWARD)).to_bytes()
     first, second = (PassManager((lowered(),)).run(Stage.LOWERED, source)[0] for _ in range(2))

@@ -264,24 +264,25 @@ def block(mesh: Mesh) -> Callable[..., Any]:
 
 def block_arguments(mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
-    return gpu_arguments(mesh, ((4096, 1024), row), ((1024, 4096), column), ((1024, 4096), column), ((4096, 1024), row))
+    return gpu_arguments(mesh, ((8192, 8192), row), ((8192, 4096), column), ((8192, 4096), column), ((4096, 8192), row))
 
 
 @pytest.mark.deviceless
-def test_on_gpus_a_ring_runs_beside_its_products() -> None:
+@pytest.mark.parametrize(("form", "permutes", "others"), [(Form("ring"), 6, 0), (Form("hybrid", chunks=4), 0, 8)])
+def test_on_gpus_collectives_run_beside_products(form: Form, permutes: int, others: int) -> None:
+    """Three steps of each ring, or four chunks of each collective, too large for XLA to combine two of them."""
     mesh = deviceless.mesh({"dp": 2, "tp": 4})
-    module, reports = on_gpus(block(mesh), mesh, "ring", *block_arguments(mesh))
+    module, reports = on_gpus(block(mesh), mesh, form, *block_arguments(mesh))
     assert made(reports[0]) == {
-        "all_gather_matmul bfloat16 4096x1024x2048 over 4": 1,
-        "matmul_reduce_scatter bfloat16 4096x1024x1024 over 4": 1,
+        "all_gather_matmul bfloat16 8192x8192x2048 over 4": 1,
+        "matmul_reduce_scatter bfloat16 8192x1024x8192 over 4": 1,
     }
     text = module.to_text()
-    assert not re.search(r" (all-gather|reduce-scatter)(-start)?\(", text)
-    assert len(re.findall(r" collective-permute-start\(", text)) == 6, "three steps of each ring"
+    assert len(re.findall(r" collective-permute-start\(", text)) == permutes
+    assert len(re.findall(r" (?:all-gather|reduce-scatter)(?:-start)?\(", text)) == others
     sequence = module.schedule[module.entry]
-    (start, done), *_ = in_flight(sequence)
-    between = [i.proto.custom_call_target for i in sequence[start + 1 : done]]
-    assert any("cublas" in target for target in between)
+    beside = [[i.proto.custom_call_target for i in sequence[start + 1 : done]] for start, done in in_flight(sequence)]
+    assert any("cublas" in target for targets in beside for target in targets)
 
 
 @pytest.mark.deviceless
