@@ -17,6 +17,7 @@ so this does too: one all-reduce in backward that `check_vma=True` does without.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -39,7 +40,8 @@ def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name:
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Mesh axes over which `shard_map` knows `x` to vary; none with `check_vma=False`."""
-    return jax.typeof(x).mat.varying
+    kind: Any = jax.typeof(x)
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # a later or an earlier name of the same
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
