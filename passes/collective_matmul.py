@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,7 +40,7 @@ from dhelix.passes.dimension_factors import dense
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.splicing import import_entry
+from dhelix.passes.splicing import Splicer
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form
 
 PARTLY_MANUAL = "the program is partly sharded by the compiler, and not partitioned yet"
@@ -87,6 +87,7 @@ class CollectiveMatmul:
             context.note(f"left alone: {PARTLY_MANUAL}")
             return False
         left, made = Counter[str](), Counter[tuple[str, str]]()
+        splicer = Splicer(module)
         for computation in list(_executed(module.entry)):
             matches = []
             for found in find(computation):
@@ -94,32 +95,36 @@ class CollectiveMatmul:
                     left[found] += 1
                 else:
                     matches.append(found)
-            taken = _without_overlap(matches, left)
-            replaced = [match for match in taken if self._replace(match, left, made, context.strict)]
-            if replaced:
-                drop_dead(computation)
+            stands_for: dict[Instruction, Instruction] = {}
+            for match in _without_overlap(matches, left):
+                program = self._program(match.pattern, left, made, context.strict)
+                if program is not None:
+                    stands_for.update(_splice(match, program, splicer))
+            if stands_for:
+                _put_in_place(computation, stands_for)
         for reason, count in sorted(left.items()):
             context.note(f"left alone: {reason}", count=count)
         for (site, form), count in sorted(made.items()):
             context.note("a collective matmul", site=site, form=form, count=count)
         return bool(made)
 
-    def _replace(self, match: Match, left: Counter[str], made: Counter[tuple[str, str]], strict: bool) -> bool:
-        """Whether `match` was replaced; else why not is counted."""
+    def _program(
+        self, pattern: Pattern, left: Counter[str], made: Counter[tuple[str, str]], strict: bool
+    ) -> HloModule | None:
+        """What takes the place of a pattern; None where nothing does, and why not is counted."""
         try:
-            form = self.forms.choose(match.pattern)
+            form = self.forms.choose(pattern)
             if form.name == MONOLITHIC.name:
                 left["no other form is known to be faster"] += 1
-                return False
-            program = self.forms.program(match.pattern, form)
+                return None
+            program = self.forms.program(pattern, form)
         except DhelixError as error:
             if strict:
                 raise
             left[str(error)] += 1
-            return False
-        _splice(match, program)
-        made[match.pattern.site.key, form.key] += 1
-        return True
+            return None
+        made[pattern.site.key, form.key] += 1
+        return program
 
 
 def _executed(entry: Computation) -> Iterator[Computation]:
@@ -151,8 +156,8 @@ def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
     return taken
 
 
-def _splice(match: Match, program: HloModule) -> None:
-    """Puts `program` in the place of what `match` replaces."""
+def _splice(match: Match, program: HloModule, splicer: Splicer) -> dict[Instruction, Instruction]:
+    """Appends `program` on the operands of `match`. Returns what stands for each instruction that is replaced."""
     computation = match.collective.computation
     builder = Builder(computation)
     start = len(computation.instructions)
@@ -163,17 +168,22 @@ def _splice(match: Match, program: HloModule) -> None:
         order_w = product.turned_w if match.pattern.transposed else product.order_w
         arguments.append(order_w.emit(builder, product.w))
     stack = f"{match.collective.op_name}/{MARK}".lstrip("/")
-    results = import_entry(program, computation, arguments, stack)
-    stands_for = {
-        old: order.emit(builder, new) for old, order, new in zip(match.replaced, match.results, results, strict=True)
-    }
+    results = splicer.import_entry(program, computation, arguments, stack)
+    placed = [order.emit(builder, new) for order, new in zip(match.results, results, strict=True)]
     for made in computation.instructions[start:]:
         if not made.op_name:
             made.proto.metadata.op_name = stack
-    for other in computation.instructions[:start]:
-        other.control_predecessors = [stands_for.get(p, p) for p in other.control_predecessors]
+    return dict(zip(match.replaced, placed, strict=True))
+
+
+def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
+    """Whatever reads or waits for the keys, what was spliced in too, does so with what stands for them; they go."""
+    for instruction in computation.instructions:
+        predecessors = instruction.control_predecessors
+        if any(p in stands_for for p in predecessors):
+            instruction.control_predecessors = [stands_for.get(p, p) for p in predecessors]
     replace_all_uses(computation, stands_for)
-    computation.sort()
+    drop_dead(computation)
 
 
 def _operand(builder: Builder, match: Match, product: Product) -> Instruction:

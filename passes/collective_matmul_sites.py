@@ -14,13 +14,13 @@ A gathered array that others read too (a gradient of the weight contracts the ga
 wanted as a second result.
 
 `find` only looks; what it finds is correct to replace, not faster. Reasons to leave a collective alone are one line
-each and the same for all that they apply to. Linear in the computation for each gather.
+each and the same for all that they apply to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.collective_matmul_pattern import (
@@ -39,7 +39,7 @@ from dhelix.passes.collective_matmul_pattern import (
     only_moves,
 )
 from dhelix.passes.dimension_factors import Factor, Factors, Rearrangement, product, regroup, whole
-from dhelix.passes.hlo import Computation, Instruction, graph
+from dhelix.passes.hlo import Computation, Instruction
 from dhelix.profiles.collective_matmul import Site
 
 SCATTERED = "its sum is sliced, and XLA makes a reduce-scatter of it"
@@ -55,12 +55,16 @@ Users = dict[Instruction, list[Instruction]]
 def find(computation: Computation) -> Iterator[Match | str]:
     """Every collective of the kinds above: how it could be replaced, or why it is left alone."""
     users = computation.users()
+    ordered = {p for i in computation.instructions for p in i.control_predecessors}
+    position = {i: n for n, i in enumerate(computation.instructions)}
     for instruction in computation.instructions:
         if instruction.opcode not in _KINDS or is_marked(instruction):
             continue
         try:
             if instruction.opcode == "all-gather":
-                yield _match_gather(instruction, users)
+                if instruction in ordered:
+                    raise Unfit(ORDERED)
+                yield _match_gather(instruction, users, position)
             else:
                 yield _match_reduction(instruction, users)
         except Unfit as reason:
@@ -86,19 +90,21 @@ class _Reader:
     result: Rearrangement
 
 
-def _match_gather(gather: Instruction, users: Users) -> Match:
+def _match_gather(gather: Instruction, users: Users, position: Mapping[Instruction, int]) -> Match:
     axis = mesh_axis(gather)
     dimension, dimensions = gather.proto.dimensions[0], gather.shape.dimensions
     source = whole(dimensions)
     source[dimension] = _parts(dimension, dimensions[dimension], axis[1])
-    if any(gather in i.control_predecessors for i in gather.computation.instructions):
-        raise Unfit(ORDERED)
-    later = graph.descendants(gather.computation, [gather])
     found: list[_Reader] = []
     others = False
     for reader, value, factors in _readers(gather, source, users):
         one = None if reader is None else _reader(reader, value, factors, gather)
-        if one is None or one.product.w in later or found and (one.order, one.kind) != (found[0].order, found[0].kind):
+        if (
+            one is None
+            or _depends(one.product.w, gather, position)
+            or found
+            and (one.order, one.kind) != (found[0].order, found[0].kind)
+        ):
             others = True
         else:
             found.append(one)
@@ -112,6 +118,20 @@ def _match_gather(gather: Instruction, users: Users) -> Match:
         held = [f for n in first.order for f in _free(n, dimensions[n])]
         results += (_rearrangement(held, sorted(held), dimensions),)
     return _match(gather, products, results, axis, first.kind, others)
+
+
+def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction, int]) -> bool:
+    """Whether `value` needs `on`. What stands before `on` does not, so weights are told in a few steps."""
+    pending, seen = [value], {value}
+    while pending:
+        top = pending.pop()
+        if top is on:
+            return True
+        for needed in (*top.operands, *top.control_predecessors):
+            if needed not in seen and position[needed] >= position[on]:
+                seen.add(needed)
+                pending.append(needed)
+    return False
 
 
 def _readers(

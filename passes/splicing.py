@@ -6,10 +6,10 @@
       s = tanh(r)                             ROOT tuple(dot(t, w))          dot.7 = dot(t.3, q)
                                                                              s = tanh(dot.7)
 
-`import_entry` copies what B's entry does behind chosen instructions of A, with the computations that it calls, and
-returns what B's entry returns. Names are made unique, every collective gets a channel of its own and lists its groups
-(B's mesh is not A's), and of B's metadata only the name stack stays, under one that the caller gives: stack frames and
-source lines count in B's tables.
+`Splicer.import_entry` copies what B's entry does behind the instructions of a computation of A, with the computations
+that it calls, and returns what B's entry returns. Names are made unique, every collective gets a channel of its own and
+lists its groups (B's mesh is not A's), and of B's metadata only the name stack stays, under one that the caller gives:
+stack frames and source lines count in B's tables.
 
 `canonical_dots` writes products the way that XLA's simplifier leaves them (one row, one column and one contracting
 dimension), which is what its compiler expects of a module that has passed it.
@@ -30,31 +30,6 @@ from dhelix.passes.hlo.edit import inline_calls, replace_uses
 
 _GROUP = "_collectives_group"
 _FOREIGN = ("xla.sdy.", "Sharding", "SPMD")  # custom calls that the partitioner would have to see
-
-
-def import_entry(
-    source: HloModule, computation: Computation, arguments: Sequence[Instruction], stack: str
-) -> list[Instruction]:
-    """Appends what the entry of `source` does to `computation`, and returns its results, the elements of its tuple.
-
-    Args:
-      source: a module that was prepared by `prepare`; it stays as it is.
-      arguments: what stands for the entry's parameters.
-      stack: name stack of the copies, before their own.
-
-    Raises:
-      DhelixError: the arguments do not fit.
-    """
-    parameters = source.entry.parameters
-    given = [(a.shape.element_type, list(a.shape.dimensions)) for a in arguments]
-    wanted = [(p.shape.element_type, list(p.shape.dimensions)) for p in parameters]
-    if given != wanted:
-        raise DhelixError(f"what is spliced in takes {parameters}, not {list(arguments)}")
-    importer = _Importer(computation.module, stack)
-    values = dict(zip(parameters, arguments, strict=True))
-    importer.copy(source.entry, Builder(computation), values)
-    root = source.entry.root
-    return [values[o] for o in root.operands] if root.opcode == "tuple" else [values[root]]
 
 
 def prepare(module: HloModule) -> HloModule:
@@ -79,43 +54,65 @@ def _is_group(call: Instruction) -> bool:
     return _GROUP in call.proto.frontend_attributes.map
 
 
-def next_channel(module: HloModule) -> int:
-    """A channel number above all of the module's."""
-    return 1 + max((i.proto.channel_id for c in module.computations for i in c.instructions), default=0)
+class Splicer:
+    """Copies what other modules do into `module`, which nobody else gives channels to meanwhile."""
 
+    def __init__(self, module: HloModule) -> None:
+        self.module = module
+        used = (i.proto.channel_id for c in module.computations for i in c.instructions)
+        self.channel = 1 + max(used, default=0)
 
-class _Importer:
-    """Copies computations of other modules into `module`; each is copied once."""
+    def import_entry(
+        self, source: HloModule, computation: Computation, arguments: Sequence[Instruction], stack: str
+    ) -> list[Instruction]:
+        """Appends what the entry of `source` does to `computation`, and returns its results, the elements of its tuple.
 
-    def __init__(self, module: HloModule, stack: str) -> None:
-        self.module, self.stack = module, stack
-        self.channel = next_channel(module)
-        self.known: dict[Computation, Computation] = {}
+        Args:
+          source: a module that was prepared by `prepare`; it stays as it is.
+          arguments: what stands for the entry's parameters.
+          stack: name stack of the copies, before their own.
 
-    def copy(self, source: Computation, builder: Builder, values: dict[Instruction, Instruction]) -> None:
-        """Copies the instructions of `source` that `values` does not map yet; the root tuple of an entry too."""
+        Raises:
+          DhelixError: the arguments do not fit.
+        """
+        parameters = source.entry.parameters
+        given = [(a.shape.element_type, list(a.shape.dimensions)) for a in arguments]
+        wanted = [(p.shape.element_type, list(p.shape.dimensions)) for p in parameters]
+        if given != wanted:
+            raise DhelixError(f"what is spliced in takes {parameters}, not {list(arguments)}")
+        values = dict(zip(parameters, arguments, strict=True))
+        self._copy(source.entry, Builder(computation), values, stack, {})
+        root = source.entry.root
+        return [values[o] for o in root.operands] if root.opcode == "tuple" else [values[root]]
+
+    def _copy(
+        self,
+        source: Computation,
+        builder: Builder,
+        values: dict[Instruction, Instruction],
+        stack: str,
+        known: dict[Computation, Computation],
+    ) -> None:
+        """Copies the instructions of `source` that `values` does not map yet, with what they call: each once."""
         made = [i for i in source.instructions if i not in values]
         for instruction in made:
-            called = [self._computation(c) for c in instruction.called]
-            copy = builder.copy(instruction, [values[o] for o in instruction.operands], called)
-            self._clean(copy)
-            values[instruction] = copy
+            for called in instruction.called:
+                if called not in known:
+                    copy = known[called] = self.module.new_computation(called.name)
+                    inner: dict[Instruction, Instruction] = {}
+                    self._copy(called, Builder(copy), inner, stack, known)
+                    copy.root = inner[called.root]
+            operands = [values[o] for o in instruction.operands]
+            values[instruction] = builder.copy(instruction, operands, [known[c] for c in instruction.called])
+            self._clean(values[instruction], stack)
         for instruction in made:
             values[instruction].control_predecessors = [values[p] for p in instruction.control_predecessors]
 
-    def _computation(self, source: Computation) -> Computation:
-        if source not in self.known:
-            copy = self.known[source] = self.module.new_computation(source.name)
-            values: dict[Instruction, Instruction] = {}
-            self.copy(source, Builder(copy), values)
-            copy.root = values[source.root]
-        return self.known[source]
-
-    def _clean(self, copy: Instruction) -> None:
+    def _clean(self, copy: Instruction, stack: str) -> None:
         """What counts or names something of the other module."""
         name = copy.op_name
         copy.proto.metadata.Clear()
-        copy.proto.metadata.op_name = f"{self.stack}/{name}" if name else self.stack
+        copy.proto.metadata.op_name = f"{stack}/{name}" if name else stack
         for key in [k for k in copy.proto.frontend_attributes.map if k.startswith("xla.sdy")]:
             del copy.proto.frontend_attributes.map[key]
         if copy.proto.channel_id:

@@ -8,7 +8,7 @@ from dhelix.errors import DhelixError
 from dhelix.passes.collective_matmul_pattern import Pattern
 from dhelix.passes.collectives import device_groups
 from dhelix.passes.hlo import HloModule, verify
-from dhelix.passes.splicing import canonical_dots, import_entry, prepare
+from dhelix.passes.splicing import Splicer, canonical_dots, prepare
 from dhelix.profiles.collective_matmul import KINDS, Site
 from dhelix.tests.passes.collective_matmul_forms import TYPES, program_text
 
@@ -54,8 +54,9 @@ def test_what_is_spliced_in_twice_verifies_and_shares_nothing(pattern: Pattern) 
     program = prepare(HloModule.from_text(program_text(pattern)))
     kept = program.to_bytes()
     module = target(program)
+    splicer = Splicer(module)
     for _ in range(2):
-        import_entry(program, module.entry, module.entry.parameters, "jit(step)/here")
+        splicer.import_entry(program, module.entry, module.entry.parameters, "jit(step)/here")
     verify(HloModule.from_bytes(module.to_bytes()))
     instructions = [i for c in module.computations for i in c.instructions]
     ids = [i.proto.id for i in instructions]
@@ -70,7 +71,7 @@ def test_what_is_spliced_in_twice_verifies_and_shares_nothing(pattern: Pattern) 
 def test_results_have_the_shapes_of_the_entrys(pattern: Pattern) -> None:
     program = prepare(HloModule.from_text(program_text(pattern)))
     module = target(program)
-    results = import_entry(program, module.entry, module.entry.parameters, "here")
+    results = Splicer(module).import_entry(program, module.entry, module.entry.parameters, "here")
     assert [_text(r) for r in results] == [_text(o) for o in program.entry.root.operands]
 
 
@@ -81,7 +82,7 @@ ENTRY e { x = f32[2,4] parameter(0)
   ROOT g = f32[4,4] all-gather(x), channel_id=1, dimensions={0}, use_global_device_ids=true,
     replica_groups=mesh['a'=4,'b'=2] {'b'} }"""
     module = HloModule.from_text("HloModule m\nENTRY e { ROOT x = f32[2,4] parameter(0) }")
-    (gather,) = import_entry(HloModule.from_text(source), module.entry, module.entry.parameters, "here")
+    (gather,) = Splicer(module).import_entry(HloModule.from_text(source), module.entry, module.entry.parameters, "here")
     assert device_groups(gather) == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert not gather.proto.HasField("mesh_replica_groups") and len(gather.proto.replica_groups) == 4
 
@@ -106,8 +107,9 @@ ENTRY e { x = f32[4] parameter(0)
   ROOT y = f32[4] get-tuple-element(l), index=1 }"""
     module = HloModule.from_text("HloModule m\nENTRY e { ROOT x = f32[4] parameter(0) }")
     program = HloModule.from_text(source)
+    splicer = Splicer(module)
     for _ in range(2):
-        (result,) = import_entry(program, module.entry, module.entry.parameters, "here")
+        (result,) = splicer.import_entry(program, module.entry, module.entry.parameters, "here")
     module.entry.root = result
     after = HloModule.from_bytes(module.to_bytes())
     verify(after)
@@ -118,7 +120,7 @@ def test_arguments_have_to_fit() -> None:
     program = HloModule.from_text("HloModule form\nENTRY e { ROOT x = f32[4] parameter(0) }")
     module = HloModule.from_text("HloModule m\nENTRY e { ROOT x = f32[5] parameter(0) }")
     with pytest.raises(DhelixError, match="takes"):
-        import_entry(program, module.entry, module.entry.parameters, "here")
+        Splicer(module).import_entry(program, module.entry, module.entry.parameters, "here")
 
 
 def test_what_only_the_partitioner_knows_is_refused() -> None:
