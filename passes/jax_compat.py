@@ -95,13 +95,14 @@ def program_key(lowered: jax.stages.Lowered) -> int:
 
 
 def devices(lowered: jax.stages.Lowered) -> list[Any]:
-    """Those that a program is lowered for, deviceless ones too, or some of them; empty if nothing pins it to any."""
+    """Those that a program is lowered for, deviceless ones too, in the order of its partitions; empty if nothing pins
+    it to any."""
     arguments = _computation(lowered).compile_args
     names = ("in_shardings", "out_shardings", "intermediate_shardings")
     for sharding in (s for name in names for s in arguments.get(name) or ()):
         sharding = sharding[0] if isinstance(sharding, tuple) else sharding
         try:
-            return sorted(sharding.device_set, key=lambda device: device.id)
+            return list(sharding._device_assignment)
         except (AttributeError, ValueError):  # unspecified, or of an abstract mesh
             continue
     return []

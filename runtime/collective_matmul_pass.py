@@ -70,10 +70,10 @@ def collective_matmul_passes(
     Raises:
       DhelixError: there is no such form.
     """
+    if isinstance(form, str) and form not in (OFF, "auto", "hybrid"):
+        form = Form.parse(form)
     if form == OFF or len(devices) < 2:
         return ()
-    if isinstance(form, str) and form not in ("auto", "hybrid"):
-        form = Form.parse(form)
     times = _times(devices[0]) if form == "auto" else None
     return CollectiveMatmul(JaxForms(form, times, devices), stage), ExclusiveKernels()
 

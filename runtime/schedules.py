@@ -30,6 +30,7 @@ from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
+from dhelix.passes.exclusive_kernels import ExclusiveKernels
 from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.pairing_plan import PairingPlan
@@ -41,9 +42,11 @@ from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
+from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings, memory_need
+from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
 DEFAULT = "dp"
@@ -129,6 +132,7 @@ class Choice:
     dump_to: str | Path | None = None
     compiler_options: Mapping[str, Any] | None = None
     pipelined: bool = False
+    collective_matmul: str | Form = OFF
 
     @classmethod
     def of(
@@ -153,6 +157,8 @@ class Choice:
             raise DhelixError("passes= is all that runs, so plan= has no effect: leave out one, or pass PlannedOrder")
         if memory_limit is not None and passes is not None:
             raise DhelixError("passes= is all that runs, so memory_limit= has no effect: give it to a pass of them")
+        if others.get("collective_matmul", OFF) != OFF and passes is not None:
+            raise DhelixError("passes= is all that runs, so collective_matmul= has no effect: add its passes")
         if memory_limit is not None and plan is None and schedule == "xla":
             raise DhelixError("schedule='xla' keeps to no memory_limit: leave it out, or take another schedule")
         _check_in_flight(max_in_flight, schedule, plan, passes)
@@ -202,7 +208,15 @@ class Choice:
                 passes = default_passes(self.schedule, model, self.memory_limit, hardware, self.max_in_flight)
         if self.pipelined and self.passes is None:  # the executor has made the strands
             passes = [one for one in passes if one.stage is not Stage.LOWERED]
+        if self.passes is None:
+            passes = (*self._collective_matmuls(lowered), *passes)
         return PassManager(passes, self.disable, self.strict, self.dump_to)
+
+    def _collective_matmuls(self, lowered: jax.stages.Lowered | None) -> tuple[Pass, ...]:
+        """First of all, since other passes change collectives and orders. The guard is for kernels that the user calls,
+        too."""
+        devices = [] if lowered is None else jax_compat.devices(lowered)
+        return collective_matmul_passes(devices, self.collective_matmul) or (ExclusiveKernels(),)
 
     def model(self, kind: str) -> CostModel | None:
         """Measured costs on GPUs of a kind, as this process is started; None where there are none."""

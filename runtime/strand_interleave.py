@@ -30,8 +30,10 @@ from dhelix.passes import jax_compat
 from dhelix.passes.manager import Pass, Stage, say_once
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.report import Report
+from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
+from dhelix.runtime.collective_matmul_pass import OFF
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
@@ -58,6 +60,7 @@ def strand_interleave(
     memory_limit: int | None = None,
     max_in_flight: int | None = None,
     pipeline: Fold | None = None,
+    collective_matmul: str | Form = OFF,
     strict: bool = False,
     verify: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -84,6 +87,9 @@ def strand_interleave(
         fastest.
       pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model that
         is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
+      collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",
+        the form that was measured to be the fastest on these GPUs, if any is faster; or a form for all that can have
+        it, such as "ring" or "hybrid:4" (docs/collective_matmul.md).
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
@@ -99,8 +105,9 @@ def strand_interleave(
     if function is None:
         return functools.partial(
             strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, profile=profile,
-            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, pipeline=pipeline, strict=strict,
-            verify=verify, passes=passes, disable=disable, dump_to=dump_to, **jit_options,
+            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, pipeline=pipeline,
+            collective_matmul=collective_matmul, strict=strict, verify=verify, passes=passes, disable=disable,
+            dump_to=dump_to, **jit_options,
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
     if pipeline is not None:
@@ -108,6 +115,7 @@ def strand_interleave(
     choice = Choice.of(
         schedule, profile, plan, memory_limit, max_in_flight, passes, disable=disable, strict=strict, dump_to=dump_to,
         compiler_options=jit_options.get("compiler_options"), pipelined=pipeline is not None,
+        collective_matmul=collective_matmul,
     )  # fmt: skip
     even_on_one_device = strict or passes is not None
     return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device, pipeline)

@@ -36,7 +36,8 @@ def choice(**options: Any) -> Choice:
 
 
 def post(passes: Any) -> Any:
-    (one,) = (p for p in passes if p.stage is Stage.POST_SCHEDULER)
+    """What orders; the guard of kernels that wait for their peers is there in any case."""
+    (one,) = (p for p in passes if p.stage is Stage.POST_SCHEDULER and p.name != "exclusive-kernels")
     return one
 
 
@@ -178,3 +179,17 @@ def test_a_plan_for_another_process_is_said_once(
 def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
     with pytest.raises(DhelixError, match=said):
         choice(**options)
+
+
+def test_collective_matmuls_come_first_and_their_guard_in_any_case(lowered: jax.stages.Lowered) -> None:
+    asked = [one.name for one in choice(collective_matmul="ring").manager(lowered).passes]
+    assert asked[:2] == ["collective-matmul", "exclusive-kernels"]
+    usual = [one.name for one in choice().manager(lowered).passes]
+    assert usual == asked[1:]
+
+
+def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> None:
+    with pytest.raises(DhelixError, match="rings"):
+        choice(collective_matmul="rings").manager()
+    with pytest.raises(DhelixError, match="collective_matmul= has no effect"):
+        choice(collective_matmul="ring", passes=())
