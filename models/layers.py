@@ -37,8 +37,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return _recomputed(normalise)(x, weight)
 
 
-def rotation(config: LlamaConfig, seq: int) -> Rotation:
-    """Cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]`.
+def rotation(config: LlamaConfig, seq: int, first: jax.Array | None = None) -> Rotation:
+    """Cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]`, of positions from `first` (int32,
+    0 unless given) on.
 
     With `rope_factor` above 1, wavelengths beyond the 8192 tokens that Llama 3 was trained on stretch by the
     factor, those below a quarter of them stay, and those between are blended: the rule of Llama 3.1.
@@ -48,7 +49,10 @@ def rotation(config: LlamaConfig, seq: int) -> Rotation:
         turns = 8192 * frequency / (2 * math.pi)
         keep = jnp.clip((turns - 1.0) / (4.0 - 1.0), 0.0, 1.0)
         frequency = frequency * (keep + (1.0 - keep) / config.rope_factor)
-    angle = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * frequency
+    positions = jnp.arange(seq, dtype=jnp.float32)
+    if first is not None:
+        positions += first
+    angle = positions[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -69,18 +73,36 @@ def resolve_attention(config: LlamaConfig, platform: str) -> Literal["xla", "cud
     return "cudnn" if platform in ("gpu", "cuda") and half and fits else "xla"
 
 
+def query_key_value(
+    config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of normalised `x [batch, seq / tp, hidden]` and this device's heads, `[batch, seq, heads or kv_heads, head_dim]`;
+    query and key rotated."""
+    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
+    projections = [weights[name] for name in ("wq", "wk", "wv")]
+    products = parallel.gather_matmul("bsh,hnd->bsnd", h, projections)
+    return rotate(next(products), by), rotate(next(products), by), next(products)
+
+
+def causal_attention(config: LlamaConfig, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Grouped-query attention of a sequence to itself, `[batch, seq, heads, head_dim]`."""
+    implementation = resolve_attention(config, jax.default_backend())
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+
+
+def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
+    """What attention adds to the residual stream, `[batch, seq / tp, hidden]`, of `out [batch, seq, heads,
+    head_dim]`."""
+    out = parallel.split_features(out)
+    return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
+
+
 def attention_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
 ) -> jax.Array:
     """Grouped-query causal attention on `x [batch, seq / tp, hidden]`, this device's heads only."""
-    h = rms_norm(x, weights["attention_norm"], config.norm_eps)
-    projections = [weights[name] for name in ("wq", "wk", "wv")]
-    products = parallel.gather_matmul("bsh,hnd->bsnd", h, projections)
-    query, key, value = rotate(next(products), by), rotate(next(products), by), next(products)
-    implementation = resolve_attention(config, jax.default_backend())
-    out = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
-    out = parallel.split_features(out)
-    return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
+    query, key, value = query_key_value(config, parallel, weights, x, by)
+    return attention_output(parallel, weights, causal_attention(config, query, key, value))
 
 
 def feed_forward_block(

@@ -37,6 +37,10 @@ class CollectiveMatmuls(Protocol):
         """`x [batch, seq, k / tp]` times `w [k / tp, columns]`, summed, scattered: `[batch, seq / tp, columns]`."""
         ...
 
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+        """`x [rows, k / tp]` times `w [k / tp, columns]`, summed: `[rows, columns]`, the same on all devices."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
@@ -163,6 +167,32 @@ class ManualParallel(Parallel):
 
     def shard_index(self) -> jax.Array:
         return lax.axis_index(self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel(ManualParallel):
+    """Under `shard_map` over `axis`, without sequence parallelism, as in inference: the sequence is whole on each
+    device, and an all-reduce completes a row-parallel matmul.
+
+    A single new token has no sequence to split. For the forward pass alone: `gather_sequence` sums no cotangents.
+    """
+
+    def gather_sequence(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
+        return lax.psum(partial_sum, self.axis)
+
+    def gather_matmul(self, equation: str, x: jax.Array, weights: Sequence[jax.Array]) -> Iterator[jax.Array]:
+        return Parallel.gather_matmul(self, equation, x, weights)
+
+    def row_matmul(self, equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        if self.collective_matmuls is None:
+            return super().row_matmul(equation, x, weight)
+        rows, columns = x.shape[:2], weight.shape[-1]
+        # Sequences and their tokens are rows alike, so that one token of each still makes rows to cut into pieces.
+        flat = x.reshape(rows[0] * rows[1], -1), weight.reshape(-1, columns)
+        return self.collective_matmuls.matmul_all_reduce(*flat, self.axis).reshape(*rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)

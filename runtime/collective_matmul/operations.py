@@ -119,6 +119,10 @@ class CollectiveMatmuls:
         """See `matmul_reduce_scatter`."""
         return matmul_reduce_scatter(x, w, axis_name, self.form)
 
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: AxisName) -> jax.Array:
+        """See `matmul_all_reduce`."""
+        return matmul_all_reduce(x, w, axis_name, self.form)
+
 
 def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """The operands, all varying over the same mesh axes, as those of `lax.dot_general` do: so that JAX, and not our

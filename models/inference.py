@@ -1,0 +1,171 @@
+"""Inference with a stack of Llama layers: prefill fills a cache of keys and values, decode adds one token at a time.
+
+    x [batch, seq, hidden]     -prefill_layers->   x, Cache of seq tokens
+    x [batch, 1, hidden]       -decode_layers-->   x, Cache of one token more            again and again
+
+The layers are those of training (`layers.py`). Under `shard_map` over `tp` their `Parallel` is a `TensorParallel`: the
+residual stream is whole on each device, heads and the hidden layer of the feed-forward are split, and two all-reduces
+per layer, of attention's and of the feed-forward's output, complete the sums. With `collective_matmuls` each of them is
+one operation with the matmul before it (DistFuse, section 3.3).
+
+The cache has room for `capacity` tokens, of which `length` are there, the same number of all sequences. Heads lie
+outside of tokens, so that a matmul of library takes a head's keys as they lie.
+
+`scan_layers=False` is faster where decode reads little but weights: in a loop over stacked layers XLA copies a layer's
+share of the cache out of the stack and back, and so it does with weights that a kernel or several matmuls read.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dhelix.models.config import LlamaConfig
+from dhelix.models.layers import (
+    attention_output,
+    causal_attention,
+    embed,
+    feed_forward_block,
+    query_key_value,
+    rotation,
+)
+from dhelix.models.llama import Params, project
+from dhelix.models.parallel import SINGLE_DEVICE, Parallel
+
+KeysValues = tuple[jax.Array, jax.Array]
+Layer = Callable[[dict[str, jax.Array], jax.Array, Any], tuple[jax.Array, KeysValues]]
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far, of this device's heads.
+
+    Attributes:
+      layers: of each layer keys and values, `[batch, kv_heads / tp, capacity, head_dim]` in the compute dtype: a pair
+        of arrays with the layers in front, or with `scan_layers=False` a list of such pairs.
+      length: tokens that are there, int32.
+    """
+
+    layers: Any
+    length: jax.Array
+
+
+def cache_specs(config: LlamaConfig) -> Cache:
+    """The `PartitionSpec`s of a cache over mesh axis `tp`."""
+    if config.scan_layers:
+        stacked = PartitionSpec(None, None, "tp")
+        return Cache((stacked, stacked), PartitionSpec())
+    spec = PartitionSpec(None, "tp")
+    return Cache([(spec, spec)] * config.layers, PartitionSpec())
+
+
+def cache_shapes(config: LlamaConfig, batch: int, capacity: int) -> Cache:
+    """Shapes and types of a whole cache, over all of `tp`."""
+    leading = (config.layers,) if config.scan_layers else ()
+    shape = (*leading, batch, config.kv_heads, capacity, config.head_dim)
+    pair = (jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)),) * 2
+    return Cache(pair if config.scan_layers else [pair] * config.layers, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def prefill(
+    config: LlamaConfig, params: Params, tokens: jax.Array, capacity: int, parallel: Parallel = SINGLE_DEVICE
+) -> tuple[jax.Array, Cache]:
+    """Reads prompts of equal length.
+
+    Args:
+      params: in the compute dtype; under `shard_map` this device's shards (`llama.param_specs`).
+      tokens: int32 `[batch, seq]`.
+      capacity: tokens that the cache has room for; at least seq.
+      parallel: a `TensorParallel` under `shard_map`.
+
+    Returns:
+      Logits of the token after the last one, `[batch, vocab / tp]`, and the cache.
+
+    Raises:
+      ValueError: the cache is too small.
+    """
+    x, cache = prefill_layers(config, params["layers"], embed(config, parallel, params["embedding"], tokens), capacity,
+                              parallel)  # fmt: skip
+    return project(config, params, x[:, -1:], parallel)[:, 0], cache
+
+
+def decode(
+    config: LlamaConfig, params: Params, tokens: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
+) -> tuple[jax.Array, Cache]:
+    """Reads one more token of each sequence, int32 `[batch]`. Arguments and results otherwise as of `prefill`.
+
+    There must be room: a token for which there is none takes the last one's place. Donate the cache to have it updated
+    in place.
+    """
+    x = embed(config, parallel, params["embedding"], tokens[:, None])
+    x, cache = decode_layers(config, params["layers"], x, cache, parallel)
+    return project(config, params, x, parallel)[:, 0], cache
+
+
+def prefill_layers(
+    config: LlamaConfig, layers: Any, x: jax.Array, capacity: int, parallel: Parallel = SINGLE_DEVICE
+) -> tuple[jax.Array, Cache]:
+    """All layers on `x [batch, seq, hidden]`, causally; `layers` as in `llama.Params`."""
+    seq = x.shape[1]
+    if seq > capacity:
+        raise ValueError(f"the cache has room for {capacity} tokens, and there are {seq}; give more capacity")
+    by = rotation(config, seq)
+
+    def layer(weights: dict[str, jax.Array], x: jax.Array, _: None) -> tuple[jax.Array, KeysValues]:
+        query, key, value = query_key_value(config, parallel, weights, x, by)
+        x += attention_output(parallel, weights, causal_attention(config, query, key, value))
+        return x + feed_forward_block(config, parallel, weights, x), (_to_cache(key), _to_cache(value))
+
+    def _to_cache(heads: jax.Array) -> jax.Array:
+        return jnp.pad(heads.swapaxes(1, 2), ((0, 0), (0, 0), (0, capacity - seq), (0, 0)))
+
+    x, filled = _over_layers(config, layer, layers, x, None)
+    return x, Cache(filled, jnp.int32(seq))
+
+
+def decode_layers(
+    config: LlamaConfig, layers: Any, x: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
+) -> tuple[jax.Array, Cache]:
+    """All layers on one token of each sequence, `x [batch, 1, hidden]`, which sees those of the cache and itself."""
+    by = rotation(config, 1, cache.length)
+
+    def layer(weights: dict[str, jax.Array], x: jax.Array, cached: KeysValues) -> tuple[jax.Array, KeysValues]:
+        query, key, value = query_key_value(config, parallel, weights, x, by)
+        keys, values = (_with_token(old, new, cache.length) for old, new in zip(cached, (key, value), strict=True))
+        x += attention_output(parallel, weights, cached_attention(query, keys, values, cache.length))
+        return x + feed_forward_block(config, parallel, weights, x), (keys, values)
+
+    x, filled = _over_layers(config, layer, layers, x, cache.layers)
+    return x, Cache(filled, cache.length + 1)
+
+
+def _with_token(cached: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
+    """`cached [batch, heads, capacity, head_dim]` with `new [batch, 1, heads, head_dim]`."""
+    return jax.lax.dynamic_update_slice_in_dim(cached, new.swapaxes(1, 2), position, axis=2)
+
+
+def cached_attention(query: jax.Array, keys: jax.Array, values: jax.Array, last: jax.Array) -> jax.Array:
+    """Grouped-query attention of one token, `query [batch, 1, heads, head_dim]`, to tokens up to `last`, as `query`.
+
+    `keys` and `values` are `[batch, kv_heads, capacity, head_dim]`. The softmax is float32.
+    """
+    batch, _, heads, head_dim = query.shape
+    grouped = query.reshape(batch, keys.shape[1], -1, head_dim)
+    scores = jnp.einsum("bkgd,bktd->bkgt", grouped, keys, preferred_element_type=jnp.float32)
+    seen = jnp.arange(keys.shape[2]) <= last
+    weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(head_dim), -jnp.inf), axis=-1)
+    out = jnp.einsum("bkgt,bktd->bkgd", weights.astype(values.dtype), values)
+    return out.reshape(batch, 1, heads, head_dim)
+
+
+def _over_layers(config: LlamaConfig, layer: Layer, layers: Any, x: jax.Array, cached: Any) -> tuple[jax.Array, Any]:
+    """`x` through all layers, and what each of them leaves in the cache."""
+    if config.scan_layers:
+        return jax.lax.scan(lambda x, of_layer: layer(of_layer[0], x, of_layer[1]), x, (layers, cached))
+    filled = []
+    for weights, of_layer in zip(layers, cached or [None] * len(layers), strict=True):
+        x, pair = layer(weights, x, of_layer)
+        filled.append(pair)
+    return x, filled

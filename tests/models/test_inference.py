@@ -1,0 +1,117 @@
+"""Inference: prefill and decode give the logits of the training forward pass, whole or split over devices."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from dhelix.models import LlamaConfig, make_mesh
+from dhelix.models.inference import Cache, cache_shapes, cache_specs, decode, prefill
+from dhelix.models.llama import init_params, logits, param_specs
+from dhelix.models.parallel import SINGLE_DEVICE, TensorParallel
+
+CONFIG = LlamaConfig(
+    vocab=64,
+    hidden=32,
+    layers=2,
+    heads=16,
+    kv_heads=8,
+    head_dim=8,
+    ffn=48,
+    rope_factor=8.0,
+    dtype="float32",
+    param_dtype="float32",
+)
+BATCH, PROMPT, SEQ, CAPACITY = 2, 5, 9, 12
+
+
+@functools.cache
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, CONFIG.vocab, (BATCH, SEQ)).astype(np.int32)
+
+
+@functools.cache
+def params(scan_layers: bool) -> Any:
+    """Ten times as large as fresh ones, so that all layers count."""
+    unrolled = init_params(dataclasses.replace(CONFIG, scan_layers=False), jax.random.key(0))
+    made = jax.tree.map(lambda weight: weight * (10 if weight.ndim > 1 else 1), unrolled)
+    return made | {"layers": jax.tree.map(lambda *all_: jnp.stack(all_), *made["layers"])} if scan_layers else made
+
+
+@functools.cache
+def expected() -> jax.Array:
+    """`[batch, tokens that are predicted, vocab]`, from the last token of the prompt on."""
+    return jax.jit(logits, static_argnums=0)(CONFIG, params(True), tokens())[:, PROMPT - 1 :]
+
+
+def generated(start: Any, go_on: Any, weights: Any) -> tuple[jax.Array, Cache]:
+    """Logits as `expected`, and the cache in the end."""
+    found, cache = start(weights, tokens()[:, :PROMPT])
+    all_logits = [found]
+    for position in range(PROMPT, SEQ):
+        found, cache = go_on(weights, tokens()[:, position], cache)
+        all_logits.append(found)
+    return jnp.stack(all_logits, axis=1), cache
+
+
+def test_one_device_predicts_what_training_does() -> None:
+    start = jax.jit(lambda weights, prompt: prefill(CONFIG, weights, prompt, CAPACITY))
+    go_on = jax.jit(functools.partial(decode, CONFIG), donate_argnums=2)
+    found, cache = generated(start, go_on, params(True))
+    np.testing.assert_allclose(found, expected(), rtol=1e-4, atol=1e-4)
+    assert cache.length == SEQ
+    assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, cache_shapes(CONFIG, BATCH, CAPACITY))
+    keys, values = cache.layers
+    assert np.all(np.any(np.asarray(keys)[:, :, :, :SEQ] != 0, axis=-1)) and not np.any(keys[:, :, :, SEQ:])
+    assert not np.any(values[:, :, :, SEQ:])
+
+
+@pytest.mark.parametrize(("devices", "scan_layers"), [(4, True), (8, False)])
+def test_devices_that_share_heads_predict_what_training_does(devices: int, scan_layers: bool) -> None:
+    config = dataclasses.replace(CONFIG, scan_layers=scan_layers)
+    parallel = TensorParallel()
+    weights, cached, split = param_specs(config), cache_specs(config), P(None, "tp")
+    on_each = functools.partial(jax.shard_map, mesh=make_mesh(1, devices), check_vma=False)
+
+    def start(weights: Any, prompt: jax.Array) -> tuple[jax.Array, Cache]:
+        return prefill(config, weights, prompt, CAPACITY, parallel)
+
+    def go_on(weights: Any, new: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        return decode(config, weights, new, cache, parallel)
+
+    found, cache = generated(
+        jax.jit(on_each(start, in_specs=(weights, P()), out_specs=(split, cached))),
+        jax.jit(on_each(go_on, in_specs=(weights, P(), cached), out_specs=(split, cached)), donate_argnums=2),
+        params(scan_layers),
+    )
+    np.testing.assert_allclose(found, expected(), rtol=1e-4, atol=1e-4)
+    assert cache.length == SEQ
+    shapes = cache_shapes(config, BATCH, CAPACITY)
+    assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_a_layer_has_two_all_reduces_and_no_other_collective() -> None:
+    mesh, config = make_mesh(1, 4), dataclasses.replace(CONFIG, scan_layers=False)
+    weights, cached = param_specs(config), cache_specs(config)
+    step = jax.shard_map(
+        lambda weights, new, cache: decode(config, weights, new, cache, TensorParallel()),
+        mesh=mesh,
+        in_specs=(weights, P(), cached),
+        out_specs=(P(None, "tp"), cached),
+        check_vma=False,
+    )
+    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    new = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    text = jax.jit(step).lower(shapes, new, cache_shapes(config, BATCH, CAPACITY)).as_text()
+    assert text.count("all_reduce") == 2 * config.layers + 1  # and one of the embedding
+    assert "all_gather" not in text and "reduce_scatter" not in text
+
+
+def test_a_prompt_that_does_not_fit_is_one_clear_error() -> None:
+    with pytest.raises(ValueError, match="room for 4 tokens, and there are 5; give more capacity"):
+        prefill(CONFIG, params(True), tokens()[:, :PROMPT], 4, SINGLE_DEVICE)
