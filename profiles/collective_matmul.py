@@ -45,7 +45,12 @@ REACH = 4.0
 """Measured sites count as neighbours up to this factor in each size."""
 
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
-_TILES_KEY = re.compile(r"(\d+)x(\d+)x(\d+),steps=(\d+),wide=([MN]),group=(\d+)(?:,sms=(\d+))?", re.ASCII)
+_TILES_OPTIONS = ("sms", "copiers", "chunks")
+_TILES_KEY = re.compile(
+    r"(\d+)x(\d+)x(\d+),steps=(\d+),wide=([MN]),group=(\d+)"
+    + "".join(rf"(?:,{name}=(\d+))?" for name in _TILES_OPTIONS),
+    re.ASCII,
+)
 
 
 def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:
@@ -123,6 +128,8 @@ class Tiles:
       wide: "M" or "N", along which the tiles of both consumer warpgroups lie side by side.
       group: width in tiles of the bands in which the grid is walked, so that neighbours share operands in L2.
       sms: streaming multiprocessors that the kernel takes; None is all of them.
+      copiers: of those, how many move rows between devices; None is the kernel's own choice.
+      chunks: parts along k in which gathered rows are waited for; None is the kernel's own choice.
     """
 
     tile_m: int
@@ -132,18 +139,24 @@ class Tiles:
     wide: Literal["M", "N"]
     group: int
     sms: int | None = None
+    copiers: int | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k", "steps", "group"):
             _at_least(1, f"{name} of Tiles", getattr(self, name))
-        if self.sms is not None:
-            _at_least(1, "sms of Tiles", self.sms)
+        for name in _TILES_OPTIONS:
+            if getattr(self, name) is not None:
+                _at_least(1, f"{name} of Tiles", getattr(self, name))
         _one_of("wide of Tiles", self.wide, ("M", "N"))
 
     @property
     def key(self) -> str:
-        sms = "" if self.sms is None else f",sms={self.sms}"
-        return f"{self.tile_m}x{self.tile_n}x{self.tile_k},steps={self.steps},wide={self.wide},group={self.group}{sms}"
+        options = "".join(
+            f",{name}={getattr(self, name)}" for name in _TILES_OPTIONS if getattr(self, name) is not None
+        )
+        tile = f"{self.tile_m}x{self.tile_n}x{self.tile_k}"
+        return f"{tile},steps={self.steps},wide={self.wide},group={self.group}{options}"
 
     @classmethod
     def parse(cls, key: str) -> Self:
@@ -151,10 +164,9 @@ class Tiles:
         match = _TILES_KEY.fullmatch(key)
         if not match:
             raise DhelixError(f"{key[:120]!r} are no tiles: write `128x128x64,steps=4,wide=M,group=8[,sms=132]`")
-        m, n, k, steps, wide, group, sms = match.groups()
-        return cls(
-            int(m), int(n), int(k), int(steps), "M" if wide == "M" else "N", int(group), int(sms) if sms else None
-        )
+        m, n, k, steps, wide, group, *options = match.groups()
+        given = [int(option) if option else None for option in options]
+        return cls(int(m), int(n), int(k), int(steps), "M" if wide == "M" else "N", int(group), *given)
 
 
 @dataclass(frozen=True)

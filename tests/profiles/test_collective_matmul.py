@@ -33,7 +33,11 @@ forms = st.one_of(
     st.sampled_from([MONOLITHIC, RING, Form("bidirectional_ring"), Form("mosaic")]),
     st.integers(1, 64).map(lambda chunks: Form("hybrid", chunks)),
     st.builds(
-        Tiles, *[st.integers(1, 512)] * 4, st.sampled_from("MN"), st.integers(1, 64), st.none() | st.integers(1, 132)
+        Tiles,
+        *[st.integers(1, 512)] * 4,
+        st.sampled_from("MN"),
+        st.integers(1, 64),
+        *[st.none() | st.integers(1, 132)] * 3,
     ).map(lambda tiles: Form("mosaic", tiles=tiles)),
 )
 

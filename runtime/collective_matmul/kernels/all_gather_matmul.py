@@ -1,34 +1,42 @@
-"""All-gather and GEMM in one Mosaic-GPU kernel for Hopper: a device pushes its rows to all others while it multiplies.
+"""All-gather and GEMM in one Mosaic-GPU kernel for Hopper: rows come from the others while own rows are multiplied.
 
     out = all_gather(x) @ w       x [m, k] this device's rows, w [k, n], out [devices * m, n] in global row order
 
-    device 0                                             device 1
-      own tiles       x0 @ w       |  push x0 --------->   gathered[0]     (TMA: x -> shared memory -> peer)
-      others' tiles   gathered[1] @ w   <---------- push x1  |
-                      as soon as the counter of these rows is full
+    device 0                                                device 1
+      warpgroups 0, 1    own tiles  x0 @ w        |           ...
+      warp 1, pull       gathered[1]  <----------------------- x1           (TMA: peer -> shared memory -> gathered)
+              or push    x0  ------------------------------->  gathered[0]
+      warpgroups 0, 1    others' tiles  gathered[1] @ w, as soon as the counter of these rows is full
 
 One persistent grid (`hopper_gemm`) walks all tiles of the result: own rows first, then the others' in the order in
 which they arrive, without a break between devices. Warp 0 of a block's memory warpgroup loads tiles and, before rows of
-another device, waits for their counter; warp 1 of the first `Push.copiers` blocks sends this device's rows, piece by
-piece and straight to all peers: there is no ring, and no device waits for a step of another one.
+another device, waits for their counter; warp 1 of the first `copiers` blocks moves rows, piece by piece and straight
+from the owner: there is no ring, and no device waits for a step of another one.
 
-Counters: `arrived[source, tile of rows, chunk of k]` on the receiver. A sender adds 1 per piece after its write has
-completed (`wait_smem_to_gmem`, then a release at system scope); the receiver acquires at system scope and fences the
-proxies before its TMA reads what a peer wrote. XLA zeroes the counters before each call and then lets all devices meet,
-so no write comes early; each device waits for all rows that it gets, so none comes late.
+`arrived[source, tile of rows, chunk of k]` counts batches of pieces that lie in this device's `gathered`. Who wrote a
+batch adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release); who reads acquires, and fences the
+proxies before its TMA. A release at system scope waits for its predecessor, two microseconds across the link: a batch
+has several pieces for that reason, and pulling needs none, as both sides are blocks of one device.
+
+Between devices:
+    start    A peer's counters, `x` and `gathered` are its own again only when its kernel runs: before, that memory may
+             belong to another operation, so nothing may be written there, and what is read there means nothing, not
+             even a flag. XLA zeroes the counters, then lets all devices meet, then launches; that order is needed.
+    end      Pushing: nothing arrives late, each device waits for all rows that it gets. Pulling: a peer may reuse `x`
+             once its kernel ends, so block 0 stays until all copiers of all peers have told that they read it (`left`).
 
 Legality: one axis of the mesh, NVLink or other peer access between its devices, no NVSHMEM. The kernel takes its SMs
 until all peers have sent: no collective of NCCL may be in flight beside it on any of these devices, or each may wait
 for SMs that the other holds. Bitwise deterministic: every element is summed by one block in the order of k.
 
-Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link) and about ten microseconds; DistFuse (section 3)
-calls it immediate communication, here before the GEMM instead of after it.
+Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link) and about ten microseconds: zeroing, XLA's
+barrier, the first rows. DistFuse (section 3) calls it immediate communication, here before the GEMM instead of after.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -43,26 +51,29 @@ from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import hopper_gemm
 from dhelix.runtime.collective_matmul.kernels.hopper_gemm import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Tile
 
-DEFAULT_TILES = Tiles(128, 256, 64, 4, "M", 8)
-_LOAD_WARP, _PUSH_WARP = 0, 1
+_LOAD_WARP, _COPY_WARP = 0, 1
 
 
 @dataclass(frozen=True)
-class Push:
-    """How a device sends its rows.
+class Transfer:
+    """How rows go from device to device.
 
     Attributes:
-      copiers: blocks that send; None is all of them.
+      pull: read the others' rows; else write own ones to the others.
+      copiers: blocks that move rows; None is all of them.
       rows, columns: of a piece, what one TMA copy moves.
       stages: pieces in flight for each block.
+      batch: pieces that are counted together.
       chunks: counters for each tile of rows, along k: a tile of the result can begin when the first one is full.
-      window: tiles of rows that are sent together, chunk by chunk.
+      window: tiles of rows that are moved together, chunk by chunk.
     """
 
+    pull: bool = False
     copiers: int | None = None
     rows: int = 16
     columns: int = 256
     stages: int = 2
+    batch: int = 1
     chunks: int = 1
     window: int = 2
 
@@ -71,13 +82,18 @@ class Push:
         """Shared memory of a block."""
         return 2 * self.stages * self.rows * self.columns
 
+    @property
+    def ahead(self) -> int:
+        """Pieces that are loaded ahead: the slow side, loads or stores, has all slots but one."""
+        return self.stages - 1 if self.pull else 1
+
 
 @dataclass(frozen=True)
 class _Plan:
     """An all-gather matmul on one device: the GEMM over all rows, and how rows come."""
 
     gemm: Gemm
-    push: Push
+    transfer: Transfer
     devices: int
 
     @property
@@ -92,32 +108,49 @@ class _Plan:
 
     @property
     def chunk_steps(self) -> int:
-        return self.gemm.steps // self.push.chunks
+        return self.gemm.steps // self.transfer.chunks
 
     @property
     def chunk_pieces(self) -> int:
-        """Pieces that one counter counts."""
-        push = self.push
-        return self.gemm.tiles.tile_m * (self.gemm.k // push.chunks) // (push.rows * push.columns)
+        """Pieces of a tile of rows in a chunk."""
+        transfer = self.transfer
+        return self.gemm.tiles.tile_m * (self.gemm.k // transfer.chunks) // (transfer.rows * transfer.columns)
 
     @property
-    def pieces(self) -> int:
-        return self.row_tiles * self.push.chunks * self.chunk_pieces
+    def chunk_batches(self) -> int:
+        """What one counter counts."""
+        return self.chunk_pieces // self.transfer.batch
+
+    @property
+    def sources(self) -> int:
+        """Devices from which a copier moves rows: others when it pulls, only this one when it pushes."""
+        return self.devices - 1 if self.transfer.pull else 1
+
+    @property
+    def batches(self) -> int:
+        """Of all copiers, own rows for `gathered` (the last ones) included."""
+        return (self.sources + self.transfer.pull) * self.row_tiles * self.transfer.chunks * self.chunk_batches
 
     @property
     def copiers(self) -> int:
         blocks = self.gemm.clusters * self.gemm.cluster
-        return min(self.push.copiers or blocks, blocks)
+        return min(self.transfer.copiers or blocks, blocks)
 
     def refusal(self) -> str | None:
-        gemm, push = self.gemm, self.push
+        gemm, transfer = self.gemm, self.transfer
         if self.devices < 2:
             return "an axis of one device has nothing to gather"
         if gemm.m % self.devices or self.rows % gemm.cluster_rows:
             return f"{self.rows} rows on each device are no multiple of {gemm.cluster_rows}"
-        if gemm.steps % push.chunks or (gemm.k // push.chunks) % push.columns or gemm.tiles.tile_m % push.rows:
-            return f"pieces of {push.rows} x {push.columns} do not fill {push.chunks} chunks of k = {gemm.k}"
-        return gemm.refusal(push.shared_bytes)
+        if (
+            gemm.steps % transfer.chunks
+            or (gemm.k // transfer.chunks) % transfer.columns
+            or gemm.tiles.tile_m % transfer.rows
+            or self.chunk_pieces % transfer.batch
+        ):
+            pieces = f"{transfer.batch} pieces of {transfer.rows} x {transfer.columns}"
+            return f"{pieces} do not fill {transfer.chunks} chunks of k = {gemm.k}"
+        return gemm.refusal(transfer.shared_bytes)
 
     def order(self, me: jax.Array) -> hopper_gemm.Order:
         """Own tiles first, then those of the others: row tile by row tile, one of each device in turn."""
@@ -137,34 +170,68 @@ class _Plan:
 
         return order
 
-    def piece(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(row tile, chunk, first row, first column) of a piece.
+    def piece(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """(source, row tile, chunk, first row, first column) of a piece; sources count from the next device on.
 
-        Window by window, in it chunk by chunk, in that row tile by row tile, in that along k first.
+        Window by window, in it chunk by chunk, in that row tile by row tile, in that one source after the other, and
+        then along k. Own rows come after all that, as source `devices - 1`, when they are pulled.
         """
-        push, tile_m = self.push, self.gemm.tiles.tile_m
-        window = math.gcd(push.window, self.row_tiles)
-        unit, inside = lax.div(number, jnp.int32(self.chunk_pieces)), lax.rem(number, jnp.int32(self.chunk_pieces))
-        first, rest = lax.div(unit, jnp.int32(window * push.chunks)), lax.rem(unit, jnp.int32(window * push.chunks))
-        row_tile = first * window + lax.rem(rest, jnp.int32(window))
-        chunk = lax.div(rest, jnp.int32(window))
-        across = jnp.int32(self.gemm.k // push.chunks // push.columns)
-        row = row_tile * tile_m + lax.div(inside, across) * push.rows
-        column = chunk * (self.gemm.k // push.chunks) + lax.rem(inside, across) * push.columns
-        return row_tile, chunk, row, column
+        transfer, tile_m = self.transfer, self.gemm.tiles.tile_m
+        window = math.gcd(transfer.window, self.row_tiles)
+        unit, inside = _divided(number, self.chunk_pieces)
+        own = unit >= self.sources * self.row_tiles * transfer.chunks
+        tile, source = _divided(unit, self.sources)
+        tile = jnp.where(own, unit - self.sources * self.row_tiles * transfer.chunks, tile)
+        first, rest = _divided(tile, window * transfer.chunks)
+        chunk, row_tile = _divided(rest, window)
+        row_tile = first * window + row_tile
+        down, across = _divided(inside, self.gemm.k // transfer.chunks // transfer.columns)
+        row = row_tile * tile_m + down * transfer.rows
+        column = chunk * (self.gemm.k // transfer.chunks) + across * transfer.columns
+        return jnp.where(own, self.devices - 1, source), row_tile, chunk, row, column
 
 
-def supported(site: Site, tiles: Tiles | None = None, push: Push | None = None) -> str | None:
+def supported(site: Site, tiles: Tiles | None = None, transfer: Transfer | None = None) -> str | None:
     """Why this kernel cannot serve a site of kind "all_gather_matmul", None if it can."""
     if site.kind != "all_gather_matmul":
         return f"{site.kind} is no all_gather_matmul"
-    return _plan(
-        site.rows, site.columns, site.contraction, site.dtype, site.axis_size, tiles or DEFAULT_TILES, push or Push()
-    ).refusal()
+    return _plan(site, tiles, transfer).refusal()
+
+
+def default_tiles(site: Site) -> Tiles:
+    """The tiles that finish first where the last round of SMs is not full.
+
+    By rounds times the time of a tile; of 128 x 192 that is 0.77 of 128 x 256 (0.75 of the work; H200, k = 4096).
+    2048x4096x3072 over 2: 2 rounds of 0.77 beside 1.5 or so of 1.0 with halves; large sites: always 128 x 256.
+    """
+    found = [(_gemm(site, tiles), cost) for tiles, cost in _TILES]
+    times = [(gemm.rounds * cost, i) for i, (gemm, cost) in enumerate(found) if gemm.refusal() is None]
+    return _TILES[min(times)[1]][0] if times else _TILES[0][0]
+
+
+def default_transfer(site: Site, tiles: Tiles) -> Transfer:
+    """How rows go at `site`.
+
+    While own tiles take two rounds or more, rows come early enough: one counter for each tile of rows (8192x4096x3584
+    over 2: 377 us; with four counters 385). In less, others' tiles begin before a whole tile of rows is there:
+    4096x8192x2560 takes 355 and 320 us.
+    """
+    gemm = _gemm(site, tiles)
+    own = gemm.cluster_tiles / max(site.axis_size, 1) / gemm.clusters
+    transfer = Transfer(copiers=tiles.copiers)
+    chunks = tiles.chunks or (1 if own >= 2 else math.gcd(4, gemm.k // 256))
+    return replace(transfer, chunks=chunks, window=2 if chunks == 1 else 8)
+
+
+_TILES = (
+    (Tiles(128, 256, 64, 4, "M", 8), 1.0),
+    (Tiles(128, 192, 64, 4, "M", 8), 0.77),
+)  # and the time of a tile, relative
+DEFAULT_TILES = _TILES[0][0]
 
 
 def all_gather_matmul_kernel(
-    x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None, push: Push | None = None
+    x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None, transfer: Transfer | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """all_gather(x) @ w, inside `shard_map`.
 
@@ -172,8 +239,8 @@ def all_gather_matmul_kernel(
       x: [m, k], this device's rows.
       w: [k, n], of x's dtype.
       axis_name: one axis of the mesh, the rows' order.
-      tiles: of the GEMM; None is DEFAULT_TILES.
-      push: how rows are sent; None is a default for all sizes.
+      tiles: of the GEMM; None is `default_tiles`.
+      transfer: how rows go; None is `default_transfer`.
 
     Returns:
       ([devices * m, n] in x's dtype, accumulated in float32; [devices * m, k], the gathered x).
@@ -185,7 +252,7 @@ def all_gather_matmul_kernel(
     (m, k), (depth, n) = x.shape, w.shape
     if k != depth or x.dtype != w.dtype:
         raise DhelixError(f"all_gather_matmul: x {x.dtype}{x.shape} and w {w.dtype}{w.shape} do not fit")
-    plan = _plan(devices * m, n, k, x.dtype.name, devices, tiles or DEFAULT_TILES, push or Push())
+    plan = _plan(Site("all_gather_matmul", devices * m, k, n, x.dtype.name, devices), tiles, transfer)
     if refusal := plan.refusal():
         raise DhelixError(f"all_gather_matmul has no Mosaic kernel here: {refusal}: take another form or other tiles")
 
@@ -197,23 +264,30 @@ def _run(plan: _Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array,
         _kernel(plan, axis, *refs, **scratch)
 
     m, n, k = plan.gemm.m, plan.gemm.n, plan.gemm.k
+    transfer = plan.transfer
     out, gathered = plgpu.kernel(
         all_gather_matmul,
         out_type=(jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((m, k), x.dtype)),
         scratch_types=dict(
             buffers=plan.gemm.buffers(),
-            staged=plgpu.SMEM((plan.push.stages, plan.push.rows, plan.push.columns), x.dtype),
-            loaded=plgpu.Barrier(num_barriers=plan.push.stages),
+            staged=plgpu.SMEM((transfer.stages, transfer.rows, transfer.columns), x.dtype),
+            loaded=plgpu.Barrier(num_barriers=transfer.stages),
         ),
         **plan.gemm.launch(),
     )(x, w)
     return out, gathered
 
 
-def _plan(m: int, n: int, k: int, dtype: str, devices: int, tiles: Tiles, push: Push) -> _Plan:
+def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
+    return Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, store_columns=store_columns)
+
+
+def _plan(site: Site, tiles: Tiles | None, transfer: Transfer | None) -> _Plan:
     """Pieces of the result are as wide as shared memory allows beside the ring and the staged pieces."""
+    tiles = tiles or default_tiles(site)
+    transfer = transfer or default_transfer(site, tiles)
     for store_columns in (64, 32):
-        plan = _Plan(Gemm(m, n, k, dtype, tiles, store_columns=store_columns), push, devices)
+        plan = _Plan(_gemm(site, tiles, store_columns), transfer, site.axis_size)
         if plan.refusal() is None:
             break
     return plan
@@ -224,28 +298,24 @@ def _kernel(
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
-    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.devices, plan.row_tiles, plan.push.chunks)))
+    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.devices, plan.row_tiles, plan.transfer.chunks)))
+    left = pl.get_global(plgpu.SemaphoreType.REGULAR)
 
     def load() -> None:
         me = lax.axis_index(axis)
 
-        def source_and_row(tile: Tile) -> tuple[jax.Array, jax.Array]:
-            return lax.div(tile.row, jnp.int32(plan.row_tiles)), lax.rem(tile.row, jnp.int32(plan.row_tiles))
-
         def wait(tile: Tile, step: jax.Array) -> None:
-            source, row = source_and_row(tile)
-
-            @pl.when((source != me) & (lax.rem(step, jnp.int32(plan.chunk_steps)) == 0))
-            def _() -> None:
-                counter = arrived.at[source, row, lax.div(step, jnp.int32(plan.chunk_steps))]
-                plgpu.semaphore_wait(counter, plan.chunk_pieces, decrement=False)
-                _fence_proxies()
+            source, row = _divided(tile.row, plan.row_tiles)
+            chunk, inside = _divided(step, plan.chunk_steps)
+            pl.when((source != me) & (inside == 0))(lambda: _wait(plan, arrived.at[source, row, chunk]))
 
         def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
-            source, row = source_and_row(tile)
+            source, row = _divided(tile.row, plan.row_tiles)
 
             def copy_from(rows: Any, tile_row: jax.Array) -> None:
-                part = rows.at[pl.ds(tile_row * tile_m, tile_m), pl.ds(step * tile_k, tile_k)]
+                part = rows.at[
+                    pl.ds(tile_row * tile_m + tile.first, destination.shape[0]), pl.ds(step * tile_k, tile_k)
+                ]
                 plgpu.copy_gmem_to_smem(part, destination, barrier)
 
             pl.when(source == me)(lambda: copy_from(x, row))
@@ -263,7 +333,7 @@ def _kernel(
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
             pl.when(warp == _LOAD_WARP)(load)
-            pl.when(warp == _PUSH_WARP)(lambda: _push(plan, axis, x, gathered, arrived, staged, loaded))
+            pl.when(warp == _COPY_WARP)(lambda: _copy(plan, axis, x, gathered, arrived, left, staged, loaded))
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
@@ -271,60 +341,96 @@ def _kernel(
         hopper_gemm.multiply_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), store)
 
 
-def _push(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, staged: Any, loaded: Any) -> None:
-    """Sends this block's share of the pieces, to all peers and into this device's own `gathered`.
+def _wait(plan: _Plan, counter: Any) -> None:
+    """Until the rows of this counter are in `gathered`, for TMA loads of this thread that follow."""
+    scope: Any = "gpu" if plan.transfer.pull else "sys"
+    plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope=scope)
+    _fence_proxies()
 
-    The load of the next piece runs while this one is sent, and while earlier ones are on their way.
+
+def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any) -> None:
+    """Moves this block's share of the pieces, and tells who waits for them; see Transfer for what is in flight.
+
+    Pull: from each peer, and then own rows, into this device's `gathered`. Push: own rows, to all of them.
     """
-    push = plan.push
+    transfer = plan.transfer
     me = lax.axis_index(axis)
     peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
     block = lax.axis_index(CLUSTERS) * plan.gemm.cluster + lax.axis_index(RANK)
-    mine = lax.div(plan.pieces - block + (plan.copiers - 1), jnp.int32(plan.copiers))
+    mine = lax.div(plan.batches - block + (plan.copiers - 1), jnp.int32(plan.copiers)) * transfer.batch
     mine = jnp.where(block < plan.copiers, mine, 0)
-    in_flight = push.stages - 1
+    lag = transfer.stages - transfer.ahead  # pieces whose stores may be under way
+
+    def place(number: jax.Array) -> tuple[jax.Array, ...]:
+        batch, inside = _divided(number, transfer.batch)
+        return plan.piece((block + batch * plan.copiers) * transfer.batch + inside)
 
     def load(number: jax.Array) -> None:
-        _, _, row, column = plan.piece(block + number * plan.copiers)
-        slot = lax.rem(number, jnp.int32(push.stages))
-        plgpu.copy_gmem_to_smem(
-            x.at[pl.ds(row, push.rows), pl.ds(column, push.columns)], staged.at[slot], loaded.at[slot]
-        )
+        source, _, _, row, column = place(number)
+        slot = lax.rem(number, jnp.int32(transfer.stages))
 
-    def send(number: jax.Array) -> None:
-        _, _, row, column = plan.piece(block + number * plan.copiers)
-        slot = lax.rem(number, jnp.int32(push.stages))
-        place = pl.ds(me * plan.rows + row, push.rows), pl.ds(column, push.columns)
+        def from_(rows: Any) -> None:
+            part = rows.at[pl.ds(row, transfer.rows), pl.ds(column, transfer.columns)]
+            plgpu.copy_gmem_to_smem(part, staged.at[slot], loaded.at[slot])
+
+        if not transfer.pull:
+            return from_(x)
+        for i, peer in enumerate(peers):
+            pl.when(source == i)(lambda peer=peer: from_(plgpu.remote_ref(x, peer)))
+        pl.when(source == plan.devices - 1)(lambda: from_(x))
+
+    def store(number: jax.Array) -> None:
+        source, _, _, row, column = place(number)
+        slot = lax.rem(number, jnp.int32(transfer.stages))
+        owner = lax.rem(me + 1 + source, jnp.int32(plan.devices)) if transfer.pull else me
+        part = pl.ds(owner * plan.rows + row, transfer.rows), pl.ds(column, transfer.columns)
         plgpu.barrier_wait(loaded.at[slot])
-        for peer in peers:
+        for peer in [] if transfer.pull else peers:
             there = plgpu.remote_ref(gathered, peer)
-            plgpu.copy_smem_to_gmem(staged.at[slot], there.at[place], commit_group=False)
-        plgpu.copy_smem_to_gmem(staged.at[slot], gathered.at[place])
+            plgpu.copy_smem_to_gmem(staged.at[slot], there.at[part], commit_group=False)
+        plgpu.copy_smem_to_gmem(staged.at[slot], gathered.at[part])
 
     def tell(number: jax.Array) -> None:
-        row_tile, chunk, _, _ = plan.piece(block + number * plan.copiers)
-        for peer in peers:
-            plgpu.semaphore_signal(arrived.at[me, row_tile, chunk], device_id=peer)
+        source, row_tile, chunk, _, _ = place(number)
+        if transfer.pull:
+            owner = lax.rem(me + 1 + source, jnp.int32(plan.devices))
+            plgpu.semaphore_signal(arrived.at[owner, row_tile, chunk], memory_scope="gpu")
+        else:
+            _tell_all(arrived.at[me, row_tile, chunk], peers)
 
-    pl.when(mine > 0)(lambda: load(jnp.int32(0)))
+    for number in range(transfer.ahead):
+        pl.when(mine > number)(lambda number=number: load(jnp.int32(number)))
 
     @pl.loop(0, mine)
     def _(number: jax.Array) -> None:
-        @pl.when(number + 1 < mine)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(push.stages - 2, wait_read_only=True)  # the next slot has been read
-            load(number + 1)
+        store(number)
 
-        send(number)
-
-        @pl.when(number >= in_flight)
+        @pl.when(number + transfer.ahead < mine)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(in_flight)
-            tell(number - in_flight)
+            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)  # the slot that comes next has been read
+            load(number + transfer.ahead)
+
+        @pl.when((number >= lag) & (lax.rem(number - lag, jnp.int32(transfer.batch)) == transfer.batch - 1))
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(lag)
+            tell(number - lag)
 
     plgpu.wait_smem_to_gmem(0)
-    for back in range(in_flight, 0, -1):
-        pl.when(mine >= back)(lambda back=back: tell(mine - back))
+    for back in range(lag, 0, -1):
+        ends = (mine >= back) & (lax.rem(mine - back, jnp.int32(transfer.batch)) == transfer.batch - 1)
+        pl.when(ends)(lambda back=back: tell(mine - back))
+    if transfer.pull:
+        pl.when(block < plan.copiers)(lambda: _tell_all(left, peers))
+        pl.when(block == 0)(lambda: plgpu.semaphore_wait(left, plan.copiers * len(peers), decrement=False))
+
+
+def _tell_all(counter: Any, peers: list[Any]) -> None:
+    for peer in peers:
+        plgpu.semaphore_signal(counter, device_id=peer)
+
+
+def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def _fence_proxies() -> None:

@@ -10,7 +10,14 @@
                                rows of x, columns of w -> slot           store(tile, piece, row, column), piece by piece
                                                                          after_tile(tile)
 
-The ring of `steps` slots runs on from tile to tile: while a tile is stored, the next one is loaded. What differs
+The ring of `steps` slots runs on from tile to tile: while a tile is stored, the next one is loaded. Tiles left for a
+last round that would fill half of the SMs or less are cut in two along the rows, and all clusters share them:
+
+    3 clusters, 4 tiles      0 0 0 0 | 3 3 3 3      ->      0 0 0 0 | 3 3       time of a tile and a half instead of two
+                             1 1 1 1 |                      1 1 1 1 | 3'3'
+                             2 2 2 2 |                      2 2 2 2 |
+
+What differs
 between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with `before_step`
 (when they are there), `store` (where a piece of the result goes) and `after_tile` (whom to tell).
 
@@ -35,6 +42,7 @@ Use, inside the body of a `plgpu.kernel` that `Gemm.launch` describes:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -62,6 +70,7 @@ class Tile(NamedTuple):
 
     row: jax.Array
     column: jax.Array
+    first: jax.Array | int = 0  # of its rows, those from here on: a half begins in the middle
 
 
 Order = Callable[[jax.Array], Tile]
@@ -78,6 +87,7 @@ class Gemm:
       cluster: blocks that share the columns of w.
       store_columns: width of the pieces in which a warpgroup stores its part.
       store_slots: such pieces in flight for each warpgroup.
+      halves: cut tiles in two where that shortens the last round.
     """
 
     m: int
@@ -88,12 +98,19 @@ class Gemm:
     cluster: int = 2
     store_columns: int = 64
     store_slots: int = 2
+    halves: bool = True
 
     @property
     def part(self) -> tuple[int, int]:
         """Rows and columns of the part of a tile that one warpgroup multiplies."""
         wide = self.tiles.wide
         return self.tiles.tile_m // (2 if wide == "M" else 1), self.tiles.tile_n // (2 if wide == "N" else 1)
+
+    @property
+    def half_part(self) -> tuple[int, int]:
+        """Rows and columns of one warpgroup's part of half a tile: below each other only where 64 rows are left."""
+        rows, columns = self.part
+        return (rows // 2, columns) if rows % 128 == 0 else (rows, columns // 2)
 
     @property
     def cluster_rows(self) -> int:
@@ -108,6 +125,19 @@ class Gemm:
     def cluster_tiles(self) -> int:
         """Tiles of all clusters together."""
         return self.m // self.cluster_rows * self.column_tiles
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles of all clusters that are not cut in two: the first ones."""
+        left, (rows, columns) = self.cluster_tiles % self.clusters, self.half_part
+        fits = self.halves and rows % _PIECE_ROWS == 0 and columns % 64 == 0 and columns % self.store_columns == 0
+        return self.cluster_tiles - left if fits and 2 * left <= self.clusters else self.cluster_tiles
+
+    @property
+    def rounds(self) -> float:
+        """Tiles that the busiest cluster multiplies, one after the other; half a tile takes a bit more than half."""
+        whole = math.ceil(self.whole_tiles / self.clusters)
+        return whole if self.whole_tiles == self.cluster_tiles else whole + 0.55
 
     @property
     def steps(self) -> int:
@@ -210,19 +240,19 @@ def load_tiles(
     Args:
       gemm, buffers: as allocated.
       order: tile of the cluster from its number; its rows are in units of `cluster_rows`.
-      load_rows: (tile, step, destination, barrier), copies rows of x at step `step` of k with one
-        `plgpu.copy_gmem_to_smem` that arrives at the barrier.
+      load_rows: (tile, step, destination, barrier), copies as many rows of x as the destination has, from row
+        `tile.first` of the tile on, at that step of k, with one `plgpu.copy_gmem_to_smem` that arrives at the barrier.
       w: [k, n] in global memory.
       before_step: (tile, step), called before anything of that step is loaded; may wait.
     """
     tiles = gemm.tiles
 
-    def step_of_tile(number: jax.Array, tile: Tile, step: jax.Array) -> None:
+    def step_of_tile(number: jax.Array, tile: Tile, height: int, step: jax.Array) -> None:
         count = number * gemm.steps + step
         slot = lax.rem(count, jnp.int32(tiles.steps))
         before_step(tile, step)
         pl.when(count >= tiles.steps)(lambda: plgpu.barrier_wait(buffers["free"].at[slot]))
-        load_rows(tile, step, buffers["x"].at[slot], buffers["full"].at[slot])
+        load_rows(tile, step, buffers["x"].at[slot, pl.ds(0, height)], buffers["full"].at[slot])
         plgpu.copy_gmem_to_smem(
             w.at[pl.ds(step * tiles.tile_k, tiles.tile_k), pl.ds(tile.column * tiles.tile_n, tiles.tile_n)],
             buffers["w"].at[slot],
@@ -230,8 +260,8 @@ def load_tiles(
             collective_axes=(RANK,) if gemm.cluster > 1 else None,
         )
 
-    def load_tile(number: jax.Array, tile: Tile) -> None:
-        pl.loop(0, gemm.steps)(functools.partial(step_of_tile, number, tile))
+    def load_tile(number: jax.Array, tile: Tile, height: int) -> None:
+        pl.loop(0, gemm.steps)(functools.partial(step_of_tile, number, tile, height))
 
     number_of_tiles = _each_tile(gemm, order, load_tile)
     # A block must not leave while another one of its cluster may still write into it or arrive at its barriers.
@@ -255,15 +285,16 @@ def multiply_tiles(
       gemm, buffers, order: as in `load_tiles`.
       store: (piece, row, column), copies a piece of 64 x `store_columns` in shared memory to where elements from
         (row, column) of the result on belong, with one `plgpu.copy_smem_to_gmem`.
-      after_tile: (tile), called when all pieces of this warpgroup's part are on their way, not there: wait with
-        `plgpu.wait_smem_to_gmem(0)` before telling anybody.
+      after_tile: (tile), called when all pieces of this warpgroup's part of a tile, or of a half, are on their way, not
+        there: wait with `plgpu.wait_smem_to_gmem(0)` before telling anybody.
     """
     group = lax.axis_index(GROUP)
-    rows, columns = gemm.part
-    row, column = (group * rows, 0) if gemm.tiles.wide == "M" else (0, group * columns)
     full, free, slots = buffers["full"], buffers["free"], jnp.int32(gemm.tiles.steps)
 
-    def multiply_tile(number: jax.Array, tile: Tile) -> None:
+    def multiply_tile(number: jax.Array, tile: Tile, height: int) -> None:
+        rows, columns = gemm.part if height == gemm.tiles.tile_m else gemm.half_part
+        row, column = (group * rows, 0) if rows < height else (0, group * columns)
+
         def multiply(sums: Any) -> jax.Array:
             @pl.loop(0, gemm.steps)
             def _(step: jax.Array) -> None:
@@ -281,7 +312,7 @@ def multiply_tiles(
             return result
 
         result = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)).astype(gemm.dtype)
-        first = tile.row * gemm.tiles.tile_m + row, tile.column * gemm.tiles.tile_n + column
+        first = tile.row * gemm.tiles.tile_m + tile.first + row, tile.column * gemm.tiles.tile_n + column
         _store_pieces(gemm, buffers["out"].at[group], result, functools.partial(_shifted, store, first))
         after_tile(tile)
 
@@ -289,22 +320,32 @@ def multiply_tiles(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _each_tile(gemm: Gemm, order: Order, visit: Callable[[jax.Array, Tile], None]) -> jax.Array:
-    """Visits (running number, tile of this block) for all tiles of this cluster; returns their number."""
-    cluster = lax.axis_index(CLUSTERS)
-    rank = lax.axis_index(RANK)
-    mine = lax.div(gemm.cluster_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))
+def _each_tile(gemm: Gemm, order: Order, visit: Callable[[jax.Array, Tile, int], None]) -> jax.Array:
+    """Visits (running number, tile of this block, rows) for all tiles of this cluster, a half at the end; returns their
+    number."""
+    cluster, rank, height = lax.axis_index(CLUSTERS), lax.axis_index(RANK), gemm.tiles.tile_m
+    whole = lax.div(gemm.whole_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))
+    halves = 2 * (gemm.cluster_tiles - gemm.whole_tiles)
 
-    @pl.loop(0, mine)
+    @pl.loop(0, whole)
     def _(number: jax.Array) -> None:
-        row, column = order(cluster + number * gemm.clusters)
-        visit(number, Tile(row * gemm.cluster + rank, column))
+        row, column, _ = order(cluster + number * gemm.clusters)
+        visit(number, Tile(row * gemm.cluster + rank, column), height)
 
-    return mine
+    if not halves:
+        return whole
+
+    @pl.when(cluster < halves)
+    def _() -> None:
+        row, column, _ = order(gemm.whole_tiles + lax.div(cluster, jnp.int32(2)))
+        first = lax.rem(cluster, jnp.int32(2)) * (height // 2)
+        visit(whole, Tile(row * gemm.cluster + rank, column, first), height // 2)
+
+    return whole + jnp.where(cluster < halves, 1, 0)
 
 
 def _store_pieces(gemm: Gemm, slots: Any, result: jax.Array, store: Callable[[Any, int, int], None]) -> None:
-    rows, columns = gemm.part
+    rows, columns = result.shape
     places = [(i, j) for i in range(0, rows, _PIECE_ROWS) for j in range(0, columns, gemm.store_columns)]
     if len(places) % gemm.store_slots:  # the slots do not go round: begin anew
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -18,7 +18,7 @@ from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime import deviceless
 from dhelix.runtime.collective_matmul.kernels import all_gather_matmul as kernel
-from dhelix.runtime.collective_matmul.kernels.all_gather_matmul import Push
+from dhelix.runtime.collective_matmul.kernels.all_gather_matmul import Transfer
 
 deviceless.prepare_environment()
 
@@ -26,8 +26,9 @@ TILES = Tiles(128, 256, 64, 4, "M", 8)
 SITE = Site("all_gather_matmul", 4096, 4096, 1536, "bfloat16", 4)
 
 
-def plan(rows=4096, columns=1536, depth=4096, devices=4, tiles=TILES, push=None):
-    return kernel._plan(rows, columns, depth, "bfloat16", devices, tiles, push or Push())
+def plan(rows=4096, columns=1536, depth=4096, devices=4, tiles=TILES, transfer=None):
+    site = Site("all_gather_matmul", rows, depth, columns, "bfloat16", devices)
+    return kernel._plan(site, tiles, transfer or Transfer())
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -37,7 +38,7 @@ def test_each_tile_of_the_result_comes_once_own_rows_first(devices, group):
     rows, columns = it.gemm.m // it.gemm.cluster_rows, it.gemm.column_tiles
     me = devices - 1
     order = jax.vmap(it.order(jnp.int32(me)))(jnp.arange(it.gemm.cluster_tiles, dtype=jnp.int32))
-    tiles = [(int(row), int(column)) for row, column in zip(*order, strict=True)]
+    tiles = [(int(row), int(column)) for row, column in zip(order.row, order.column, strict=True)]
     assert sorted(tiles) == [(row, column) for row in range(rows) for column in range(columns)]
     own = {row // (rows // devices) == me for row, _ in tiles[: len(tiles) // devices]}
     assert own == {True}
@@ -50,16 +51,68 @@ def test_rows_of_the_others_come_in_turn():
     assert sources == [1] * 8 + [2, 3, 0] * 8
 
 
-@pytest.mark.parametrize("push", [Push(), Push(chunks=4, window=4), Push(rows=8, columns=128, chunks=2, window=3)])
-def test_pieces_cover_the_rows_and_fill_each_counter(push):
-    it = plan(rows=2048, depth=1024, devices=2, push=push)
-    pieces = list(zip(*(part.tolist() for part in jax.vmap(it.piece)(jnp.arange(it.pieces))), strict=True))
-    every = [(row, column) for row in range(0, 1024, push.rows) for column in range(0, 1024, push.columns)]
-    assert sorted((row, column) for _, _, row, column in pieces) == every
-    counted = collections.Counter((row_tile, chunk) for row_tile, chunk, _, _ in pieces)
-    assert set(counted.values()) == {it.chunk_pieces} and len(counted) == it.row_tiles * push.chunks
-    for row_tile, chunk, row, column in pieces:
-        assert (row_tile, chunk) == (row // 128, column // (1024 // push.chunks))
+def pieces(it):
+    """(source, row tile, chunk, row, column) in the order in which they go."""
+    numbers = jnp.arange(it.batches * it.transfer.batch, dtype=jnp.int32)
+    return list(zip(*(part.tolist() for part in jax.vmap(it.piece)(numbers)), strict=True))
+
+
+TRANSFERS = [
+    Transfer(),
+    Transfer(chunks=4, window=4, batch=2),
+    Transfer(rows=8, columns=128, chunks=2, window=3),
+    Transfer(pull=True),
+    Transfer(pull=True, rows=8, stages=4, chunks=2, window=8, batch=4),
+]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_pieces_cover_all_rows_and_fill_each_counter(transfer, devices):
+    it = plan(rows=1024 * devices, depth=1024, devices=devices, transfer=transfer)
+    sources = range(devices) if transfer.pull else [0]
+    every = [
+        (source, row, column)
+        for source in sources
+        for row in range(0, 1024, transfer.rows)
+        for column in range(0, 1024, transfer.columns)
+    ]
+    assert sorted((source, row, column) for source, _, _, row, column in pieces(it)) == every
+    counted = collections.Counter((source, row_tile, chunk) for source, row_tile, chunk, _, _ in pieces(it))
+    assert set(counted.values()) == {it.chunk_batches * transfer.batch}
+    assert len(counted) == len(sources) * it.row_tiles * transfer.chunks
+    for _, row_tile, chunk, row, column in pieces(it):
+        assert (row_tile, chunk) == (row // 128, column // (1024 // transfer.chunks))
+
+
+def test_a_batch_belongs_to_one_counter():
+    it = plan(rows=2048, depth=1024, devices=2, transfer=Transfer(pull=True, batch=4, chunks=2))
+    counters = [piece[:3] for piece in pieces(it)]
+    assert all(len(set(counters[i : i + 4])) == 1 for i in range(0, len(counters), 4))
+
+
+def test_rows_are_pulled_from_all_others_in_turn_and_own_ones_last():
+    it = plan(rows=4096, depth=1024, devices=4, transfer=Transfer(pull=True, window=1))
+    sources = [source for source, *_ in pieces(it)][:: it.chunk_pieces]
+    assert sources == [0, 1, 2] * 8 + [3] * 8
+
+
+def site(rows, depth, columns, devices=2):
+    return Site("all_gather_matmul", rows, depth, columns, "bfloat16", devices)
+
+
+@pytest.mark.parametrize(
+    "place, columns", [(site(2048, 4096, 3072), 192), (site(8192, 4096, 3584), 256), (site(4096, 8192, 2560), 256)]
+)
+def test_default_tiles_are_those_that_need_the_fewest_rounds(place, columns):
+    assert kernel.default_tiles(place).tile_n == columns
+
+
+def test_default_chunks_are_one_where_own_tiles_take_long_and_what_tiles_say():
+    assert kernel.default_transfer(site(8192, 4096, 3584), TILES).chunks == 1
+    assert kernel.default_transfer(site(2048, 4096, 3072), TILES).chunks == 4
+    tiles = Tiles(128, 256, 64, 4, "M", 8, copiers=64, chunks=2)
+    assert kernel.default_transfer(site(2048, 4096, 3072), tiles) == Transfer(copiers=64, chunks=2, window=8)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +136,9 @@ def test_tiles_that_do_not_fit_into_shared_memory_are_refused():
     assert kernel.supported(SITE) is None
 
 
-def lowered(axes, name, rows=2048, push=None):
+def lowered(axes, name, rows=2048, transfer=None):
     mesh = deviceless.mesh(axes)
-    call = functools.partial(kernel.all_gather_matmul_kernel, axis_name=name, push=push)
+    call = functools.partial(kernel.all_gather_matmul_kernel, axis_name=name, transfer=transfer)
     specs = P(name), P(None, name)
     step = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(P(None, name), P()), check_vma=False)
     shapes = (rows, 1024), (1024, 512 * axes[name])
@@ -97,9 +150,11 @@ def lowered(axes, name, rows=2048, push=None):
 
 
 @pytest.mark.deviceless
+@pytest.mark.parametrize("pull", [False, True])
 @pytest.mark.parametrize("axes, name", [({"tp": 2}, "tp"), ({"dp": 2, "tp": 4}, "tp"), ({"tp": 2, "dp": 2}, "tp")])
-def test_compiles_for_any_axis_of_the_mesh(axes, name):
-    text = deviceless.compile(lowered(axes, name, push=Push(chunks=2))).as_text() or ""
+def test_compiles_for_any_axis_of_the_mesh(axes, name, pull):
+    transfer = Transfer(pull, rows=8, stages=4, batch=2, chunks=2)
+    text = deviceless.compile(lowered(axes, name, transfer=transfer)).as_text() or ""
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert "all-gather" not in text
 

@@ -26,7 +26,7 @@ def multiply(gemm: Gemm, x: jax.Array, w: jax.Array) -> jax.Array:
 
     def kernel(x: Any, w: Any, out: Any, buffers: Any) -> None:
         def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
-            rows = x.at[pl.ds(tile.row * tile_m, tile_m), pl.ds(step * 64, 64)]
+            rows = x.at[pl.ds(tile.row * tile_m + tile.first, destination.shape[0]), pl.ds(step * 64, 64)]
             plgpu.copy_gmem_to_smem(rows, destination, barrier)
 
         def store(piece: Any, row: jax.Array, column: jax.Array) -> None:
@@ -49,8 +49,12 @@ def multiply(gemm: Gemm, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize(
     "cluster, tiles",
-    [(1, Tiles(64, 128, 64, 2, "N", 2, 1)), (2, Tiles(128, 64, 64, 3, "M", 1, 4))],
-    ids=["one block, wide N", "clusters, wide M"],
+    [
+        (1, Tiles(64, 128, 64, 2, "N", 2, 1)),
+        (2, Tiles(128, 64, 64, 3, "M", 1, 4)),
+        (1, Tiles(128, 128, 64, 2, "M", 2, 3)),
+    ],
+    ids=["one block, wide N", "clusters, wide M", "a tile cut in two"],
 )
 def test_product_with_tail_of_columns_and_blocks_of_several_tiles(cluster, tiles):
     gemm = Gemm(2 * cluster * tiles.tile_m, tiles.tile_n + 64, 192, "bfloat16", tiles, cluster)
@@ -59,6 +63,18 @@ def test_product_with_tail_of_columns_and_blocks_of_several_tiles(cluster, tiles
     w = jax.random.normal(jax.random.key(1), (gemm.k, gemm.n), jnp.bfloat16)
     expected = np.asarray(x, np.float32) @ np.asarray(w, np.float32)
     np.testing.assert_allclose(np.asarray(multiply(gemm, x, w), np.float32), expected, rtol=2**-8, atol=1e-3)
+
+
+@pytest.mark.parametrize("sms, whole, rounds", [(132, 132, 2.55), (96, 144, 3.55), (80, 160, 4.0), (64, 160, 5.0)])
+def test_the_last_round_is_cut_in_two_where_that_shortens_it(sms, whole, rounds):
+    gemm = Gemm(4096, 2560, 8192, "bfloat16", Tiles(128, 256, 64, 4, "M", 8, sms))
+    assert gemm.cluster_tiles == 160
+    assert (gemm.whole_tiles, gemm.rounds) == (whole, rounds)
+
+
+def test_tiles_whose_halves_no_warpgroup_can_multiply_stay_whole():
+    gemm = Gemm(4096, 2560, 8192, "bfloat16", Tiles(128, 192, 64, 4, "M", 8, 180))
+    assert gemm.whole_tiles == gemm.cluster_tiles
 
 
 def test_bands_go_down_the_rows_first():
