@@ -48,20 +48,28 @@ from dhelix.profiles.collective_matmul import FORMS, KINDS, MONOLITHIC, Form, Si
 from dhelix.runtime.launch_settings import link_of, setting_of
 from dhelix.runtime.profiling.provenance import provenance
 
-CANDIDATES = tuple(map(Tiles.parse, (
+_SENT_ROWS = (
+    "128x256x64,steps=4,wide=M,group=8",
+    "128x256x64,steps=4,wide=M,group=8,chunks=1",
+    "128x256x64,steps=4,wide=M,group=8,chunks=4",
+    "128x256x64,steps=4,wide=M,group=16",
+    "128x192x64,steps=4,wide=M,group=8",
+    "128x192x64,steps=4,wide=M,group=8,chunks=8",
+)
+_SENT_TILES = (
     "128x256x64,steps=4,wide=M,group=8",
     "128x256x64,steps=4,wide=N,group=8",
     "128x256x64,steps=3,wide=M,group=8",
     "128x256x64,steps=3,wide=N,group=8",
-    "128x256x64,steps=3,wide=N,group=16",
     "256x128x64,steps=3,wide=M,group=4",
-    "256x128x64,steps=4,wide=M,group=4",
     "128x192x64,steps=4,wide=M,group=8",
     "128x128x64,steps=5,wide=M,group=8",
-    "128x128x64,steps=5,wide=M,group=16",
     "64x256x64,steps=4,wide=N,group=16",
-)))  # fmt: skip
-"""Tiles that `--tune` tries unless `--tiles` says. What a kernel cannot have it refuses before it compiles."""
+)
+CANDIDATES = {
+    kind: tuple(map(Tiles.parse, _SENT_ROWS if kind == "all_gather_matmul" else _SENT_TILES)) for kind in KINDS
+}
+"""Tiles that `--tune` tries, by kind, unless `--tiles` says. What a kernel cannot have it refuses uncompiled."""
 CHUNKS = (2, 4, 8)
 _OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _BEST_TILES = 2  # of the nearest tuned site that others try
@@ -171,7 +179,7 @@ def _forms(
 
 def _tiles(given: Sequence[Tiles], tuned: bool, site: Site, known: Mapping[Site, Measured]) -> Sequence[Tiles | None]:
     if given or tuned:
-        return given or CANDIDATES
+        return given or CANDIDATES[site.kind]
     related = [other for other in known if other.family == site.family and known[other].best_tiles()]
     nearest = min(related, key=lambda other: (math.dist(_logs(other), _logs(site)), other), default=None)
     return [None] if nearest is None else known[nearest].best_tiles()[:_BEST_TILES]

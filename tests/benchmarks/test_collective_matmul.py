@@ -109,7 +109,7 @@ def test_tiles_are_tuned_at_some_sites_and_taken_over_at_others() -> None:
     us = {Form("mosaic", tiles=t).key: [us] for t, us in ((LARGE, 9.0), (SMALL, 7.0), (other, 8.0))}
     known = {QKV: Measured("qkv", 4, us), third: Measured("qkv", 4, {MOSAIC: [5.0]})}
     near = dataclasses.replace(QKV, rows=16384)
-    assert set(tiles(("--tune", "4096,16384"), near)) == set(collective_matmul.CANDIDATES)
+    assert set(tiles(("--tune", "4096,16384"), near)) == set(collective_matmul.CANDIDATES[QKV.kind])
     assert tiles(("--tune", "16384", "--tiles", SMALL.key), near) == [SMALL]
     assert set(tiles((), near)) == set(tiles(("--tune", "16384"), near, name="qkv'")) == {SMALL, other}
     assert tiles((), dataclasses.replace(near, kind=SCATTER)) == [None]
