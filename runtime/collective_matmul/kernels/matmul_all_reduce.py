@@ -1,0 +1,83 @@
+"""GEMM and all-reduce in one Mosaic-GPU kernel for Hopper (DistFuse): tiles leave as soon as they are multiplied.
+
+    out = sum over devices of  x @ w        x [m, k], w [k, n], out [m, n], whole on all devices
+
+Prefill: as `matmul_reduce_scatter`, and the owner's epilogue stores a finished tile into all devices' results at once.
+Decode, where the product is one wave of tiles and little data: every device sends its tiles to all, which saves a hop.
+`summed_matmul` has the picture, legality and determinism.
+
+Cost: max(GEMM, 2 (devices - 1) / devices of the product over the link), what the last wave of tiles sends, and about
+ten microseconds. Small tiles shorten that last wave, large ones multiply faster: `default_tiles`.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+
+from dhelix.errors import DhelixError
+from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.runtime.collective_matmul.kernels import summed_matmul
+from dhelix.runtime.collective_matmul.kernels.hopper_gemm import H200_SMS, Gemm
+from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
+
+_LARGE = Tiles(128, 256, 64, 4, "M", 8)
+_SMALL = Tiles(128, 128, 64, 6, "M", 8)
+_DECODE = Tiles(64, 128, 64, 7, "N", 8)
+_LARGE_DEPTH = 8192  # of the contraction on a device: from here what large tiles save exceeds what the last wave sends
+_ONE_SHOT_BYTES = 4 << 20  # that a device sends: up to here latency is more than this takes
+
+
+def default_tiles(site: Site) -> Tiles:
+    """Large tiles where the product is deep, small ones where it is not, flat ones where 128 rows do not divide."""
+    if site.rows % _LARGE.tile_m:
+        return _DECODE
+    return _LARGE if site.contraction >= _LARGE_DEPTH else _SMALL
+
+
+def shots_for(site: Site, tiles: Tiles) -> int:
+    """1 if the product is one wave of tiles and all devices' copies of it are soon sent, else 2."""
+    blocks = -(-site.rows // tiles.tile_m) * -(-site.columns // tiles.tile_n)
+    sent = 2 * site.rows * site.columns * (site.axis_size - 1)
+    return 1 if blocks <= H200_SMS and sent <= _ONE_SHOT_BYTES else 2
+
+
+def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
+    """How the kernel would do `site`: owners by rows if these divide, else by columns; clusters of two if they can."""
+    tiles, n = tiles or default_tiles(site), site.axis_size
+    shots = shots_for(site, tiles)
+    owners = 1 if shots == 1 or site.rows % (n * tiles.tile_m) else n
+    cluster = 2 if site.rows % (owners * 2 * tiles.tile_m) == 0 else 1
+    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False)
+    return Plan(gemm, n, scatter=False, shots=shots)
+
+
+def supported(site: Site, tiles: Tiles | None = None) -> str | None:
+    """Why this kernel cannot serve a site of kind "matmul_all_reduce", None if it can."""
+    if site.kind != "matmul_all_reduce":
+        return f"{site.kind} is no matmul_all_reduce"
+    return plan_for(site, tiles).refusal()
+
+
+def matmul_all_reduce_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None) -> jax.Array:
+    """x @ w summed over the devices, inside `shard_map`.
+
+    Args:
+      x: [m, k], of a contraction that is split over the devices.
+      w: [k, n], of x's dtype.
+      axis_name: one axis of the mesh.
+      tiles: of the GEMM; None is `default_tiles`.
+
+    Returns:
+      [m, n] in x's dtype, the same bits on all devices; parts are rounded to it before they are summed in float32.
+
+    Raises:
+      DhelixError: sizes, dtype or tiles that `supported` refuses.
+    """
+    (m, k), (depth, n) = x.shape, w.shape
+    if k != depth or x.dtype != w.dtype:
+        raise DhelixError(f"matmul_all_reduce: x {x.dtype}{x.shape} and w {w.dtype}{w.shape} do not fit")
+    plan = plan_for(Site("matmul_all_reduce", m, k, n, x.dtype.name, lax.axis_size(axis_name)), tiles)
+    if refusal := plan.refusal():
+        raise DhelixError(f"matmul_all_reduce has no Mosaic kernel here: {refusal}: take another form or tiles")
+    return summed_matmul.summed_matmul(plan, axis_name, x, w, "matmul_all_reduce")
