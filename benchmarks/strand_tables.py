@@ -206,8 +206,8 @@ def into_page(page: str, name: str, text: str) -> str:
     return pattern.sub(lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page)
 
 
-def command_line(
-    description: str | None, name: str, read: Callable[[Path], Run], tables: Callable[[Sequence[Run]], str]
+def command_line[R](
+    description: str | None, name: str, read: Callable[[Path], R], tables: Callable[[Sequence[R]], str]
 ) -> None:
     """Prints the tables of files of results, or writes them into a page.
 
