@@ -4,9 +4,11 @@ One process does both: with `JAX_PLATFORMS=cpu,cuda` the CPU devices are the def
 no GPU stays out of the way. All of it must be set before jax is imported, hence at the top of this file.
 """
 
+import gc
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,12 @@ os.environ["JAX_PLATFORMS"] = "cpu,cuda" if _plugin else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 # A flag that the caller gives stands last, and so wins.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+if _plugin:
+    # Machine code of GPU kernels takes two thirds of a compilation, no test looks at it, and most programs share most
+    # of theirs: it is made once. Last, because pytest-xdist's workers inherit the flag of the process that starts them,
+    # and XLA lets no two processes write one file.
+    _kernels = tempfile.TemporaryDirectory(prefix="dhelix-test-kernels-")
+    os.environ["XLA_FLAGS"] += f" --xla_gpu_kernel_cache_file={_kernels.name}/kernels"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -32,6 +40,13 @@ hypothesis.settings.load_profile("dhelix")
 def cpu_devices() -> None:
     """JAX reads the flags above when it first looks for devices, and by then a test may have changed them."""
     jax.devices("cpu")
+
+
+def pytest_collection_finish() -> None:
+    """Tracing allocates so much that Python looks for garbage all the time: not in modules, and less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -198,7 +198,7 @@ def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...],
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("pp", "tp", "layers"), [(1, 4, 2), (2, 2, 8)])
+@pytest.mark.parametrize(("pp", "tp", "layers"), [(1, 4, 4), (2, 2, 8)])
 def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
     pp: int, tp: int, layers: int, plan: Plan, tmp_path: Path
 ) -> None:
