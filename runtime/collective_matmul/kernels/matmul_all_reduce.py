@@ -18,7 +18,7 @@ from jax import lax
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import summed_matmul
-from dhelix.runtime.collective_matmul.kernels.hopper_gemm import H200_SMS, Gemm
+from dhelix.runtime.collective_matmul.kernels.hopper_gemm import H200_SMS
 from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
 
 _LARGE = Tiles(128, 256, 64, 4, "M", 8)
@@ -43,13 +43,11 @@ def shots_for(site: Site, tiles: Tiles) -> int:
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
-    """How the kernel would do `site`: owners by rows if these divide, else by columns; clusters of two if they can."""
+    """How the kernel would do `site`: owners by rows if these divide into tiles, else by columns."""
     tiles, n = tiles or default_tiles(site), site.axis_size
     shots = shots_for(site, tiles)
     owners = 1 if shots == 1 or site.rows % (n * tiles.tile_m) else n
-    cluster = 2 if site.rows % (owners * 2 * tiles.tile_m) == 0 else 1
-    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False)
-    return Plan(gemm, n, scatter=False, shots=shots)
+    return Plan(summed_matmul.gemm_for(site, tiles, owners), n, scatter=False, shots=shots)
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:

@@ -18,18 +18,15 @@ from jax import lax
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import summed_matmul
-from dhelix.runtime.collective_matmul.kernels.hopper_gemm import Gemm
 from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
 
 DEFAULT_TILES = Tiles(128, 256, 64, 4, "M", 8)
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
-    """How the kernel would do `site`: clusters of two blocks where rows divide so, else of one."""
-    tiles, n = tiles or DEFAULT_TILES, site.axis_size
-    cluster = 2 if site.rows % (n * 2 * tiles.tile_m) == 0 else 1
-    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False)
-    return Plan(gemm, n, scatter=True)
+    """How the kernel would do `site`."""
+    gemm = summed_matmul.gemm_for(site, tiles or DEFAULT_TILES, site.axis_size)
+    return Plan(gemm, site.axis_size, scatter=True)
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import hopper_gemm
 from dhelix.runtime.collective_matmul.kernels.hopper_gemm import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Tile
 
@@ -76,8 +77,8 @@ class Plan:
       devices: on the axis.
       scatter: each device keeps its rows only.
       shots: 2, by way of owners; 1, everybody to everybody (all-reduce alone).
-      lead: tiles of each other device that come before the first own one; None is as many as all clusters compute at
-        once, so that parts have arrived when they are wanted.
+      lead: tiles of each other device that come before the first own one, and own ones after the last other one; None
+        is as many as all clusters compute at once, so that parts have arrived when they are wanted.
     """
 
     gemm: Gemm
@@ -108,8 +109,8 @@ class Plan:
 
     @property
     def own_behind(self) -> int:
-        wave = pl.cdiv(self.gemm.clusters, max(self.devices - 1, 1))
-        return min(self.tiles, max(1, wave if self.lead is None else self.lead))
+        """`lead`, where there are so many."""
+        return min(self.tiles, self.gemm.clusters if self.lead is None else self.lead)
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -169,6 +170,19 @@ class Plan:
         return Job(turn, tile, row, column + shift * self.block[1])
 
 
+def gemm_for(site: Site, tiles: Tiles, owners: int) -> Gemm:
+    """The local product of `site`.
+
+    In clusters of two blocks where the rows of each owner divide so, else of one; with slots for all that a warpgroup
+    stores of a tile if shared memory has room for them beside the operands, else with two.
+    """
+    cluster = 2 if site.rows % (owners * 2 * tiles.tile_m) == 0 else 1
+    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False)
+    rows, columns = gemm.part
+    roomy = replace(gemm, store_slots=max(2, rows // _PIECE_ROWS * (columns // gemm.store_columns)))
+    return roomy if roomy.refusal() is None else gemm
+
+
 def summed_matmul(plan: Plan, axis: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
     """x @ w summed over the devices of `axis`, inside `shard_map`; `name` is the kernel's in profiles."""
 
@@ -218,7 +232,9 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
         plgpu.set_max_registers(hopper_gemm.COMPUTE_REGISTERS, action="increase")
-        links = _Links(plan, axis, out, staged, buffers["out"].at[group], arrived, finished)
+        me = lax.axis_index(axis)
+        peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
+        links = _Links(plan, axis, me, peers, out, staged, buffers["out"].at[group], arrived, finished)
         _multiply(gemm, buffers, links)
 
 
@@ -271,6 +287,9 @@ class _Links:
     """Where results go; one for each warpgroup that multiplies.
 
     Attributes:
+      me: this device.
+      peers: the others by turn. TMA to a peer wants a number made of constants and this device's own alone; computed
+        once, as each has descriptors of its own.
       out, staged: in global memory, of all devices.
       slots: [store_slots, 64, store_columns] in shared memory, of this warpgroup.
       arrived: counters beside `staged`.
@@ -280,23 +299,13 @@ class _Links:
 
     plan: Plan
     axis: str
+    me: jax.Array
+    peers: list[Any]
     out: Any
     staged: Any
     slots: Any
     arrived: Any
     finished: Any
-
-    @property
-    def me(self) -> jax.Array:
-        return lax.axis_index(self.axis)
-
-    def peer(self, turn: int) -> Any:
-        """Device `turn + 1` places further on: constants and the device alone, as TMA to it wants."""
-        return {self.axis: lax.rem(self.me + (turn + 1), jnp.int32(self.plan.devices))}
-
-    @property
-    def peers(self) -> list[Any]:
-        return [self.peer(turn) for turn in range(self.plan.devices - 1)]
 
     def where(self, job: Job) -> tuple[jax.Array, jax.Array]:
         """Index of this warpgroup's part in `arrived`, and behind the source in `staged`."""
@@ -362,8 +371,8 @@ class _Links:
         self._store_pieces(self._parts(result), store)
         plgpu.wait_smem_to_gmem(0)
         counter = self.arrived.at[self.where(job)]
-        for turn in range(self.plan.devices):
-            pl.semaphore_signal(counter, device_id=self.peer(turn))
+        for peer in [*self.peers, {self.axis: self.me}]:
+            pl.semaphore_signal(counter, device_id=peer)
         pl.semaphore_wait(counter, self.plan.devices, decrement=False)
         nothing = (jnp.float32(0) for _ in self.plan.pieces)
         self._store_pieces(self._sums(job, nothing), functools.partial(self._store_out, row, column, []))

@@ -1,0 +1,189 @@
+"""Kernels of matmul + reduce-scatter and matmul + all-reduce: order of tiles, what they refuse, that XLA compiles them.
+
+Their run on GPUs is in benchmarks; the interpreter knows no remote memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dhelix.errors import DhelixError
+from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.runtime import deviceless
+from dhelix.runtime.collective_matmul.kernels import matmul_all_reduce, matmul_reduce_scatter
+from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
+
+deviceless.prepare_environment()
+
+KERNELS = {"matmul_reduce_scatter": matmul_reduce_scatter, "matmul_all_reduce": matmul_all_reduce}
+TILES = Tiles(128, 256, 64, 4, "M", 8)
+DECODE = Tiles(64, 128, 64, 7, "N", 8)
+
+
+def plan(
+    kind: str, rows: int, columns: int, devices: int, tiles: Tiles | None = TILES, depth: int = 1024, **fields
+) -> Plan:
+    site = Site(kind, rows, depth, columns, "bfloat16", devices)
+    return dataclasses.replace(KERNELS[kind].plan_for(site, tiles), **fields)
+
+
+def jobs(it: Plan, me: int) -> list[tuple[int, int, int, int]]:
+    """(turn, tile, row, column) in the order in which device `me` computes them."""
+    numbers = jnp.arange(it.gemm.cluster_tiles, dtype=jnp.int32)
+    columns = jax.vmap(lambda number: it.job(jnp.int32(me), number))(numbers)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+PLANS = [
+    plan("matmul_reduce_scatter", 8192, 4096, 2),
+    plan("matmul_reduce_scatter", 4096, 1536, 4),
+    plan("matmul_reduce_scatter", 2048, 1344, 8),
+    plan("matmul_reduce_scatter", 4096, 1024, 4, lead=1),
+    plan("matmul_reduce_scatter", 4096, 1024, 4, lead=10**6),
+    plan("matmul_all_reduce", 1024, 8192, 2, Tiles(128, 128, 64, 6, "M", 3)),
+    plan("matmul_all_reduce", 1024, 8192, 4),
+    plan("matmul_all_reduce", 128, 4096, 4, shots=2),  # owners by columns
+    plan("matmul_all_reduce", 256, 8192, 8, DECODE, shots=2),
+]
+
+
+@pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}")
+def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(it: Plan):
+    assert it.refusal() is None
+    rows, columns = it.gemm.m // it.gemm.cluster_rows, it.gemm.column_tiles
+    everything = [(row, column) for row in range(rows) for column in range(columns)]
+    own_rows, own_columns = it.block
+    for me in range(it.devices):
+        order = jobs(it, me)
+        assert sorted((row, column) for _, _, row, column in order) == everything
+        for turn, _, row, column in order:
+            owner = row // own_rows if it.by_rows else column // own_columns
+            assert owner == (me + 1 + turn) % it.devices
+    when = {(turn, tile): number for number, (turn, tile, _, _) in enumerate(order)}
+    assert len(when) == it.devices * it.tiles
+    for tile in range(it.tiles):  # at the same place in every device's order: nobody waits for what comes later
+        assert when[it.devices - 1, tile] > max(when[turn, tile] for turn in range(it.devices - 1))
+
+
+@pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices}")
+def test_sender_and_owner_agree_where_a_tile_lies(it: Plan):
+    sent, owned = {}, {}
+    for me in range(it.devices):
+        for turn, tile, row, column in jobs(it, me):
+            owner = (me + 1 + turn) % it.devices
+            if owner == me:
+                owned[me, tile] = row, column
+            else:
+                assert sent.setdefault((owner, turn, tile), (row, column)) == (row, column)  # one sender for each slot
+    assert len(sent) == it.devices * (it.devices - 1) * it.tiles
+    assert all(owned[owner, tile] == place for (owner, _, tile), place in sent.items())
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_parts_have_a_round_of_tiles_to_arrive_and_blocks_alternate_between_own_and_others(devices):
+    it = plan("matmul_reduce_scatter", 8192, 4096, devices, dataclasses.replace(TILES, sms=20))
+    order = jobs(it, 1)
+    when = {(turn, tile): number for number, (turn, tile, _, _) in enumerate(order)}
+    own = devices - 1
+    waits = [when[own, tile] - when[turn, tile] for tile in range(it.tiles) for turn in range(own)]
+    assert min(waits) >= it.gemm.clusters - devices
+    for cluster in range(it.gemm.clusters):
+        its = [turn == own for turn, *_ in order[cluster :: it.gemm.clusters]]
+        assert 0.5 / devices < sum(its) / len(its) < 2.5 / devices
+
+
+def test_one_shot_has_every_tile_for_everybody():
+    it = plan("matmul_all_reduce", 64, 8192, 4, None)
+    assert (it.shots, it.gemm.tiles) == (1, DECODE)
+    assert sorted(column for _, _, _, column in jobs(it, 3)) == list(range(64))
+    assert it.staged_shape[0] == 4
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize(
+    "rows, depth, columns, dtype, devices, why",
+    [
+        (4096, 4096, 1536, "float32", 4, "neither bfloat16 nor float16"),
+        (4096, 4096, 1536, "bfloat16", 1, "nothing to sum"),
+        (4000, 4096, 1536, "bfloat16", 4, "4000"),
+        (4096, 4096, 1500, "bfloat16", 4, "no multiple"),
+        (4096, 4000, 1536, "bfloat16", 4, "no multiple"),
+        (0, 4096, 1536, "bfloat16", 4, "no multiple"),
+    ],
+)
+def test_what_is_not_supported_is_said(kind, rows, depth, columns, dtype, devices, why):
+    refusal = KERNELS[kind].supported(Site(kind, rows, depth, columns, dtype, devices))
+    assert why in (refusal or "") and "\n" not in (refusal or "")
+
+
+def test_rows_of_an_owner_are_whole_tiles():
+    assert "no multiple of 128 each" in (
+        matmul_reduce_scatter.supported(Site("matmul_reduce_scatter", 192, 512, 512, "bfloat16", 2)) or ""
+    )
+    assert "do not divide over 4" in (
+        matmul_all_reduce.supported(Site("matmul_all_reduce", 8256, 512, 640, "bfloat16", 4)) or ""
+    )
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_another_kind_is_refused(kind):
+    assert "is no" in (KERNELS[kind].supported(Site("all_gather_matmul", 4096, 4096, 1536, "bfloat16", 4)) or "")
+
+
+def test_tiles_that_do_not_fit_into_shared_memory_are_refused():
+    site = Site("matmul_reduce_scatter", 4096, 4096, 1536, "bfloat16", 4)
+    assert "shared memory" in (matmul_reduce_scatter.supported(site, dataclasses.replace(TILES, steps=5)) or "")
+    assert matmul_reduce_scatter.supported(site) is None
+
+
+def test_a_warpgroup_stores_all_at_once_where_shared_memory_has_room():
+    slots = [
+        plan("matmul_reduce_scatter", 4096, 1024, 2, dataclasses.replace(TILES, steps=s)).gemm.store_slots
+        for s in (3, 4)
+    ]
+    assert slots == [4, 2]
+
+
+def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024):
+    mesh, n = deviceless.mesh(axes), axes["tp"]
+    kernel = getattr(KERNELS[kind], f"{kind}_kernel")
+    out = P("tp") if kind == "matmul_reduce_scatter" else P()
+    specs = P(None, "tp"), P("tp")
+    step = jax.shard_map(lambda x, w: kernel(x, w, "tp"), mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((rows, 512 * n), (512 * n, columns)), specs, strict=True)
+    ]
+    return jax.jit(step).lower(*arguments)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    "kind, axes, rows",
+    [
+        ("matmul_reduce_scatter", {"tp": 2}, 1024),
+        ("matmul_reduce_scatter", {"dp": 2, "tp": 4}, 2048),
+        ("matmul_reduce_scatter", {"tp": 8}, 2048),
+        ("matmul_all_reduce", {"tp": 2, "dp": 2}, 1024),
+        ("matmul_all_reduce", {"tp": 4}, 1024),
+        ("matmul_all_reduce", {"tp": 4}, 64),
+        ("matmul_all_reduce", {"tp": 8}, 2048),
+    ],
+)
+def test_compiles_for_any_axis_of_the_mesh(kind, axes, rows):
+    text = deviceless.compile(lowered(kind, axes, rows)).as_text() or ""
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
+    assert "all-reduce" not in text.replace("all_reduce", "") and "reduce-scatter" not in text
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_sizes_that_do_not_fit_raise_one_line(kind):
+    with pytest.raises(DhelixError, match="take another form") as error:
+        lowered(kind, {"tp": 2}, rows=2000)
+    assert "\n" not in str(error.value)
