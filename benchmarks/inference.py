@@ -21,11 +21,12 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,12 @@ class Benchmark:
         self.run = Run(provenance(), link_of(os.environ), workload, tolerance(self.config, tp))
         self.cases = [Case("prefill", 1, tokens) for tokens in arguments.prefill]
         self.cases += [Case("decode", batch, arguments.cached) for batch in arguments.decode]
-        self.layers = jax.block_until_ready(programs.make_layers(self.config, self.mesh))
-        self.say(f"weights of {config.layers} layers over {tp} devices")
 
-    def todo(self) -> Any:
+    @functools.cached_property
+    def layers(self) -> Any:
+        return programs.make_layers(self.config, self.mesh)
+
+    def todo(self) -> Iterator[Case]:
         """Cases, as long as the budget has time for one that takes a little longer than the longest so far."""
         longest, budget = 0.0, self.arguments.budget_s or math.inf
         for number, case in enumerate(self.cases):
@@ -126,7 +129,7 @@ class Benchmark:
         expected: jax.Array | None = None
         for variant, step in list(compiled.items()):
             try:
-                x = stack.call(step)
+                x = jax.block_until_ready(stack.call(step))
                 expected = x if variant == XLA else expected
                 if variant not in (XLA, BOUND) and expected is not None:
                     result.differs[variant] = float(difference(expected.astype(jnp.float32), x))

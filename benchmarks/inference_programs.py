@@ -35,7 +35,10 @@ from dhelix.runtime.collective_matmul.products import matmul
 
 XLA, BOUND = "xla", "no communication"
 _ROOM = 128  # tokens that a cache has left, so that the new one is inside and the room divides by tiles
-_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,  # matrix products are cuBLAS's alone, as in `collective_matmul.py`
+    "xla_gpu_dot_merger_threshold_mb": 0,  # else each call copies weights of q, k, v together, to multiply them at once
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def lowered(config: LlamaConfig, mesh: Mesh, case: Case, variant: str) -> jax.st
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Matrix products are cuBLAS's alone, as in `collective_matmul.py`."""
+    """Of all variants."""
     return {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
 
 

@@ -134,7 +134,8 @@ def _head(run: Run) -> str:
 
 def _beside_the_paper(cases: dict[str, CaseResult]) -> str:
     """How much there was to win, and what the best variant made of it."""
-    rows = [("sequences x tokens", "communication's share of latency", "best", "latency lower by", "net hidden")]
+    head = "sequences x tokens", "communication's share of latency", "best", "latency lower by", "net hidden"
+    rows: list[tuple[str, ...]] = [head]
     for name, case in cases.items():
         share = case.cost / case.times[XLA].seconds if case.cost is not None else None
         best = case.best

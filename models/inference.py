@@ -8,11 +8,11 @@ residual stream is whole on each device, heads and the hidden layer of the feed-
 per layer, of attention's and of the feed-forward's output, complete the sums. With `collective_matmuls` each of them is
 one operation with the matmul before it (DistFuse, section 3.3).
 
-The cache has room for `capacity` tokens, of which `length` are there, the same number of all sequences. Heads lie
-outside of tokens, so that a matmul of library takes a head's keys as they lie.
+The cache has room for `capacity` tokens, of which `length` are there, the same number of all sequences. Tokens lie
+inside of heads, so that a library's matmul takes the keys of a head as they lie.
 
-`scan_layers=False` is faster where decode reads little but weights: in a loop over stacked layers XLA copies a layer's
-share of the cache out of the stack and back, and so it does with weights that a kernel or several matmuls read.
+`scan_layers=False` is faster: decode does little but read weights and the cache, and in a loop over stacked layers XLA
+copies a layer's share of the cache out of the stack and back, and weights that a kernel or several matmuls read.
 """
 
 import math
@@ -40,16 +40,16 @@ Layer = Callable[[dict[str, jax.Array], jax.Array, Any], tuple[jax.Array, KeysVa
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, of this device's heads.
+    """Keys and values of the tokens so far, of this device's heads; or their shapes, or specs.
 
     Attributes:
       layers: of each layer keys and values, `[batch, kv_heads / tp, capacity, head_dim]` in the compute dtype: a pair
         of arrays with the layers in front, or with `scan_layers=False` a list of such pairs.
-      length: tokens that are there, int32.
+      length: tokens that are there, an int32 scalar.
     """
 
     layers: Any
-    length: jax.Array
+    length: Any
 
 
 def cache_specs(config: LlamaConfig) -> Cache:
@@ -164,7 +164,7 @@ def _over_layers(config: LlamaConfig, layer: Layer, layers: Any, x: jax.Array, c
     """`x` through all layers, and what each of them leaves in the cache."""
     if config.scan_layers:
         return jax.lax.scan(lambda x, of_layer: layer(of_layer[0], x, of_layer[1]), x, (layers, cached))
-    filled = []
+    filled, layer = [], jax.jit(layer)  # traced and lowered once, and inlined by XLA
     for weights, of_layer in zip(layers, cached or [None] * len(layers), strict=True):
         x, pair = layer(weights, x, of_layer)
         filled.append(pair)
