@@ -86,8 +86,8 @@ def test_sender_and_owner_agree_where_a_tile_lies(it: Plan):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_parts_have_a_round_of_tiles_to_arrive_and_blocks_alternate_between_own_and_others(devices):
-    it = plan("matmul_reduce_scatter", 8192, 4096, devices, dataclasses.replace(TILES, sms=20))
+def test_parts_have_a_round_of_tiles_to_arrive_and_no_cluster_has_but_own_ones(devices):
+    it = plan("matmul_reduce_scatter", 16384, 16384, devices, dataclasses.replace(TILES, sms=40))
     order = jobs(it, 1)
     when = {(turn, tile): number for number, (turn, tile, _, _) in enumerate(order)}
     own = devices - 1
@@ -95,7 +95,7 @@ def test_parts_have_a_round_of_tiles_to_arrive_and_blocks_alternate_between_own_
     assert min(waits) >= it.gemm.clusters - devices
     for cluster in range(it.gemm.clusters):
         its = [turn == own for turn, *_ in order[cluster :: it.gemm.clusters]]
-        assert 0.5 / devices < sum(its) / len(its) < 2.5 / devices
+        assert 0 < sum(its) / len(its) < 0.6
 
 
 def test_one_shot_has_every_tile_for_everybody():
