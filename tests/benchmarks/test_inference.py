@@ -68,26 +68,16 @@ def test_it_runs_on_cpu_devices_and_refuses_what_is_wrong(tmp_path: Path, monkey
     monkeypatch.setattr(
         inference_programs, "parallel_of", lambda variant: plain(BOUND if variant == "ring" else variant)
     )
-    flags = (
-        "--prefill",
-        "16",
-        "--decode",
-        "8",
-        "--cached",
-        "32",
-        "--forms",
-        "monolithic",
-        "hybrid:2",
-        "ring",
-        "mosaic",
-    )
-    run = measured(tmp_path / "r.json", *flags)
+    fast = {"xla_backend_optimization_level": 0}  # to compile
+    monkeypatch.setattr(inference_programs, "compiler_options", lambda mesh: fast)
+    sizes = ("--prefill", "16", "--decode", "8", "--cached", "32")
+    run = measured(tmp_path / "r.json", *sizes, "--forms", "hybrid:2", "ring", "mosaic")
     assert read(tmp_path / "r.json") == run
     assert list(run.cases) == ["prefill, 1 x 16", "decode, 8 x 32"]
     for result in run.cases.values():
         assert set(result.ms) == {XLA, BOUND, "hybrid:2"}
         assert all(len(ms) == 2 and min(ms) > 0 for ms in result.ms.values()) and result.calls == 2
-        assert result.differs["hybrid:2"] < run.tolerance < 1e-5
+        assert result.differs["hybrid:2"] < run.tolerance < 1e-4
         assert result.differs["ring"] > 0.1 and "wrong by" in result.failed["ring"]
         assert "needs NVIDIA's Hopper GPUs" in result.failed["mosaic"]
 
