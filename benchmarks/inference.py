@@ -5,12 +5,12 @@
     python benchmarks/inference_results.py benchmarks/results/inference_*.json --docs docs/collective_matmul.md
 
 Prefill of one sequence and decode against a cache, at the sizes of `--preset`, tensor-parallel over all GPUs without
-sequence parallelism (`inference_programs.py`). Variants: XLA with NCCL, each of `--forms` of `matmul_all_reduce`, and
-no communication at all, which is the bound. For each case XLA's program is compiled first, which tunes matmuls, then
-the others side by side; each runs once, and its result is compared with XLA's; then they take turns, round by round. A
-turn is as many calls as take about `--turn_ms`, enqueued one after the other as a serving engine does, so that the
-launch of a call hides behind the one before. A variant that cannot be had, or whose result is wrong, is kept with the
-reason and without times.
+sequence parallelism (`inference_programs.py`). Variants: XLA with NCCL, each of `--forms` of `matmul_all_reduce`, the
+tile-wise all-reduce behind a matmul, and no communication at all, which is the bound. For each case XLA's program is
+compiled first, which tunes matmuls, then the others side by side; each runs once, and its result is compared with
+XLA's; then they take turns, round by round. A turn is as many calls as take about `--turn_ms`, enqueued one after the
+other as a serving engine does, so that the launch of a call hides behind the one before. A variant that cannot be had,
+or whose result is wrong, is kept with the reason and without times.
 
 The file is complete after every case, and `--budget_s` starts none that no longer fits. A program that hangs ends the
 process after `--case_s`.
@@ -37,14 +37,14 @@ import jax.numpy as jnp
 from dhelix.benchmarks import inference_programs as programs
 from dhelix.benchmarks.collective_matmul_programs import difference
 from dhelix.benchmarks.gpu_clocks import Clocks
-from dhelix.benchmarks.inference_programs import BOUND, XLA, Case
-from dhelix.benchmarks.inference_results import CaseResult, Run, tables
+from dhelix.benchmarks.inference_programs import Case
+from dhelix.benchmarks.inference_results import BOUND, TILE_WISE, XLA, CaseResult, Run, tables
 from dhelix.errors import DhelixError
 from dhelix.models import LlamaConfig, make_mesh, preset
 from dhelix.runtime.launch_settings import link_of
 from dhelix.runtime.profiling.provenance import provenance
 
-FORMS = ("monolithic", "hybrid:2", "hybrid:4", "ring", "mosaic")
+FORMS = ("monolithic", "hybrid:2", "hybrid:4", "ring", "mosaic", TILE_WISE)
 _WORKLOAD = ("preset", "layers", "tp", "hidden", "ffn", "heads", "kv_heads", "dtype")
 
 
@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefill", type=int, nargs="*", default=[1024, 4096], help="tokens of the one sequence")
     made.add_argument("--decode", type=int, nargs="*", default=[16, 64], help="sequences")
     made.add_argument("--cached", type=int, default=4096, help="tokens of each sequence that decode finds in the cache")
-    made.add_argument("--forms", nargs="*", default=list(FORMS), help='of matmul_all_reduce, "auto" among them')
+    made.add_argument(
+        "--forms", nargs="*", default=list(FORMS), help=f'of matmul_all_reduce, such as "auto"; or {TILE_WISE}'
+    )
     made.add_argument("--rounds", type=int, default=6, help="turns of each variant")
     made.add_argument("--turn_ms", type=float, default=100.0, help="about how long a turn takes")
     made.add_argument("--calls", type=int, default=0, help="of a turn, instead of --turn_ms")

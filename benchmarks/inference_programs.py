@@ -8,14 +8,19 @@ stack for kernels and for matmuls in pieces, and nothing else would be measured 
 written in place; each call writes the same token, so all calls do the same work, whichever variant was before.
 
 Variants differ in what attention's and the feed-forward's output matmuls, two per layer, do for their sum over devices:
-XLA's matmul and all-reduce (NCCL), a form of `matmul_all_reduce`, or nothing. The latter is the bound, wrong by design;
-a barrier keeps XLA from adding the residual stream inside of the matmul, which no variant with communication can.
+
+    xla                  the matmul, then NCCL's all-reduce
+    tile_all_reduce      the matmul, then the tile-wise all-reduce: no overlap, what DistFuse measures in vLLM
+    a form's key         that form of `matmul_all_reduce`
+    no communication     the matmul: the bound, wrong by design. A barrier keeps XLA from adding the residual stream
+                         inside of the matmul, which no variant with communication can
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,14 +31,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dhelix.benchmarks.inference_results import BOUND, TILE_WISE, XLA
+from dhelix.errors import DhelixError
 from dhelix.models import LlamaConfig, llama
 from dhelix.models.inference import Cache, cache_shapes, cache_specs, decode_layers, prefill_layers
 from dhelix.models.layers import resolve_attention
 from dhelix.models.parallel import TensorParallel
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
+from dhelix.runtime.collective_matmul.kernels.tile_all_reduce import tile_all_reduce
 from dhelix.runtime.collective_matmul.products import matmul
+from dhelix.runtime.launch_settings import link_of
 
-XLA, BOUND = "xla", "no communication"
 _ROOM = 128  # tokens that a cache has left, so that the new one is inside and the room divides by tiles
 _OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,  # matrix products are cuBLAS's alone, as in `collective_matmul.py`
@@ -75,11 +83,21 @@ class WithoutCommunication(CollectiveMatmuls):
         return lax.optimization_barrier(matmul(x, w))
 
 
+class TileWise(CollectiveMatmuls):
+    """A row-parallel matmul, and an all-reduce through peers' memory behind it."""
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+        if link_of(os.environ) != "nvlink":
+            raise DhelixError(f"{TILE_WISE} needs peer-to-peer access, and NCCL_P2P_DISABLE is set: leave it out")
+        return tile_all_reduce(matmul(x, w), axis_name)
+
+
 def parallel_of(variant: str) -> TensorParallel:
-    """Of XLA, BOUND, or a form's key."""
+    """Of one of the above."""
     if variant == XLA:
         return TensorParallel()
-    return TensorParallel(collective_matmuls=WithoutCommunication() if variant == BOUND else CollectiveMatmuls(variant))
+    others = {TILE_WISE: TileWise, BOUND: WithoutCommunication}
+    return TensorParallel(collective_matmuls=others[variant]() if variant in others else CollectiveMatmuls(variant))
 
 
 def config_for(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dhelix.benchmarks.inference_programs import BOUND, XLA
 from dhelix.benchmarks.strand_tables import command_line
 from dhelix.errors import DhelixError
 from dhelix.profiles.profile import Provenance, Timing
+
+XLA, TILE_WISE, BOUND = "xla", "tile_all_reduce", "no communication"
+"""Variants beside the forms of `matmul_all_reduce`, see `inference_programs.py`."""
 
 PAPER = ("8.43 to 25.05 %", "", "5.2 to 11.1 %", "44.3 %")
 """DistFuse, 3.3: communication's share of the latency; what vLLM gains by the tile-wise all-reduce alone; how much of

@@ -1,6 +1,7 @@
 """The benchmark of inference: programs, results, tables, and one call on 4 CPU devices."""
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import jax
 import pytest
 
 from dhelix.benchmarks import inference, inference_programs
-from dhelix.benchmarks.inference_programs import BOUND, XLA, Case, config_for, lowered
-from dhelix.benchmarks.inference_results import CaseResult, Run, read, tables
+from dhelix.benchmarks.inference_programs import Case, config_for, lowered
+from dhelix.benchmarks.inference_results import BOUND, TILE_WISE, XLA, CaseResult, Run, read, tables
 from dhelix.errors import DhelixError
 from dhelix.models import preset
 from dhelix.profiles.profile import Provenance
@@ -71,7 +72,7 @@ def test_it_runs_on_cpu_devices_and_refuses_what_is_wrong(tmp_path: Path, monkey
     fast = {"xla_backend_optimization_level": 0}  # to compile
     monkeypatch.setattr(inference_programs, "compiler_options", lambda mesh: fast)
     sizes = ("--prefill", "16", "--decode", "8", "--cached", "32")
-    run = measured(tmp_path / "r.json", *sizes, "--forms", "hybrid:2", "ring", "mosaic")
+    run = measured(tmp_path / "r.json", *sizes, "--forms", "hybrid:2", "ring", "mosaic", TILE_WISE)
     assert read(tmp_path / "r.json") == run
     assert list(run.cases) == ["prefill, 1 x 16", "decode, 8 x 32"]
     for result in run.cases.values():
@@ -79,7 +80,7 @@ def test_it_runs_on_cpu_devices_and_refuses_what_is_wrong(tmp_path: Path, monkey
         assert all(len(ms) == 2 and min(ms) > 0 for ms in result.ms.values()) and result.calls == 2
         assert result.differs["hybrid:2"] < run.tolerance < 1e-4
         assert result.differs["ring"] > 0.1 and "wrong by" in result.failed["ring"]
-        assert "needs NVIDIA's Hopper GPUs" in result.failed["mosaic"]
+        assert "needs NVIDIA's Hopper GPUs" in result.failed["mosaic"] and "bfloat16" in result.failed[TILE_WISE]
 
 
 def test_a_budget_drops_what_no_longer_fits(tmp_path: Path) -> None:
@@ -95,11 +96,11 @@ def test_on_gpus_neither_weights_nor_caches_are_copied(case: Case) -> None:
     config = config_for(preset("llama-3.1-70b", 1, vocab=8), mesh)
     assert config.attention == "cudnn"
     weights = 2 * (config.hidden * (2 * 64 + 2 * 8) * 128 + 3 * config.hidden * config.ffn) // 4
-    for variant in (XLA, BOUND, "hybrid:2", "ring"):
+    for variant in (XLA, BOUND, "hybrid:2", "ring", TILE_WISE):
         step = deviceless.compile(lowered(config, mesh, case, variant), **inference_programs.compiler_options(mesh))
         text, memory = step.as_text() or "", step.memory_analysis()
-        assert ("all-reduce" in text) == (variant in (XLA, "hybrid:2"))
-        assert " copy(" not in text
+        assert (" all-reduce" in text) == (variant in (XLA, "hybrid:2"))
+        assert not re.search(r"= bf16\S* copy\(", text)
         assert memory is not None and memory.temp_size_in_bytes < weights // 2
         if case.kind == "decode":
             cache = 2 * 2 * 64 * 8 // 4 * case.capacity * 128
