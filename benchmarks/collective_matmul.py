@@ -50,11 +50,10 @@ from dhelix.runtime.profiling.provenance import provenance
 
 _SENT_ROWS = (
     "128x256x64,steps=4,wide=M,group=8",
-    "128x256x64,steps=4,wide=M,group=8,chunks=1",
     "128x256x64,steps=4,wide=M,group=8,chunks=4",
-    "128x256x64,steps=4,wide=M,group=16",
-    "128x192x64,steps=4,wide=M,group=8",
     "128x192x64,steps=4,wide=M,group=8,chunks=8",
+    "256x128x64,steps=4,wide=M,group=4",
+    "128x128x64,steps=5,wide=M,group=8",
 )
 _SENT_TILES = (
     "128x256x64,steps=4,wide=M,group=8",

@@ -45,7 +45,7 @@ REACH = 4.0
 """Measured sites count as neighbours up to this factor in each size."""
 
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
-_TILES_OPTIONS = ("sms", "copiers", "chunks")
+_TILES_OPTIONS = ("sms", "chunks")
 _TILES_KEY = re.compile(
     r"(\d+)x(\d+)x(\d+),steps=(\d+),wide=([MN]),group=(\d+)"
     + "".join(rf"(?:,{name}=(\d+))?" for name in _TILES_OPTIONS),
@@ -128,7 +128,6 @@ class Tiles:
       wide: "M" or "N", along which the tiles of both consumer warpgroups lie side by side.
       group: width in tiles of the bands in which the grid is walked, so that neighbours share operands in L2.
       sms: streaming multiprocessors that the kernel takes; None is all of them.
-      copiers: of those, how many move rows between devices; None is the kernel's own choice.
       chunks: parts along k in which gathered rows are waited for; None is the kernel's own choice.
     """
 
@@ -139,7 +138,6 @@ class Tiles:
     wide: Literal["M", "N"]
     group: int
     sms: int | None = None
-    copiers: int | None = None
     chunks: int | None = None
 
     def __post_init__(self) -> None:

@@ -187,7 +187,7 @@ def test_it_runs_on_cpu_devices_goes_on_where_it_stopped_and_drops_what_is_wrong
     assert set(found.us) == {GEMM, COLLECTIVE, "monolithic", "ring", "hybrid:2"}
     assert all(len(us) == 2 and min(us) > 0 for us in found.us.values())
     assert set(found.differs) == {"monolithic", "ring", "hybrid:2"} and max(found.differs.values()) < 0.02
-    assert "needs NVIDIA GPUs" in found.failed["mosaic"]
+    assert "has no kernel here" in found.failed["mosaic"]
 
     monkeypatch.setattr(collective_matmul_programs.collective_matmul, SCATTER, wrong)
     kinds = ("--kinds", f"{GATHER},{SCATTER}", "--known", str(path), "--forms", "ring")

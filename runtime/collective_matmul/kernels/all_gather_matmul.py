@@ -4,33 +4,42 @@
 
     device 0                                                device 1
       warpgroups 0, 1    own tiles  x0 @ w        |           ...
-      warp 1, pull       gathered[1]  <----------------------- x1           (TMA: peer -> shared memory -> gathered)
-              or push    x0  ------------------------------->  gathered[0]
+      warp 1             gathered[1]  <----------------------- x1           (TMA: peer -> shared memory -> gathered)
       warpgroups 0, 1    others' tiles  gathered[1] @ w, as soon as the counter of these rows is full
 
 One persistent grid (`hopper_gemm`) walks all tiles of the result: own rows first, then the others' in the order in
 which they arrive, without a break between devices. Warp 0 of a block's memory warpgroup loads tiles and, before rows of
-another device, waits for their counter; warp 1 of the first `copiers` blocks moves rows, piece by piece and straight
-from the owner: there is no ring, and no device waits for a step of another one.
+another device, waits for their counter; warp 1 pulls rows, piece by piece and straight from their owner: there is no
+ring, and no device waits for a step of another one.
 
 `arrived[source, tile of rows, chunk of k]` counts batches of pieces that lie in this device's `gathered`. Who wrote a
 batch adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release); who reads acquires, and fences the
-proxies before its TMA. A release at system scope waits for its predecessor, two microseconds across the link: a batch
-has several pieces for that reason, and pulling needs none, as both sides are blocks of one device.
+proxies before its TMA. Both are blocks of one device: nothing is waited for across the link but the rows.
 
 Between devices:
-    start    A peer's counters, `x` and `gathered` are its own again only when its kernel runs: before, that memory may
-             belong to another operation, so nothing may be written there, and what is read there means nothing, not
-             even a flag. XLA zeroes the counters, then lets all devices meet, then launches; that order is needed.
-    end      Pushing: nothing arrives late, each device waits for all rows that it gets. Pulling: a peer may reuse `x`
-             once its kernel ends, so block 0 stays until all copiers of all peers have told that they read it (`left`).
+    start    A peer's `x` is its own only when its kernel runs: before, that memory may belong to another operation.
+             XLA zeroes the counters, then lets all devices meet, then launches; that order is needed.
+    end      A peer may reuse `x` once its kernel ends. So each block, when it has read its share, adds 1 to `left` of
+             every peer, and block 0 stays until all blocks of all peers have: `x` outlives all who read it. Nobody
+             writes to a peer's memory but for these counters, and they are all there when the kernel ends.
 
 Legality: one axis of the mesh, NVLink or other peer access between its devices, no NVSHMEM. The kernel takes its SMs
 until all peers have sent: no collective of NCCL may be in flight beside it on any of these devices, or each may wait
 for SMs that the other holds. Bitwise deterministic: every element is summed by one block in the order of k.
 
-Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link) and about ten microseconds: zeroing, XLA's
-barrier, the first rows. DistFuse (section 3) calls it immediate communication, here before the GEMM instead of after.
+Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), and 5 us for zeroing and XLA's barrier.
+DistFuse (section 3) calls it immediate communication, here before the GEMM instead of after. Microseconds on 2 H200,
+NVLink, bfloat16, 2026-11-21, 17 of the measuring loop in each of them; cuBLAS's GEMM and NCCL's gather alone, and the
+one after the other:
+
+    rows x k x columns       kernel    cuBLAS    NCCL    both
+    8192 x 4096 x 3584        376.1     355.0   190.3   516.7     without copies and waits 368.6
+    2048 x 4096 x 3072        106.6      96.2    78.6   160.5
+    4096 x 8192 x 2560        288.1     257.3   197.9   423.3     the GEMM of `hopper_gemm` alone 270.8
+    16384 x 4096 x 1536       362.4     317.5   374.6   610.4
+
+Pushing rows to peers instead took 404.5, 129.7, 312.6 and 389.6: each counter across the link is a release at system
+scope, 2 us in which the copying warp stands still. With 64 copying blocks instead of all the first one took 375.3.
 """
 
 from __future__ import annotations
@@ -56,36 +65,30 @@ _LOAD_WARP, _COPY_WARP = 0, 1
 
 @dataclass(frozen=True)
 class Transfer:
-    """How rows go from device to device.
+    """How rows are pulled from device to device.
 
     Attributes:
-      pull: read the others' rows; else write own ones to the others.
-      copiers: blocks that move rows; None is all of them.
-      rows, columns: of a piece, what one TMA copy moves.
-      stages: pieces in flight for each block.
-      batch: pieces that are counted together.
       chunks: counters for each tile of rows, along k: a tile of the result can begin when the first one is full.
-      window: tiles of rows that are moved together, chunk by chunk.
+      rows, columns: of a piece, what one TMA copy moves.
+      stages: pieces in flight for each block; all but one are loads, which take longer than stores.
+      batch: pieces that are counted together.
     """
 
-    pull: bool = False
-    copiers: int | None = None
-    rows: int = 16
-    columns: int = 256
-    stages: int = 2
-    batch: int = 1
     chunks: int = 1
-    window: int = 2
+    rows: int = 8
+    columns: int = 256
+    stages: int = 4
+    batch: int = 2
+
+    @property
+    def window(self) -> int:
+        """Tiles of rows that are moved together, chunk by chunk."""
+        return 2 if self.chunks == 1 else 8
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
         return 2 * self.stages * self.rows * self.columns
-
-    @property
-    def ahead(self) -> int:
-        """Pieces that are loaded ahead: the slow side, loads or stores, has all slots but one."""
-        return self.stages - 1 if self.pull else 1
 
 
 @dataclass(frozen=True)
@@ -122,19 +125,13 @@ class _Plan:
         return self.chunk_pieces // self.transfer.batch
 
     @property
-    def sources(self) -> int:
-        """Devices from which a copier moves rows: others when it pulls, only this one when it pushes."""
-        return self.devices - 1 if self.transfer.pull else 1
-
-    @property
     def batches(self) -> int:
-        """Of all copiers, own rows for `gathered` (the last ones) included."""
-        return (self.sources + self.transfer.pull) * self.row_tiles * self.transfer.chunks * self.chunk_batches
+        """Of all blocks, from all devices."""
+        return self.devices * self.row_tiles * self.transfer.chunks * self.chunk_batches
 
     @property
-    def copiers(self) -> int:
-        blocks = self.gemm.clusters * self.gemm.cluster
-        return min(self.transfer.copiers or blocks, blocks)
+    def blocks(self) -> int:
+        return self.gemm.clusters * self.gemm.cluster
 
     def refusal(self) -> str | None:
         gemm, transfer = self.gemm, self.transfer
@@ -174,64 +171,70 @@ class _Plan:
         """(source, row tile, chunk, first row, first column) of a piece; sources count from the next device on.
 
         Window by window, in it chunk by chunk, in that row tile by row tile, in that one source after the other, and
-        then along k. Own rows come after all that, as source `devices - 1`, when they are pulled.
+        then along k. Own rows, for who wants them gathered, come after all that as source `devices - 1`.
         """
-        transfer, tile_m = self.transfer, self.gemm.tiles.tile_m
+        transfer, tile_m, peers = self.transfer, self.gemm.tiles.tile_m, self.devices - 1
         window = math.gcd(transfer.window, self.row_tiles)
         unit, inside = _divided(number, self.chunk_pieces)
-        own = unit >= self.sources * self.row_tiles * transfer.chunks
-        tile, source = _divided(unit, self.sources)
-        tile = jnp.where(own, unit - self.sources * self.row_tiles * transfer.chunks, tile)
+        others = peers * self.row_tiles * transfer.chunks
+        own = unit >= others
+        tile, source = _divided(unit, peers)
+        tile = jnp.where(own, unit - others, tile)
         first, rest = _divided(tile, window * transfer.chunks)
         chunk, row_tile = _divided(rest, window)
         row_tile = first * window + row_tile
         down, across = _divided(inside, self.gemm.k // transfer.chunks // transfer.columns)
         row = row_tile * tile_m + down * transfer.rows
         column = chunk * (self.gemm.k // transfer.chunks) + across * transfer.columns
-        return jnp.where(own, self.devices - 1, source), row_tile, chunk, row, column
+        return jnp.where(own, peers, source), row_tile, chunk, row, column
 
 
-def supported(site: Site, tiles: Tiles | None = None, transfer: Transfer | None = None) -> str | None:
+def supported(site: Site, tiles: Tiles | None = None) -> str | None:
     """Why this kernel cannot serve a site of kind "all_gather_matmul", None if it can."""
     if site.kind != "all_gather_matmul":
         return f"{site.kind} is no all_gather_matmul"
-    return _plan(site, tiles, transfer).refusal()
+    return _plan(site, tiles).refusal()
+
+
+_LARGE, _SMALL = Tiles(128, 256, 64, 4, "M", 8), Tiles(128, 192, 64, 4, "M", 8)
+_SMALL_TIME = (
+    0.77  # of a small tile, relative: 0.75 of the work (2 H200, 8192x4096x3584: 371 us in 10 rounds, 337 in 7)
+)
 
 
 def default_tiles(site: Site) -> Tiles:
-    """The tiles that finish first where the last round of SMs is not full.
+    """The tiles with the shortest rounds of all SMs, by `Gemm.rounds` times the time of a tile; and their chunks.
 
-    By rounds times the time of a tile; of 128 x 192 that is 0.77 of 128 x 256 (0.75 of the work; H200, k = 4096).
-    2048x4096x3072 over 2: 2 rounds of 0.77 beside 1.5 or so of 1.0 with halves; large sites: always 128 x 256.
+    A tile of the result waits for the first of `chunks` parts of its rows. The longer own tiles take, the earlier
+    others' rows come in comparison, and the fewer counters it takes. Measured (2 H200, 2026-11-21; microseconds):
+
+        rows x k x columns      rounds of own tiles    tiles      chunks    time
+        8192 x 4096 x 3584      3.4                    128x256    1         376.1
+        16384 x 4096 x 1536     2.9                    128x256    1         362.4
+        4096 x 8192 x 2560      1.2                    128x256    4         288.1
+        2048 x 4096 x 3072      1.0                    128x192    8         106.6; 4 chunks 122.5
+                                0.7                    128x256    4         132.5
+
+    The last two have GEMMs of about the same time (106.7 and 101.3 alone): with 128x256 a quarter of the SMs has no
+    own tile to begin with.
     """
-    found = [(_gemm(site, tiles), cost) for tiles, cost in _TILES]
-    times = [(gemm.rounds * cost, i) for i, (gemm, cost) in enumerate(found) if gemm.refusal() is None]
-    return _TILES[min(times)[1]][0] if times else _TILES[0][0]
+    costs = [(tiles, cost, _gemm(site, tiles)) for tiles, cost in ((_LARGE, 1.0), (_SMALL, _SMALL_TIME))]
+    times = {tiles: gemm.rounds * cost for tiles, cost, gemm in costs if gemm.refusal() is None}
+    return _with_chunks(site, min(times, key=times.__getitem__, default=_LARGE))
 
 
-def default_transfer(site: Site, tiles: Tiles) -> Transfer:
-    """How rows go at `site`.
-
-    While own tiles take two rounds or more, rows come early enough: one counter for each tile of rows (8192x4096x3584
-    over 2: 377 us; with four counters 385). In less, others' tiles begin before a whole tile of rows is there:
-    4096x8192x2560 takes 355 and 320 us.
-    """
+def _with_chunks(site: Site, tiles: Tiles) -> Tiles:
+    """`tiles`, with the chunks that suit the site where they say none: see `default_tiles`."""
+    if tiles.chunks is not None:
+        return tiles
     gemm = _gemm(site, tiles)
-    own = gemm.cluster_tiles / max(site.axis_size, 1) / gemm.clusters
-    transfer = Transfer(copiers=tiles.copiers)
-    chunks = tiles.chunks or (1 if own >= 2 else math.gcd(4, gemm.k // 256))
-    return replace(transfer, chunks=chunks, window=2 if chunks == 1 else 8)
-
-
-_TILES = (
-    (Tiles(128, 256, 64, 4, "M", 8), 1.0),
-    (Tiles(128, 192, 64, 4, "M", 8), 0.77),
-)  # and the time of a tile, relative
-DEFAULT_TILES = _TILES[0][0]
+    own_rounds = gemm.cluster_tiles / site.axis_size / gemm.clusters
+    most = 1 if own_rounds >= 2 else 4 if own_rounds >= 1 else 8
+    return replace(tiles, chunks=math.gcd(most, site.contraction // Transfer.columns))
 
 
 def all_gather_matmul_kernel(
-    x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None, transfer: Transfer | None = None
+    x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """all_gather(x) @ w, inside `shard_map`.
 
@@ -240,7 +243,6 @@ def all_gather_matmul_kernel(
       w: [k, n], of x's dtype.
       axis_name: one axis of the mesh, the rows' order.
       tiles: of the GEMM; None is `default_tiles`.
-      transfer: how rows go; None is `default_transfer`.
 
     Returns:
       ([devices * m, n] in x's dtype, accumulated in float32; [devices * m, k], the gathered x).
@@ -252,7 +254,7 @@ def all_gather_matmul_kernel(
     (m, k), (depth, n) = x.shape, w.shape
     if k != depth or x.dtype != w.dtype:
         raise DhelixError(f"all_gather_matmul: x {x.dtype}{x.shape} and w {w.dtype}{w.shape} do not fit")
-    plan = _plan(Site("all_gather_matmul", devices * m, k, n, x.dtype.name, devices), tiles, transfer)
+    plan = _plan(Site("all_gather_matmul", devices * m, k, n, x.dtype.name, devices), tiles)
     if refusal := plan.refusal():
         raise DhelixError(f"all_gather_matmul has no Mosaic kernel here: {refusal}: take another form or other tiles")
 
@@ -282,10 +284,10 @@ def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
     return Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, store_columns=store_columns)
 
 
-def _plan(site: Site, tiles: Tiles | None, transfer: Transfer | None) -> _Plan:
+def _plan(site: Site, tiles: Tiles | None) -> _Plan:
     """Pieces of the result are as wide as shared memory allows beside the ring and the staged pieces."""
-    tiles = tiles or default_tiles(site)
-    transfer = transfer or default_transfer(site, tiles)
+    tiles = default_tiles(site) if tiles is None else _with_chunks(site, tiles)
+    transfer = Transfer(tiles.chunks or 1)
     for store_columns in (64, 32):
         plan = _Plan(_gemm(site, tiles, store_columns), transfer, site.axis_size)
         if plan.refusal() is None:
@@ -343,27 +345,25 @@ def _kernel(
 
 def _wait(plan: _Plan, counter: Any) -> None:
     """Until the rows of this counter are in `gathered`, for TMA loads of this thread that follow."""
-    scope: Any = "gpu" if plan.transfer.pull else "sys"
-    plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope=scope)
+    plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope="gpu")
     _fence_proxies()
 
 
 def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any) -> None:
-    """Moves this block's share of the pieces, and tells who waits for them; see Transfer for what is in flight.
-
-    Pull: from each peer, and then own rows, into this device's `gathered`. Push: own rows, to all of them.
-    """
+    """Pulls this block's share of the pieces, from each peer and then own rows, into this device's `gathered`."""
     transfer = plan.transfer
     me = lax.axis_index(axis)
     peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
     block = lax.axis_index(CLUSTERS) * plan.gemm.cluster + lax.axis_index(RANK)
-    mine = lax.div(plan.batches - block + (plan.copiers - 1), jnp.int32(plan.copiers)) * transfer.batch
-    mine = jnp.where(block < plan.copiers, mine, 0)
-    lag = transfer.stages - transfer.ahead  # pieces whose stores may be under way
+    mine = lax.div(plan.batches - block + (plan.blocks - 1), jnp.int32(plan.blocks)) * transfer.batch
+    ahead = transfer.stages - 1
 
     def place(number: jax.Array) -> tuple[jax.Array, ...]:
         batch, inside = _divided(number, transfer.batch)
-        return plan.piece((block + batch * plan.copiers) * transfer.batch + inside)
+        return plan.piece((block + batch * plan.blocks) * transfer.batch + inside)
+
+    def owner(source: jax.Array) -> jax.Array:
+        return lax.rem(me + 1 + source, jnp.int32(plan.devices))
 
     def load(number: jax.Array) -> None:
         source, _, _, row, column = place(number)
@@ -373,8 +373,6 @@ def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any
             part = rows.at[pl.ds(row, transfer.rows), pl.ds(column, transfer.columns)]
             plgpu.copy_gmem_to_smem(part, staged.at[slot], loaded.at[slot])
 
-        if not transfer.pull:
-            return from_(x)
         for i, peer in enumerate(peers):
             pl.when(source == i)(lambda peer=peer: from_(plgpu.remote_ref(x, peer)))
         pl.when(source == plan.devices - 1)(lambda: from_(x))
@@ -382,51 +380,36 @@ def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any
     def store(number: jax.Array) -> None:
         source, _, _, row, column = place(number)
         slot = lax.rem(number, jnp.int32(transfer.stages))
-        owner = lax.rem(me + 1 + source, jnp.int32(plan.devices)) if transfer.pull else me
-        part = pl.ds(owner * plan.rows + row, transfer.rows), pl.ds(column, transfer.columns)
+        part = pl.ds(owner(source) * plan.rows + row, transfer.rows), pl.ds(column, transfer.columns)
         plgpu.barrier_wait(loaded.at[slot])
-        for peer in [] if transfer.pull else peers:
-            there = plgpu.remote_ref(gathered, peer)
-            plgpu.copy_smem_to_gmem(staged.at[slot], there.at[part], commit_group=False)
         plgpu.copy_smem_to_gmem(staged.at[slot], gathered.at[part])
 
     def tell(number: jax.Array) -> None:
         source, row_tile, chunk, _, _ = place(number)
-        if transfer.pull:
-            owner = lax.rem(me + 1 + source, jnp.int32(plan.devices))
-            plgpu.semaphore_signal(arrived.at[owner, row_tile, chunk], memory_scope="gpu")
-        else:
-            _tell_all(arrived.at[me, row_tile, chunk], peers)
+        plgpu.semaphore_signal(arrived.at[owner(source), row_tile, chunk], memory_scope="gpu")
 
-    for number in range(transfer.ahead):
+    for number in range(ahead):
         pl.when(mine > number)(lambda number=number: load(jnp.int32(number)))
 
     @pl.loop(0, mine)
     def _(number: jax.Array) -> None:
         store(number)
 
-        @pl.when(number + transfer.ahead < mine)
+        @pl.when(number + ahead < mine)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(lag, wait_read_only=True)  # the slot that comes next has been read
-            load(number + transfer.ahead)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the slot that comes next has been read
+            load(number + ahead)
 
-        @pl.when((number >= lag) & (lax.rem(number - lag, jnp.int32(transfer.batch)) == transfer.batch - 1))
+        @pl.when((number >= 1) & (lax.rem(number - 1, jnp.int32(transfer.batch)) == transfer.batch - 1))
         def _() -> None:
-            plgpu.wait_smem_to_gmem(lag)
-            tell(number - lag)
+            plgpu.wait_smem_to_gmem(1)
+            tell(number - 1)
 
     plgpu.wait_smem_to_gmem(0)
-    for back in range(lag, 0, -1):
-        ends = (mine >= back) & (lax.rem(mine - back, jnp.int32(transfer.batch)) == transfer.batch - 1)
-        pl.when(ends)(lambda back=back: tell(mine - back))
-    if transfer.pull:
-        pl.when(block < plan.copiers)(lambda: _tell_all(left, peers))
-        pl.when(block == 0)(lambda: plgpu.semaphore_wait(left, plan.copiers * len(peers), decrement=False))
-
-
-def _tell_all(counter: Any, peers: list[Any]) -> None:
+    pl.when(mine > 0)(lambda: tell(mine - 1))
     for peer in peers:
-        plgpu.semaphore_signal(counter, device_id=peer)
+        plgpu.semaphore_signal(left, device_id=peer)
+    pl.when(block == 0)(lambda: plgpu.semaphore_wait(left, plan.blocks * len(peers), decrement=False))
 
 
 def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:

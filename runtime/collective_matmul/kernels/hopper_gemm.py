@@ -17,9 +17,8 @@ last round that would fill half of the SMs or less are cut in two along the rows
                              1 1 1 1 |                      1 1 1 1 | 3'3'
                              2 2 2 2 |                      2 2 2 2 |
 
-What differs
-between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with `before_step`
-(when they are there), `store` (where a piece of the result goes) and `after_tile` (whom to tell).
+What differs between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with
+`before_step` (when they are there), `store` (where a piece of the result goes) and `after_tile` (whom to tell).
 
 Contract: x [m, k] @ w [k, n], both row-major, accumulated in float32, bfloat16 or float16; `Gemm.refusal` says why
 sizes or tiles cannot be had. Columns beyond n of the last tile are loaded as zeros and not stored.
@@ -62,6 +61,7 @@ MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232
 SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
 H200_SMS = 132
 _PIECE_ROWS = 64  # what one wgmma gives
+_HALF_TIME = 0.56  # of a half, in times of a tile
 _BARRIER_BYTES = 1024  # more than all barriers take, alignment included
 
 
@@ -135,9 +135,12 @@ class Gemm:
 
     @property
     def rounds(self) -> float:
-        """Tiles that the busiest cluster multiplies, one after the other; half a tile takes a bit more than half."""
+        """Tiles that the busiest cluster multiplies, one after the other; half a tile counts as what it takes.
+
+        4096x8192x2560 by 128x256 on an H200 (2026-11-21): 254 us with 2 tiles and a half, 297 us with 3.
+        """
         whole = math.ceil(self.whole_tiles / self.clusters)
-        return whole if self.whole_tiles == self.cluster_tiles else whole + 0.55
+        return whole if self.whole_tiles == self.cluster_tiles else whole + _HALF_TIME
 
     @property
     def steps(self) -> int:

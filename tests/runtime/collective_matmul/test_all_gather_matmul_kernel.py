@@ -6,6 +6,7 @@ Its run on GPUs is in benchmarks; the interpreter knows no remote memory.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -28,7 +29,7 @@ SITE = Site("all_gather_matmul", 4096, 4096, 1536, "bfloat16", 4)
 
 def plan(rows=4096, columns=1536, depth=4096, devices=4, tiles=TILES, transfer=None):
     site = Site("all_gather_matmul", rows, depth, columns, "bfloat16", devices)
-    return kernel._plan(site, tiles, transfer or Transfer())
+    return kernel._Plan(kernel._gemm(site, tiles), transfer or Transfer(), devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -59,10 +60,9 @@ def pieces(it):
 
 TRANSFERS = [
     Transfer(),
-    Transfer(chunks=4, window=4, batch=2),
-    Transfer(rows=8, columns=128, chunks=2, window=3),
-    Transfer(pull=True),
-    Transfer(pull=True, rows=8, stages=4, chunks=2, window=8, batch=4),
+    Transfer(chunks=4),
+    Transfer(chunks=2, rows=16, columns=128, stages=2, batch=1),
+    Transfer(chunks=2, batch=4),
 ]
 
 
@@ -70,29 +70,28 @@ TRANSFERS = [
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_pieces_cover_all_rows_and_fill_each_counter(transfer, devices):
     it = plan(rows=1024 * devices, depth=1024, devices=devices, transfer=transfer)
-    sources = range(devices) if transfer.pull else [0]
     every = [
         (source, row, column)
-        for source in sources
+        for source in range(devices)
         for row in range(0, 1024, transfer.rows)
         for column in range(0, 1024, transfer.columns)
     ]
     assert sorted((source, row, column) for source, _, _, row, column in pieces(it)) == every
     counted = collections.Counter((source, row_tile, chunk) for source, row_tile, chunk, _, _ in pieces(it))
     assert set(counted.values()) == {it.chunk_batches * transfer.batch}
-    assert len(counted) == len(sources) * it.row_tiles * transfer.chunks
+    assert len(counted) == devices * it.row_tiles * transfer.chunks
     for _, row_tile, chunk, row, column in pieces(it):
         assert (row_tile, chunk) == (row // 128, column // (1024 // transfer.chunks))
 
 
 def test_a_batch_belongs_to_one_counter():
-    it = plan(rows=2048, depth=1024, devices=2, transfer=Transfer(pull=True, batch=4, chunks=2))
+    it = plan(rows=2048, depth=1024, devices=2, transfer=Transfer(batch=4, chunks=2))
     counters = [piece[:3] for piece in pieces(it)]
     assert all(len(set(counters[i : i + 4])) == 1 for i in range(0, len(counters), 4))
 
 
 def test_rows_are_pulled_from_all_others_in_turn_and_own_ones_last():
-    it = plan(rows=4096, depth=1024, devices=4, transfer=Transfer(pull=True, window=1))
+    it = plan(rows=4096, depth=1024, devices=4)
     sources = [source for source, *_ in pieces(it)][:: it.chunk_pieces]
     assert sources == [0, 1, 2] * 8 + [3] * 8
 
@@ -102,17 +101,26 @@ def site(rows, depth, columns, devices=2):
 
 
 @pytest.mark.parametrize(
-    "place, columns", [(site(2048, 4096, 3072), 192), (site(8192, 4096, 3584), 256), (site(4096, 8192, 2560), 256)]
+    "place, columns, chunks",
+    [
+        (site(8192, 4096, 3584), 256, 1),
+        (site(16384, 4096, 1536), 256, 1),
+        (site(4096, 8192, 2560), 256, 4),
+        (site(2048, 4096, 3072), 192, 8),
+        (site(2048, 1280, 3072), 192, 1),  # 5 pieces along k
+        (site(2048, 1536, 3072), 192, 2),
+    ],
 )
-def test_default_tiles_are_those_that_need_the_fewest_rounds(place, columns):
-    assert kernel.default_tiles(place).tile_n == columns
+def test_default_tiles_need_the_fewest_rounds_and_more_chunks_the_fewer_own_ones(place, columns, chunks):
+    tiles = kernel.default_tiles(place)
+    assert (tiles.tile_n, tiles.chunks) == (columns, chunks)
+    assert kernel.supported(place) is None
 
 
-def test_default_chunks_are_one_where_own_tiles_take_long_and_what_tiles_say():
-    assert kernel.default_transfer(site(8192, 4096, 3584), TILES).chunks == 1
-    assert kernel.default_transfer(site(2048, 4096, 3072), TILES).chunks == 4
-    tiles = Tiles(128, 256, 64, 4, "M", 8, copiers=64, chunks=2)
-    assert kernel.default_transfer(site(2048, 4096, 3072), tiles) == Transfer(copiers=64, chunks=2, window=8)
+def test_tiles_say_how_many_chunks_or_leave_it_to_the_kernel():
+    place = site(2048, 4096, 3072)
+    assert kernel._plan(place, dataclasses.replace(TILES, chunks=2)).transfer == Transfer(chunks=2)
+    assert kernel._plan(place, TILES).transfer == Transfer(chunks=8)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +144,9 @@ def test_tiles_that_do_not_fit_into_shared_memory_are_refused():
     assert kernel.supported(SITE) is None
 
 
-def lowered(axes, name, rows=2048, transfer=None):
+def lowered(axes, name, rows=2048, tiles=None):
     mesh = deviceless.mesh(axes)
-    call = functools.partial(kernel.all_gather_matmul_kernel, axis_name=name, transfer=transfer)
+    call = functools.partial(kernel.all_gather_matmul_kernel, axis_name=name, tiles=tiles)
     specs = P(name), P(None, name)
     step = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(P(None, name), P()), check_vma=False)
     shapes = (rows, 1024), (1024, 512 * axes[name])
@@ -150,11 +158,18 @@ def lowered(axes, name, rows=2048, transfer=None):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("pull", [False, True])
-@pytest.mark.parametrize("axes, name", [({"tp": 2}, "tp"), ({"dp": 2, "tp": 4}, "tp"), ({"tp": 2, "dp": 2}, "tp")])
-def test_compiles_for_any_axis_of_the_mesh(axes, name, pull):
-    transfer = Transfer(pull, rows=8, stages=4, batch=2, chunks=2)
-    text = deviceless.compile(lowered(axes, name, transfer=transfer)).as_text() or ""
+@pytest.mark.parametrize(
+    "axes, name, tiles",
+    [
+        ({"tp": 2}, "tp", None),
+        ({"tp": 2}, "tp", dataclasses.replace(TILES, chunks=1)),
+        ({"tp": 2, "dp": 2}, "tp", None),
+        ({"dp": 2, "tp": 4}, "tp", None),
+        ({"tp": 8}, "tp", None),
+    ],
+)
+def test_compiles_for_any_axis_of_the_mesh(axes, name, tiles):
+    text = deviceless.compile(lowered(axes, name, tiles=tiles)).as_text() or ""
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert "all-gather" not in text
 

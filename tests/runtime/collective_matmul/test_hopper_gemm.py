@@ -65,7 +65,7 @@ def test_product_with_tail_of_columns_and_blocks_of_several_tiles(cluster, tiles
     np.testing.assert_allclose(np.asarray(multiply(gemm, x, w), np.float32), expected, rtol=2**-8, atol=1e-3)
 
 
-@pytest.mark.parametrize("sms, whole, rounds", [(132, 132, 2.55), (96, 144, 3.55), (80, 160, 4.0), (64, 160, 5.0)])
+@pytest.mark.parametrize("sms, whole, rounds", [(132, 132, 2.56), (96, 144, 3.56), (80, 160, 4.0), (64, 160, 5.0)])
 def test_the_last_round_is_cut_in_two_where_that_shortens_it(sms, whole, rounds):
     gemm = Gemm(4096, 2560, 8192, "bfloat16", Tiles(128, 256, 64, 4, "M", 8, sms))
     assert gemm.cluster_tiles == 160
