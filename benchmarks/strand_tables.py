@@ -110,7 +110,7 @@ def _sentence(group: Group) -> str:
         f"XLA's best: {xla.variant} ({xla.setting}), {xla.median_ms:.1f} ms. Ours: {best.variant} ({best.setting}), "
         f"{best.median_ms:.1f} ms, {xla.median_ms / best.median_ms:.3f} times as fast"
     )
-    if group.link in GOALS and group.run.workload["tp"] == 4:
+    if group.link in GOALS and group.run.workload.get("tp", 4) == 4:
         text += " (must be {}, should be {})".format(*GOALS[group.link])
     if cost is not None and group.bound is not None:
         text += (

@@ -8,7 +8,7 @@ every setting, so that XLA has each setting that we have.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
+from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
 from dhelix.runtime.schedules import default_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -127,6 +128,7 @@ class Variant:
         program counts as XLA's with them too, so that XLA has every implementation that ours uses.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
+      collective_matmul: the form that stands in place of collectives beside products.
       misled: our schedule is the one for another link (no-p2p for NVLink, NVLink for the others): what it costs not
         to adapt (DHelix figure 10).
     """
@@ -139,13 +141,14 @@ class Variant:
     communication: bool = True
     guided: bool = False
     misled: bool = False
+    collective_matmul: str = OFF
 
     @property
     def kind(self) -> str:
         """XLA: what a user has without us; OURS; BOUND: without communication, wrong results."""
         if not self.communication:
             return BOUND
-        return OURS if self.structure or self.order != "xla" else XLA
+        return OURS if self.structure or self.order != "xla" or self.collective_matmul != OFF else XLA
 
     @property
     def own_options(self) -> dict[str, Any]:
@@ -179,6 +182,11 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("plain, list by profile", order="list by profile"),
     Variant("plain, intra_batch", order="intra_batch"),
     Variant("plain, decomposed", decomposed=True),
+    Variant("plain, mosaic", collective_matmul="mosaic"),
+    Variant("plain, hybrid", collective_matmul="hybrid"),
+    Variant("plain, ring", collective_matmul="ring"),
+    Variant("plain, best matmuls", collective_matmul="auto"),
+    Variant("plain, intra_batch, best matmuls", order="intra_batch", collective_matmul="auto"),
     Variant("strands", "strands"),
     Variant("strands, list", "strands", "list"),
     Variant("strands, list by profile", "strands", "list by profile"),
@@ -193,6 +201,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, decomposed", "strands", decomposed=True),
     Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
     Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
+    Variant("strands, dp, best matmuls", "strands", "dp", collective_matmul="auto"),
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
     Variant("strands, not in lockstep", "not in lockstep"),
@@ -243,9 +252,9 @@ _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
 }
 
 
-def passes_of(variant: Variant, setting: Setting) -> tuple[Any, ...]:
-    """The passes of a variant, with the costs of the setting."""
-    passes = list(_STRUCTURES[variant.structure])
+def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -> tuple[Any, ...]:
+    """The passes of a variant for a program on `devices`, with the costs of the setting."""
+    passes = [*collective_matmul_passes(devices, variant.collective_matmul), *_STRUCTURES[variant.structure]]
     if variant.decomposed:
         passes += [ReduceScatterDecomposition(setting.costs("")), AllGatherDecomposition(setting.costs(""))]
     if not variant.communication:

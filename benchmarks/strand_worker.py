@@ -16,7 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Worker:
         self.training = self.make_training()
         self.run = self.describe()
         self.programs: list[Program] = []
-        self.steps: dict[tuple[Any, ...], Any] = {}
+        self.steps: dict[str, Any] = {}
 
     def make_training(self) -> Training:
         return make_training(self.options)
@@ -125,13 +125,13 @@ class Worker:
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
         example = self.training.abstract_state(), self.training.abstract_batch(self.options.microbatches)
-        passes = passes_of(variant, self.setting)
+        passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
         if not passes:
             lowered = jax.jit(self.training.train_step, donate_argnums=0).lower(*example)
             if variant.guided:
                 options["xla_gpu_pgle_profile_file_or_directory_path"] = self.guide(self.xla(lowered, {}))
             return self.xla(lowered, options), {}, 0.0
-        key = variant.structure, variant.order, variant.decomposed, variant.communication, variant.misled
+        key = repr(replace(variant, name="", options={}))
         new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
         step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
         compiled = self.xla(step.lower(*example), options)

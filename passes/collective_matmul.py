@@ -114,9 +114,13 @@ class CollectiveMatmul:
         """What takes the place of a pattern; None where nothing does, and why not is counted."""
         try:
             form = self.forms.choose(pattern)
-            if form.name == MONOLITHIC.name:
-                left["no other form is known to be faster"] += 1
-                return None
+        except DhelixError as error:  # not every site can have the form that was asked for
+            left[str(error)] += 1
+            return None
+        if form.name == MONOLITHIC.name:
+            left["no other form is known to be faster"] += 1
+            return None
+        try:
             program = self.forms.program(pattern, form)
         except DhelixError as error:
             if strict:

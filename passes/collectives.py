@@ -22,6 +22,7 @@ KINDS = frozenset(
 GROUP_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
 
 Groups = tuple[tuple[int, ...], ...]
+_KERNEL, _PEERS = "mosaic_gpu", b"uses_xla_collective_metadata = true"
 
 
 @dataclass(frozen=True)
@@ -154,3 +155,9 @@ def _strides(dimensions: Sequence[int]) -> list[int]:
     for n in reversed(range(len(dimensions) - 1)):
         strides[n] = strides[n + 1] * dimensions[n + 1]
     return strides
+
+
+def is_exclusive(instruction: Instruction) -> bool:
+    """Whether it is a kernel that waits for its peers."""
+    proto = instruction.proto
+    return proto.custom_call_target.startswith(_KERNEL) and _PEERS in proto.backend_config

@@ -30,15 +30,13 @@ from itertools import pairwise
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.buffers import Memory
-from dhelix.passes.collectives import find_collective, is_done, is_start, start_of
+from dhelix.passes.collectives import find_collective, is_done, is_exclusive, is_start, start_of
 from dhelix.passes.costs import Costs, Lane
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.orders import dependencies
 from dhelix.profiles.hardware import H200, Hardware
 
-_TARGET = "mosaic_gpu"
-_PEERS = b"uses_xla_collective_metadata = true"
 Pair = tuple[Instruction, Instruction]
 
 
@@ -80,12 +78,6 @@ class ExclusiveKernels:
         kernels = sum(map(is_exclusive, (i for c in module.computations for i in c.instructions)))
         context.note("kernels that wait for their peers", count=kernels, collectives_moved=moved)
         return True
-
-
-def is_exclusive(instruction: Instruction) -> bool:
-    """Whether it is a kernel that waits for its peers."""
-    proto = instruction.proto
-    return proto.custom_call_target.startswith(_TARGET) and _PEERS in proto.backend_config
 
 
 def _holding(module: HloModule) -> dict[Computation, None]:

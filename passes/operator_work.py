@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from dhelix.passes.collectives import is_exclusive
 from dhelix.passes.hlo import Computation, Instruction, shapes
 
 SLICES = frozenset("dynamic-slice slice gather".split())
@@ -132,10 +133,25 @@ def _custom_call_work(call: Instruction) -> Work:
         if "grouped_gemm_backend_config" in config and len(result.dimensions) > len(lhs.dimensions):
             flops /= result.dimensions[0]  # each group contracts its share of the rows
         return Work(flops, shapes.byte_size(result) + sum(operands), "product", _bits(lhs))
+    if is_exclusive(call):
+        return _collective_matmul_work(call, result)
     if attention := config.get("cudnn_fmha_backend_config"):
         flops = _attention_flops(result, attention, "Backward" in target)
         return Work(flops, touched_bytes(call), "attention")
     return Work(0.0, touched_bytes(call))
+
+
+def _collective_matmul_work(call: Instruction, result: Any) -> Work:
+    """A kernel that multiplies while it communicates: the product alone, on the rows before a sum is scattered or after
+    they are gathered. That the slower of both decides, and that the kernel's other results are its peers' parts, is
+    left out."""
+    matrices = [o.shape for o in call.operands if len(o.shape.dimensions) == 2]
+    moved = sum(map(shapes.byte_size, matrices)) + shapes.byte_size(result)
+    if len(matrices) < 2 or matrices[0].dimensions[1] != matrices[1].dimensions[0]:
+        return Work(0.0, moved)
+    (rows, depth), (_, columns) = matrices[0].dimensions, matrices[1].dimensions
+    rows = max(rows, result.dimensions[0])
+    return Work(2.0 * rows * depth * columns, moved, "product", _bits(matrices[0]))
 
 
 def _attention_flops(result: Any, config: dict[str, Any], backward: bool) -> float:
