@@ -55,18 +55,21 @@ _SENT_ROWS = (
     "256x128x64,steps=4,wide=M,group=4",
     "128x128x64,steps=5,wide=M,group=8",
 )
-_SENT_TILES = (
+_SCATTERED_TILES = (
     "128x256x64,steps=4,wide=M,group=8",
-    "128x256x64,steps=4,wide=N,group=8",
-    "128x256x64,steps=3,wide=M,group=8",
-    "128x256x64,steps=3,wide=N,group=8",
-    "256x128x64,steps=3,wide=M,group=4",
-    "128x192x64,steps=4,wide=M,group=8",
-    "128x128x64,steps=5,wide=M,group=8",
-    "64x256x64,steps=4,wide=N,group=16",
+    "128x256x64,steps=4,wide=M,group=8,lead=66",
+    "128x256x64,steps=4,wide=M,group=8,cluster=2,lead=33",
+    "128x128x64,steps=6,wide=M,group=8",
+)
+_REDUCED_TILES = (
+    "128x128x64,steps=6,wide=M,group=8,cluster=2,lead=33",
+    "128x128x64,steps=6,wide=M,group=8,lead=33",
+    "128x256x64,steps=3,wide=M,group=8,cluster=2",
+    "128x256x64,steps=4,wide=M,group=8,lead=33",
 )
 CANDIDATES = {
-    kind: tuple(map(Tiles.parse, _SENT_ROWS if kind == "all_gather_matmul" else _SENT_TILES)) for kind in KINDS
+    kind: tuple(map(Tiles.parse, tiles))
+    for kind, tiles in zip(KINDS, (_SENT_ROWS, _SCATTERED_TILES, _REDUCED_TILES), strict=True)
 }
 """Tiles that `--tune` tries, by kind, unless `--tiles` says. What a kernel cannot have it refuses uncompiled."""
 CHUNKS = (2, 4, 8)

@@ -45,7 +45,7 @@ REACH = 4.0
 """Measured sites count as neighbours up to this factor in each size."""
 
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
-_TILES_OPTIONS = ("sms", "chunks")
+_TILES_OPTIONS = ("sms", "chunks", "cluster", "lead")
 _TILES_KEY = re.compile(
     r"(\d+)x(\d+)x(\d+),steps=(\d+),wide=([MN]),group=(\d+)"
     + "".join(rf"(?:,{name}=(\d+))?" for name in _TILES_OPTIONS),
@@ -129,6 +129,8 @@ class Tiles:
       group: width in tiles of the bands in which the grid is walked, so that neighbours share operands in L2.
       sms: streaming multiprocessors that the kernel takes; None is all of them.
       chunks: parts along k in which gathered rows are waited for; None is the kernel's own choice.
+      cluster: blocks below each other that share loads of w, where results are summed; None is 1.
+      lead: tiles of each other device that come before own ones, where results are summed; None is a whole wave.
     """
 
     tile_m: int
@@ -139,6 +141,8 @@ class Tiles:
     group: int
     sms: int | None = None
     chunks: int | None = None
+    cluster: int | None = None
+    lead: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k", "steps", "group"):

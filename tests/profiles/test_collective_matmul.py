@@ -37,7 +37,7 @@ forms = st.one_of(
         *[st.integers(1, 512)] * 4,
         st.sampled_from("MN"),
         st.integers(1, 64),
-        *[st.none() | st.integers(1, 132)] * 2,
+        *[st.none() | st.integers(1, 132)] * 4,
     ).map(lambda tiles: Form("mosaic", tiles=tiles)),
 )
 

@@ -77,8 +77,9 @@ class Plan:
       devices: on the axis.
       scatter: each device keeps its rows only.
       shots: 2, by way of owners; 1, everybody to everybody (all-reduce alone).
-      lead: tiles of each other device that come before the first own one, and own ones after the last other one; None
-        is as many as all clusters compute at once, so that parts have arrived when they are wanted.
+      lead: tiles of each other device that come before the first own one, and own ones after the last other one; 1 or
+        more, else owners wait for each other. None is as many as all clusters compute at once, so that parts have
+        arrived when they are wanted.
     """
 
     gemm: Gemm
@@ -134,6 +135,8 @@ class Plan:
         gemm, n = self.gemm, self.devices
         if n < 2:
             return "an axis of one device has nothing to sum"
+        if self.lead is not None and self.lead < 1:
+            return f"a lead of {self.lead} puts own tiles before those of others that they wait for"
         if self.scatter and gemm.m % (n * gemm.cluster_rows):
             return f"{gemm.m} rows over {n} devices are no multiple of {gemm.cluster_rows} each"
         if not self.by_rows and (gemm.m % gemm.cluster_rows or gemm.n % (n * gemm.tiles.tile_n)):
@@ -170,14 +173,14 @@ class Plan:
         return Job(turn, tile, row, column + shift * self.block[1])
 
 
-def gemm_for(site: Site, tiles: Tiles, owners: int) -> Gemm:
+def gemm_for(site: Site, tiles: Tiles) -> Gemm:
     """The local product of `site`.
 
-    In clusters of two blocks where the rows of each owner divide so, else of one; with slots for all that a warpgroup
-    stores of a tile if shared memory has room for them beside the operands, else with two.
+    In single blocks unless the tiles say else: in a cluster an epilogue that waits for the link stalls all blocks. With
+    slots for all that a warpgroup stores of a tile if shared memory has room for them beside the operands, else with
+    two.
     """
-    cluster = 2 if site.rows % (owners * 2 * tiles.tile_m) == 0 else 1
-    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False)
+    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, tiles.cluster or 1, halves=False)
     rows, columns = gemm.part
     roomy = replace(gemm, store_slots=max(2, rows // _PIECE_ROWS * (columns // gemm.store_columns)))
     return roomy if roomy.refusal() is None else gemm

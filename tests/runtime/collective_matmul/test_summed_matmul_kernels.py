@@ -23,6 +23,7 @@ deviceless.prepare_environment()
 
 KERNELS = {"matmul_reduce_scatter": matmul_reduce_scatter, "matmul_all_reduce": matmul_all_reduce}
 TILES = Tiles(128, 256, 64, 4, "M", 8)
+CLUSTERS = dataclasses.replace(TILES, cluster=2)
 DECODE = Tiles(64, 128, 64, 7, "N", 8)
 
 
@@ -41,13 +42,15 @@ def jobs(it: Plan, me: int) -> list[tuple[int, int, int, int]]:
 
 
 PLANS = [
-    plan("matmul_reduce_scatter", 8192, 4096, 2),
-    plan("matmul_reduce_scatter", 4096, 1536, 4),
+    plan("matmul_reduce_scatter", 8192, 4096, 2, CLUSTERS),
+    plan("matmul_reduce_scatter", 4096, 1536, 4, CLUSTERS),
     plan("matmul_reduce_scatter", 2048, 1344, 8),
     plan("matmul_reduce_scatter", 4096, 1024, 4, lead=1),
-    plan("matmul_reduce_scatter", 4096, 1024, 4, lead=10**6),
+    plan("matmul_reduce_scatter", 4096, 1024, 4, dataclasses.replace(CLUSTERS, lead=10**6)),
+    plan("matmul_all_reduce", 1024, 8192, 2, None),
     plan("matmul_all_reduce", 1024, 8192, 2, Tiles(128, 128, 64, 6, "M", 3)),
     plan("matmul_all_reduce", 1024, 8192, 4),
+    plan("matmul_all_reduce", 2048, 8192, 4, None, depth=8192),
     plan("matmul_all_reduce", 128, 4096, 4, shots=2),  # owners by columns
     plan("matmul_all_reduce", 256, 8192, 8, DECODE, shots=2),
 ]
@@ -98,6 +101,28 @@ def test_parts_have_a_round_of_tiles_to_arrive_and_no_cluster_has_but_own_ones(d
         assert 0 < sum(its) / len(its) < 0.6
 
 
+def test_tiles_say_cluster_and_lead_or_leave_them_to_the_kernel():
+    said = plan("matmul_reduce_scatter", 4096, 4096, 2, dataclasses.replace(CLUSTERS, lead=33))
+    assert (said.gemm.cluster, said.own_behind) == (2, 33)
+    left = plan("matmul_reduce_scatter", 4096, 4096, 2, None)
+    assert (left.gemm.cluster, left.own_behind) == (1, 132)
+
+
+@pytest.mark.parametrize(
+    "rows, depth, devices, cut",
+    [
+        (1024, 4096, 2, (128, 128, 2, 33)),
+        (1024, 2048, 8, (128, 128, 1, 33)),  # one tile of rows for each owner
+        (1024, 14336, 2, (128, 256, 2, 64)),
+        (64, 4096, 2, (64, 128, 1, 64)),
+    ],
+)
+def test_all_reduce_has_large_tiles_of_deep_products_and_clusters_where_they_divide(rows, depth, devices, cut):
+    it = plan("matmul_all_reduce", rows, 8192, devices, None, depth)
+    assert it.refusal() is None
+    assert (it.gemm.tiles.tile_m, it.gemm.tiles.tile_n, it.gemm.cluster, it.own_behind) == cut
+
+
 def test_one_shot_has_every_tile_for_everybody():
     it = plan("matmul_all_reduce", 64, 8192, 4, None)
     assert (it.shots, it.gemm.tiles) == (1, DECODE)
@@ -126,9 +151,16 @@ def test_rows_of_an_owner_are_whole_tiles():
     assert "no multiple of 128 each" in (
         matmul_reduce_scatter.supported(Site("matmul_reduce_scatter", 192, 512, 512, "bfloat16", 2)) or ""
     )
+    assert "no multiple of 256 each" in (
+        matmul_reduce_scatter.supported(Site("matmul_reduce_scatter", 256, 512, 512, "bfloat16", 2), CLUSTERS) or ""
+    )
     assert "do not divide over 4" in (
         matmul_all_reduce.supported(Site("matmul_all_reduce", 8256, 512, 640, "bfloat16", 4)) or ""
     )
+
+
+def test_an_own_tile_before_those_of_others_is_refused():
+    assert "lead of 0" in (plan("matmul_reduce_scatter", 4096, 1024, 2, lead=0).refusal() or "")
 
 
 @pytest.mark.parametrize("kind", KERNELS)
