@@ -18,7 +18,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
-from dhelix.passes.collectives import Collective, find_collective, is_done
+from dhelix.passes.collectives import Collective, find_collective, is_done, is_exclusive
 from dhelix.passes.fusion_form import first, form_of, in_memory
 from dhelix.passes.hlo import Instruction, shapes
 from dhelix.passes.operator_work import backend_config, payload, work_of
@@ -45,14 +45,15 @@ class OperatorKeys(dict[Instruction, Key | None]):
 
 
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
-    """The key under which a profile knows `instruction`, or None if it takes no time of its own.
+    """The key under which a profile knows `instruction`, or None if it takes no time of its own, or waits for its peers
+    and cannot be measured alone.
 
     Args:
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
       implementation: how collectives run that are no kernels of XLA's own; one of `keys.IMPLEMENTATIONS`.
     """
     opcode = instruction.opcode
-    if opcode in FREE_OPCODES or opcode in CONTROL_FLOW or is_done(instruction):
+    if opcode in FREE_OPCODES or opcode in CONTROL_FLOW or is_done(instruction) or is_exclusive(instruction):
         return None
     collective = find_collective(instruction)
     if collective is not None:
