@@ -58,6 +58,7 @@ class OrderSearch:
                     self.users[needed].append(number)
         self.played = 0  # instructions, by `seconds`
         self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}
+        self._single: dict[int, float] = {}
 
     def _members(self) -> dict[Instruction, None]:
         """Instructions of a part of the body, in XLA's order."""
@@ -80,12 +81,16 @@ class OrderSearch:
         Ends stand as late as possible, which is best where a collective takes longer than was thought. Where that
         needs too much memory they stand where the collective has ended, by when its operand is free.
         """
+        return self._sequence_and_peak(order)[0]
+
+    def _sequence_and_peak(self, order: Iterable[int]) -> tuple[list[Instruction], int]:
         late = few_in_flight(self.body.sequence(order), self.body.before, self.costs, self.limits.max_in_flight)
-        memory, computation = self.limits.memory, self.body.computation
-        if memory.peak(computation, late) <= self.limits.bytes:
-            return late
+        late_peak = self.limits.memory.peak(self.body.computation, late)
+        if late_peak <= self.limits.bytes:
+            return late, late_peak
         early = self._with_early_ends(late)
-        return min(late, early, key=lambda sequence: memory.peak(computation, sequence))
+        early_peak = self.limits.memory.peak(self.body.computation, early)
+        return (early, early_peak) if early_peak < late_peak else (late, late_peak)
 
     def _with_early_ends(self, sequence: Sequence[Instruction]) -> list[Instruction]:
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
@@ -130,7 +135,7 @@ class OrderSearch:
 
     def peak(self, order: Iterable[int]) -> int:
         """Bytes that live at once."""
-        return self.limits.memory.peak(self.body.computation, self.sequence(order))
+        return self._sequence_and_peak(order)[1]
 
     def fits(self, order: Iterable[int]) -> bool:
         return not self.is_whole or self.peak(order) <= self.limits.bytes
@@ -192,10 +197,12 @@ class OrderSearch:
 
     def _alone(self, number: int) -> float:
         """Seconds of an operator that computes, with what travels with it, from idle lanes."""
-        player = Player(self.costs, self.limits.hardware, self.limits.bodies)
-        for instruction in self.parts[number]:
-            player.play(instruction)
-        return player.now
+        if number not in self._single:
+            player = Player(self.costs, self.limits.hardware, self.limits.bodies)
+            for instruction in self.parts[number]:
+                player.play(instruction)
+            self._single[number] = player.now
+        return self._single[number]
 
     def _play(self, numbers: Order) -> tuple[float, Order]:
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
@@ -218,11 +225,17 @@ class OrderSearch:
     def _next(self, left: Collection[int], under_way: Collection[Instruction]) -> int:
         """The first of `left` to run: a collective that can start, compute that can, or what must wait least."""
         body = self.body
-        ready = [n for n in left if body.operators[n].needs.isdisjoint(left)]
-        free = [n for n in ready if not any(body.heads[w] in under_way for w in body.waits[n])] if under_way else ready
-        for number in free:
-            if body.operators[number].lane is not Lane.COMPUTE:
-                return number
+        ready: list[int] = []
+        free: list[int] = []
+        for number in left:
+            operator = body.operators[number]
+            if not operator.needs.isdisjoint(left):
+                continue
+            ready.append(number)
+            if not under_way or not any(body.heads[w] in under_way for w in body.waits[number]):
+                if operator.lane is not Lane.COMPUTE:
+                    return number
+                free.append(number)
         return free[0] if free else ready[0]
 
     def fitting(self, orders: Iterable[Order]) -> list[Timed]:

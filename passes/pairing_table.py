@@ -99,11 +99,15 @@ class _Bounds:
     """Seconds that the busiest lane works in two segments."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
-        self.first = [_running_sums(o.busy(lane) for o in first) for lane in Lane]
-        self.second = [_running_sums(o.busy(lane) for o in second) for lane in Lane]
+        self.lanes = [[_running_sums(o.busy(lane) for o in strand) for strand in (first, second)] for lane in Lane]
 
     def busy(self, i: int, i_end: int, j: int, j_end: int) -> float:
-        return max(f[i_end] - f[i] + s[j_end] - s[j] for f, s in zip(self.first, self.second, strict=True))
+        most = 0.0
+        for first, second in self.lanes:
+            seconds = first[i_end] - first[i] + second[j_end] - second[j]
+            if seconds > most:
+                most = seconds
+        return most
 
 
 def _running_sums(values: Iterator[float]) -> list[float]:

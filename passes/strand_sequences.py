@@ -130,10 +130,12 @@ class Body:
         for number in numbers:
             lay(self.heads[number], self.before, laid)
             for instruction in self.parts[number]:  # also what follows the head and holds memory until it ran
-                if instruction in self.timed and all(b in laid for b in self.timed[instruction]):
-                    lay(instruction, self.before, laid)
+                if instruction not in laid and instruction in self.timed:
+                    if all(b in laid for b in self.timed[instruction]):
+                        lay(instruction, self.before, laid)
         for instruction in self.order:
-            lay(instruction, self.before, laid)
+            if instruction not in laid:
+                lay(instruction, self.before, laid)
         return list(laid)
 
 

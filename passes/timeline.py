@@ -42,7 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import is_done, is_start, start_of
+from dhelix.passes.collectives import is_start, start_of
 from dhelix.passes.costs import BY_THEMSELVES, Cost, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
@@ -163,24 +163,7 @@ def settled(module: HloModule, costs: Costs) -> Costs:
     return costs if clock == costs.in_step.clock else costs.at_clock(clock)
 
 
-@dataclass
-class Flight:
-    """A collective that has been started.
-
-    Attributes:
-      left: seconds it would still take alone.
-      begin: when its lane became free for it.
-      rate: at which it proceeds.
-    """
-
-    instruction: Instruction
-    lane: Lane
-    left: float
-    begin: float = math.inf
-    rate: float = 1.0
-
-
-@dataclass
+@dataclass(slots=True)
 class _Tally:
     lane: Lane
     count: int = 0
@@ -188,6 +171,25 @@ class _Tally:
     hidden: float = 0.0
     exposed: float = 0.0
     under: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A collective that has been started.
+
+    Attributes:
+      left: seconds it would still take alone.
+      tally: of all its executions.
+      begin: when its lane became free for it.
+      rate: at which it proceeds.
+    """
+
+    instruction: Instruction
+    lane: Lane
+    left: float
+    tally: _Tally
+    begin: float = math.inf
+    rate: float = 1.0
 
 
 class Player:
@@ -207,17 +209,19 @@ class Player:
         self.now = self.compute = self.compute_alone = self.hidden = self.exposed = self.idle = 0.0
         self.lanes: dict[Lane, deque[Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
         self.under_way: dict[Instruction, Flight] = {}
-        self.intervals: list[Interval] = []
+        self.spans: list[tuple[Instruction, Lane, float, float]] = []  # of intervals, but those of loops
+        self.loops: list[Interval] = []
         self.tallies: dict[str, _Tally] = {}
 
     def play(self, instruction: Instruction) -> None:
-        if is_done(instruction):
+        opcode = instruction.opcode
+        if opcode.endswith("-done"):
             self._wait(start_of(instruction))
-        elif instruction.opcode == "while":
+        elif opcode == "while":
             self._loop(instruction)
-        elif instruction.opcode == "call":
+        elif opcode == "call":
             self._play_all(instruction.called[0])
-        elif instruction.opcode == "conditional":
+        elif opcode == "conditional":
             self._play_all(max(instruction.called, key=lambda c: self._body(c).seconds))
         else:
             self._run(instruction, self.costs[instruction])
@@ -241,15 +245,15 @@ class Player:
             self._compute(instruction, cost.seconds, launched)
             self.compute_alone += cost.seconds
             self.compute += self.now - start
-            self.intervals.append(Interval(instruction.name, cost.lane, start, self.now))
+            self.spans.append((instruction, cost.lane, start, self.now))
             return
         self._pause(cost.launch)
-        flight = Flight(instruction, cost.lane, cost.seconds + self.in_step.wait)
-        self.lanes[cost.lane].append(flight)
-        self.under_way[instruction] = flight
         tally = self.tallies.setdefault(instruction.name, _Tally(cost.lane))
         tally.count += 1
         tally.alone += cost.seconds
+        flight = Flight(instruction, cost.lane, cost.seconds + self.in_step.wait, tally)
+        self.lanes[cost.lane].append(flight)
+        self.under_way[instruction] = flight
         if not is_start(instruction):
             self._wait(instruction)
 
@@ -270,7 +274,7 @@ class Player:
         self.now += left * body.seconds
         for name in ("compute", "compute_alone", "hidden", "exposed", "idle"):
             setattr(self, name, getattr(self, name) + left * getattr(body, name))
-        self.intervals.append(Interval(loop.name, Lane.COMPUTE, start, self.now, body, left))
+        self.loops.append(Interval(loop.name, Lane.COMPUTE, start, self.now, body, left))
         for inner in body.collectives:
             tally = self.tallies.setdefault(inner.instruction, _Tally(inner.lane))
             tally.count += left * inner.count
@@ -295,7 +299,8 @@ class Player:
             for head in heads:
                 first, running = head.begin <= launched, head.begin < launched
                 own, head.rate = self.rates(instruction, head.instruction, first, running)
-                rate = min(rate, own)
+                if own < rate:
+                    rate = own
             needed = work / rate
             passed = self._pass(heads, needed, instruction.name)
             work = work - passed * rate if passed < needed else 0.0
@@ -319,7 +324,8 @@ class Player:
         """What runs on the lanes."""
         heads = [lane[0] for lane in self.lanes.values() if lane]
         for head in heads:
-            head.begin = min(head.begin, self.now)
+            if head.begin > self.now:
+                head.begin = self.now
         return heads
 
     def _pass(self, heads: list[Flight], seconds: float, beside: str | None) -> float:
@@ -327,33 +333,32 @@ class Player:
 
         `beside`: the compute instruction that runs meanwhile, if any does.
         """
-        ends = [head.left / head.rate for head in heads]
-        passed = min(seconds, *ends)
+        passed = seconds
+        for head in heads:
+            if head.left / head.rate < passed:
+                passed = head.left / head.rate
         self.now += passed
         if beside is None:
             self.exposed += passed
         else:
             self.hidden += passed
-        for head, end in zip(heads, ends, strict=True):
-            self._progress(head, passed, beside)
-            if end == passed:
+        for head in heads:
+            tally = head.tally
+            if beside is None:
+                tally.exposed += passed
+            else:
+                tally.hidden += passed
+                tally.under[beside] = tally.under.get(beside, 0.0) + passed
+            if head.left / head.rate == passed:
                 self._finish(head)
             else:
                 head.left = max(head.left - passed * head.rate, 0.0)
         return passed
 
-    def _progress(self, head: Flight, seconds: float, beside: str | None) -> None:
-        tally = self.tallies[head.instruction.name]
-        if beside is None:
-            tally.exposed += seconds
-        else:
-            tally.hidden += seconds
-            tally.under[beside] = tally.under.get(beside, 0.0) + seconds
-
     def _finish(self, flight: Flight) -> None:
         self.lanes[flight.lane].popleft()
         del self.under_way[flight.instruction]
-        self.intervals.append(Interval(flight.instruction.name, flight.lane, flight.begin, self.now))
+        self.spans.append((flight.instruction, flight.lane, flight.begin, self.now))
 
     def _constant_rates(
         self, compute: Instruction, collective: Instruction, first: bool, running: bool
@@ -365,7 +370,8 @@ class Player:
             CollectiveTime(name, t.lane, t.count, t.alone, t.hidden, t.exposed, _longest_first(t.under))
             for name, t in self.tallies.items()
         )
-        intervals = sorted(self.intervals, key=lambda i: (i.start, i.end))
+        intervals = [Interval(i.name, lane, start, end) for i, lane, start, end in self.spans] + self.loops
+        intervals.sort(key=lambda i: (i.start, i.end))
         return Timeline(
             self.now,
             self.compute,
