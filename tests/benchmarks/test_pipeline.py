@@ -136,7 +136,8 @@ def test_bad_options_are_refused(options: list[str], message: str) -> None:
 
 @pytest.mark.slow
 def test_a_call_on_cpu_devices(tmp_path: Path) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     sizes = "--preset llama-demo --layers 4 --seq 32 --vocab 64 --microbatches 3 --rounds 2 --steps 1".split()
     rest = ["--variants", "W, dp;1F1B;no pipeline", "--name", "tiny", "--out", str(tmp_path)]
     command = [sys.executable, str(ROOT / "benchmarks" / "pipeline.py"), *sizes, *rest]
