@@ -45,7 +45,7 @@ from dhelix.benchmarks.collective_matmul_results import COLLECTIVE, GEMM, Measur
 from dhelix.benchmarks.collective_matmul_sites import is_backward, sites
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import FORMS, KINDS, MONOLITHIC, Form, Site, Tiles
-from dhelix.runtime.launch_settings import link_of, setting_of
+from dhelix.runtime.launch_settings import link_of, setting_of, without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 _SENT_ROWS = (
@@ -259,4 +259,5 @@ class Turn:
 
 
 if __name__ == "__main__":
+    without_graphs(os.environ)  # which kernels need
     main()

@@ -12,6 +12,7 @@ of `strand_tables.py`; `--ship` writes a file for each GPU and link, axis sizes 
 from __future__ import annotations
 
 import argparse
+import collections
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -172,8 +173,16 @@ def _missing(group: Group) -> str:
             for key, why in measured.failed.items():
                 reasons.setdefault((key.partition(":")[0], why), []).append(f"{key} at {site.key}")
     lines = [f"- {name}, {len(at)} times, such as {at[0]}: {why}" for (name, why), at in reasons.items()]
-    lines += [f"- {line}: no time left" for r in group.results for line in r.dropped]
+    lines += _dropped(group)
     return "Not measured:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _dropped(group: Group) -> list[str]:
+    """For each kind how many sites there was no time for in any call."""
+    known = {site.key for site in group.times.sites}
+    left = dict.fromkeys(line for r in group.results for line in r.dropped if not any(k in line for k in known))
+    kinds = collections.Counter(kind for line in left for kind in KINDS if kind in line)
+    return [f"- {kind}: no time left for {count} of the sites" for kind, count in kinds.items()]
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

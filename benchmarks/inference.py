@@ -41,7 +41,7 @@ from dhelix.benchmarks.inference_programs import Case
 from dhelix.benchmarks.inference_results import BOUND, TILE_WISE, XLA, CaseResult, Run, tables
 from dhelix.errors import DhelixError
 from dhelix.models import LlamaConfig, make_mesh, preset
-from dhelix.runtime.launch_settings import link_of
+from dhelix.runtime.launch_settings import link_of, without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 FORMS = ("monolithic", "hybrid:2", "hybrid:4", "ring", "mosaic", TILE_WISE)
@@ -239,4 +239,5 @@ def check(difference: float, tolerance: float) -> None:
 
 
 if __name__ == "__main__":
+    without_graphs(os.environ)  # which kernels need
     main()

@@ -254,7 +254,8 @@ _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
 
 def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -> tuple[Any, ...]:
     """The passes of a variant for a program on `devices`, with the costs of the setting."""
-    passes = [*collective_matmul_passes(devices, variant.collective_matmul), *_STRUCTURES[variant.structure]]
+    matmuls = collective_matmul_passes(devices, variant.collective_matmul, options=variant.options)
+    passes = [*matmuls, *_STRUCTURES[variant.structure]]
     if variant.decomposed:
         passes += [ReduceScatterDecomposition(setting.costs("")), AllGatherDecomposition(setting.costs(""))]
     if not variant.communication:

@@ -22,7 +22,7 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
 from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
-from dhelix.runtime.launch_settings import link_of
+from dhelix.runtime.launch_settings import graphs_hold_calls, link_of
 from dhelix.runtime.lowering import hlo_bytes
 
 OFF = "off"
@@ -54,7 +54,10 @@ _BODY = "xla.sdy.manual_computation_body"
 
 
 def collective_matmul_passes(
-    devices: Sequence[Any], form: str | Form = "auto", stage: Stage = Stage.PRE_SCHEDULER
+    devices: Sequence[Any],
+    form: str | Form = "auto",
+    stage: Stage = Stage.PRE_SCHEDULER,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[Pass, ...]:
     """The passes that put collective matmuls into a program, in their order; none for form "off" or one device.
 
@@ -65,6 +68,8 @@ def collective_matmul_passes(
     Args:
       devices: those that the program is lowered for, in the order of its partitions.
       form: "auto" for what was measured to pay on these devices, "off", or a form for all sites that can have it.
+      options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program without CUDA
+        graphs.
       stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
 
     Raises:
@@ -75,7 +80,8 @@ def collective_matmul_passes(
     if form == OFF or len(devices) < 2:
         return ()
     times = _times(devices[0]) if form == "auto" else None
-    return CollectiveMatmul(JaxForms(form, times, devices), stage), ExclusiveKernels()
+    graphs = graphs_hold_calls(os.environ, options)
+    return CollectiveMatmul(JaxForms(form, times, graphs, devices), stage), ExclusiveKernels()
 
 
 def _times(device: Any) -> Times | None:
@@ -96,12 +102,14 @@ class JaxForms:
     Attributes:
       form: "auto", or the one that all sites take which can have it; "hybrid" for chunks that divide.
       times: what "auto" goes by; None: nothing was measured, and no site takes another form.
+      graphs: whether custom calls become part of CUDA graphs.
       devices: those of the program, in the order of its partitions.
       sources: digest of the files that make the forms; a compiled program depends on them.
     """
 
     form: str | Form
     times: Times | None
+    graphs: bool
     devices: InitVar[Sequence[Any]]
     sources: str = field(init=False)
 
@@ -116,8 +124,8 @@ class JaxForms:
         place = Place(pattern.site, _AXES[1], own)
         with jax.sharding.use_abstract_mesh(self._mesh(pattern).abstract_mesh):
             if self.form == "auto":
-                return choose(pattern.site, self.times, lambda form: refusal(form, place) is None)
-            return requested(self.form, place) or MONOLITHIC
+                return choose(pattern.site, self.times, lambda form: refusal(form, place, self.graphs) is None)
+            return requested(self.form, place, self.graphs) or MONOLITHIC
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:
         """The HLO of one device. Raises DhelixError where JAX cannot make it."""

@@ -9,7 +9,7 @@ process is looked at when its first step is lowered, and one line says how to st
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +17,9 @@ from dhelix.errors import DhelixError
 from dhelix.passes.pairing_plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
+_GRAPHS = "xla_gpu_enable_command_buffer"
+NO_GRAPHS: Mapping[str, str] = MappingProxyType({_GRAPHS: ""})
+"""XLA's options for a program without CUDA graphs."""
 _LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
 
 _USUAL: Mapping[str, str] = MappingProxyType({
@@ -64,6 +67,18 @@ def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
     return link
 
 
+def graphs_hold_calls(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> bool:
+    """Whether XLA makes custom calls part of CUDA graphs; arguments as of `setting_of`."""
+    flags = {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})}
+    kinds = flags.get(_GRAPHS)
+    return kinds is None or "CUSTOM_CALL" in str(kinds).replace("+", "").split(",")
+
+
+def without_graphs(environment: MutableMapping[str, str]) -> None:
+    """Adds the XLA flag for no CUDA graphs; of a process, before JAX looks for devices."""
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --{_GRAPHS}=".strip()
+
+
 def difference(
     target: PlanTarget, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
 ) -> str | None:
@@ -101,7 +116,7 @@ def _of_process(environment: Mapping[str, str], options: Mapping[str, Any] | Non
 def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
     """What of `_USUAL` is otherwise."""
     values = {name: str({**environment, **flags}.get(name, usual)) for name, usual in _USUAL.items()}
-    if flags.get("xla_gpu_enable_command_buffer") == "":
+    if flags.get(_GRAPHS) == "":
         del values["xla_gpu_graph_min_graph_size"]  # no graph of any size
     switches = {"1": "true", "": "true", "0": "false"}
     for name in values:

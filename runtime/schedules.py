@@ -216,7 +216,8 @@ class Choice:
         """First of all, since other passes change collectives and orders. The guard is for kernels that the user calls,
         too."""
         devices = [] if lowered is None else jax_compat.devices(lowered)
-        return collective_matmul_passes(devices, self.collective_matmul) or (ExclusiveKernels(),)
+        found = collective_matmul_passes(devices, self.collective_matmul, options=self.compiler_options)
+        return found or (ExclusiveKernels(),)
 
     def model(self, kind: str) -> CostModel | None:
         """Measured costs on GPUs of a kind, as this process is started; None where there are none."""

@@ -34,6 +34,7 @@ from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
 from dhelix.runtime.collective_matmul_pass import OFF
+from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
@@ -89,7 +90,8 @@ def strand_interleave(
         is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
       collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",
         the form that was measured to be the fastest on these GPUs, if any is faster; or a form for all that can have
-        it, such as "ring" or "hybrid:4" (docs/collective_matmul.md).
+        it, such as "ring" or "hybrid:4" (docs/collective_matmul.md). The step is compiled without CUDA graphs then; one
+        that is jitted already takes kernels only if XLA_FLAGS say so.
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
@@ -110,6 +112,8 @@ def strand_interleave(
             dump_to=dump_to, **jit_options,
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
+    if collective_matmul != OFF and not jax_compat.is_jitted(function):
+        jit_options["compiler_options"] = {**NO_GRAPHS, **(jit_options.get("compiler_options") or {})}
     if pipeline is not None:
         _check_pipeline(pipeline, microbatches, schedule, verify)
     choice = Choice.of(

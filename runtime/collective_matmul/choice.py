@@ -18,6 +18,7 @@ from dhelix.errors import DhelixError
 from dhelix.profiles import collective_matmul_times
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, Times, choose
 from dhelix.profiles.hardware import gpu_name
+from dhelix.runtime import launch_settings
 from dhelix.runtime.collective_matmul import mosaic
 from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.launch_settings import link_of
@@ -42,8 +43,8 @@ class Place:
     rows: int
 
 
-def requested(form: str | Form, place: Place) -> Form | None:
-    """The form that a user asks for, or None for "auto".
+def requested(form: str | Form, place: Place, graphs: bool | None = None) -> Form | None:
+    """The form that a user asks for, or None for "auto"; `graphs` as of `refusal`.
 
     Raises:
       DhelixError: there is no such form, or it cannot be had at `place`.
@@ -51,7 +52,7 @@ def requested(form: str | Form, place: Place) -> Form | None:
     if form == "auto":
         return None
     wanted = _parsed(form, place) if isinstance(form, str) else form
-    reason = refusal(wanted, place)
+    reason = refusal(wanted, place, graphs)
     if reason:
         raise DhelixError(f'{place.site.kind}: form "{wanted.key}" {reason}, or take form="auto"')
     return wanted
@@ -72,15 +73,19 @@ def resolve(wanted: Form | None, place: Place) -> Form:
     return instead
 
 
-def refusal(form: Form, place: Place) -> str | None:
-    """Why `form` cannot be had at `place`, and what to do, so that it reads on after the form's name; or None."""
+def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
+    """Why `form` cannot be had at `place`, and what to do, so that it reads on after the form's name; or None.
+
+    Args:
+      graphs: whether the program's custom calls become part of CUDA graphs; None: as this process was started.
+    """
     if form.name == "monolithic":
         return None
     if not isinstance(place.axis_name, str):
         return f"works on one mesh axis, not on {place.axis_name}: name one"
     site, n = place.site, place.site.axis_size
     if form.name == "mosaic":
-        reason = _no_peers_here() or mosaic.refusal(site, form.tiles)
+        reason = _no_peers_here(graphs) or mosaic.refusal(site, form.tiles)
         return None if reason is None else f"has no kernel here ({reason}): take another form"
     if form.name == "hybrid" and (form.chunks < 2 or place.rows % form.chunks):
         return f"needs 2 or more chunks that divide {place.rows} rows: choose others"
@@ -93,8 +98,13 @@ def refusal(form: Form, place: Place) -> str | None:
     return None
 
 
-def _no_peers_here() -> str | None:
-    """Why kernels that write to their peers' memory cannot run on these devices, or None."""
+def _no_peers_here(graphs: bool | None) -> str | None:
+    """Why kernels that use their peers' memory cannot run on these devices, or None.
+
+    A CUDA graph keeps the addresses that a kernel was recorded with, and XLA records anew where a device's own buffers
+    move, not where its peers' do: then the kernel reads what lies there now (seen on 2 H200s with jax 0.11.2, in every
+    third call while memory moved, and never without graphs).
+    """
     platform, kind = _devices_here()
     if platform not in _GPU or not _HOPPER.search(kind):
         return f"it needs NVIDIA's Hopper GPUs, and this is {kind}"
@@ -102,6 +112,8 @@ def _no_peers_here() -> str | None:
         return "it needs peer-to-peer access, and NCCL_P2P_DISABLE is set"
     if jax.process_count() > 1:
         return "it needs all GPUs of the axis in one process"
+    if launch_settings.graphs_hold_calls(os.environ) if graphs is None else graphs:
+        return "a CUDA graph would keep its peers' addresses: start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
     return None
 
 

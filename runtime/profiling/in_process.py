@@ -25,10 +25,10 @@ from dhelix.passes import fingerprint
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import describe, gpu_name
 from dhelix.profiles.profile import LaunchSetting, Profile, Provenance
-from dhelix.runtime.launch_settings import link_of, setting_of
+from dhelix.runtime.launch_settings import NO_GRAPHS, link_of, setting_of
 from dhelix.runtime.lowering import compiled_module, device_count, hlo_bytes, with_hlo
 from dhelix.runtime.profiling import measure
-from dhelix.runtime.profiling.observe import NO_GRAPHS, observe
+from dhelix.runtime.profiling.observe import observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Progress, Session, Step
 

@@ -19,12 +19,11 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.passes.manager import say_once
 from dhelix.passes.operator_keys import key_of
+from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling import executions, measure, step_trace
 from dhelix.runtime.profiling.session import Step
 
-NO_GRAPHS: Mapping[str, str] = {"xla_gpu_enable_command_buffer": ""}
-"""Kernels of a CUDA graph do not say which instruction they belong to."""
 _TRACED_STEPS = 2
 
 
@@ -50,6 +49,7 @@ def observe(
       options: XLA options of the step itself.
     """
     try:
+        # Kernels of a CUDA graph do not say which instruction they belong to.
         serial = lowered.compile({**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED})
         module = compiled_module(serial)
         _run(serial, arguments)

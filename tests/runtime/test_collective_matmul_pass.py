@@ -24,6 +24,7 @@ from dhelix.passes.report import StageReport
 from dhelix.profiles.collective_matmul import Form
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.collective_matmul_pass import collective_matmul_passes
+from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module, hlo_bytes, with_hlo
 
 LAYERS, HIDDEN, HEADS, HEAD, FFN = 2, 16, 8, 4, 32
@@ -225,7 +226,7 @@ def on_gpus(
     def collective_matmul_step(*arguments: jax.Array) -> Any:
         return function(*arguments)
 
-    manager = PassManager(collective_matmul_passes(list(mesh.devices.flat), form), strict=True)
+    manager = PassManager(collective_matmul_passes(list(mesh.devices.flat), form, options=NO_GRAPHS), strict=True)
     reports: list[StageReport] = []
 
     def run(stage: Stage, module: bytes) -> bytes | None:

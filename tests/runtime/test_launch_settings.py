@@ -4,7 +4,7 @@ import pytest
 
 from dhelix.passes.pairing_plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS
-from dhelix.runtime.launch_settings import difference
+from dhelix.runtime.launch_settings import NO_GRAPHS, difference, graphs_hold_calls, without_graphs
 
 
 def target(setting: str) -> PlanTarget:
@@ -36,3 +36,25 @@ def test_options_of_the_step_count_as_flags() -> None:
     options = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True, "xla_gpu_enable_command_buffer": ""}
     assert difference(target("copy-engine"), {"NCCL_CTA_POLICY": "2"}, options) is None
     assert difference(target("copy-engine"), {}, options) is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "held"),
+    [
+        ("", {}, True),
+        ("--xla_gpu_enable_command_buffer=", {}, False),
+        ("--xla_gpu_enable_command_buffer=FUSION,CUBLAS", {}, False),
+        ("--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL", {}, True),
+        ("--xla_gpu_enable_command_buffer=+CUSTOM_CALL", {}, True),
+        ("--xla_gpu_enable_command_buffer=", {"xla_gpu_enable_command_buffer": "CUSTOM_CALL"}, True),
+        ("", dict(NO_GRAPHS), False),
+    ],
+)
+def test_whether_custom_calls_become_part_of_graphs(flags: str, options: dict[str, str], held: bool) -> None:
+    assert graphs_hold_calls({"XLA_FLAGS": flags}, options) is held
+
+
+def test_a_process_without_graphs_keeps_its_other_flags() -> None:
+    environment = {"XLA_FLAGS": "--xla_dump_to=x"}
+    without_graphs(environment)
+    assert environment["XLA_FLAGS"].split()[0] == "--xla_dump_to=x" and not graphs_hold_calls(environment)

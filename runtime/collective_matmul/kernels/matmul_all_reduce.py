@@ -23,7 +23,7 @@ from dhelix.runtime.collective_matmul.kernels import summed_matmul
 from dhelix.runtime.collective_matmul.kernels.hopper_gemm import H200_SMS
 from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
 
-_LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=2)
+_LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 6, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
 _DECODE = Tiles(64, 128, 64, 7, "N", 8)
 _LARGE_DEPTH = 8192  # of the contraction on a device: from here what large tiles save exceeds what the last wave sends
@@ -33,13 +33,15 @@ _ONE_SHOT_BYTES = 4 << 20  # that a device sends: up to here latency is more tha
 def default_tiles(site: Site) -> Tiles:
     """Large tiles where the product is deep, small ones where it is not, flat ones where 128 rows do not divide.
 
-    Large ones in three steps, which leaves room to store a whole tile at once; of small ones half a wave first; both in
-    clusters of two where rows divide so. On 2 H200s (2026-11-22), in microseconds:
+    Large ones in three steps, which leaves room to store a whole tile at once, in single blocks and a quarter of a wave
+    first; of small ones half a wave first, in clusters of two where rows divide so. On 2 H200s (2026-11-22), in
+    microseconds:
 
         rows x k x columns      psum            128x128                   128x256               64x128
                                 behind a GEMM   lead 66    lead 33        4 steps    3 steps
         1024 x  4096 x 8192     179             158        145            153        154
         1024 x 14336 x 8192     385             402                       382        366
+          another run:          436                                                  400, single blocks 363
           64 x  4096 x 8192     47                                                              49
           64 x 14336 x 8192     85                                                              94
     """

@@ -113,11 +113,11 @@ def test_tiles_say_cluster_and_lead_or_leave_them_to_the_kernel():
     [
         (1024, 4096, 2, (128, 128, 2, 33)),
         (1024, 2048, 8, (128, 128, 1, 33)),  # one tile of rows for each owner
-        (1024, 14336, 2, (128, 256, 2, 64)),
+        (1024, 14336, 2, (128, 256, 1, 33)),
         (64, 4096, 2, (64, 128, 1, 64)),
     ],
 )
-def test_all_reduce_has_large_tiles_of_deep_products_and_clusters_where_they_divide(rows, depth, devices, cut):
+def test_all_reduce_has_large_tiles_of_deep_products_and_clusters_of_small_ones(rows, depth, devices, cut):
     it = plan("matmul_all_reduce", rows, 8192, devices, None, depth)
     assert it.refusal() is None
     assert (it.gemm.tiles.tile_m, it.gemm.tiles.tile_n, it.gemm.cluster, it.own_behind) == cut
