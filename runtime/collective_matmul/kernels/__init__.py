@@ -7,6 +7,6 @@
     tile_all_reduce         the all-reduce alone, tile by tile
 
 They are forward functions, and check sizes alone. What else they need is the caller's to see to, as
-`runtime/collective_matmul/choice.py` and the passes do: no collective of NCCL in flight beside them, since they hold all
+`runtime/collective_matmul/choice.py` and the passes do: no collective of NCCL in flight beside them, as they hold all
 SMs while they wait for their peers, and a program without CUDA graphs, which would keep their peers' addresses.
 """
