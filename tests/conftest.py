@@ -15,10 +15,8 @@ from pathlib import Path
 _plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
 os.environ["JAX_PLATFORMS"] = "cpu,cuda" if _plugin else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-# What LLVM makes of a program is not what is tested, and fast code for tiny models takes longest to compile. A flag
-# that the caller gives stands last, and so wins.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-os.environ["XLA_FLAGS"] = _FLAGS + os.environ.get("XLA_FLAGS", "")
+# A flag that the caller gives stands last, and so wins.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 if _plugin:
     # Machine code of GPU kernels takes two thirds of a compilation, no test looks at it, and most programs share most
     # of theirs: it is made once. Last, because pytest-xdist's workers inherit the flag of the process that starts them,
