@@ -37,7 +37,7 @@ def test_what_was_moved_is_brought_back(dimensions: list[int], data: st.DataObje
     """Through transposes and reshapes, at random; the rearrangement undoes them."""
     array = np.arange(np.prod(dimensions)).reshape(dimensions)
     factors = whole(dimensions)
-    moved = array
+    moved: np.ndarray = array
     for _ in range(3):
         order = data.draw(st.permutations(range(moved.ndim)))
         moved, factors = moved.transpose(order), [factors[n] for n in order]
