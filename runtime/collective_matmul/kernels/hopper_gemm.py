@@ -292,35 +292,54 @@ def multiply_tiles(
         there: wait with `plgpu.wait_smem_to_gmem(0)` before telling anybody.
     """
     group = lax.axis_index(GROUP)
-    full, free, slots = buffers["full"], buffers["free"], jnp.int32(gemm.tiles.steps)
 
     def multiply_tile(number: jax.Array, tile: Tile, height: int) -> None:
         rows, columns = gemm.part if height == gemm.tiles.tile_m else gemm.half_part
         row, column = (group * rows, 0) if rows < height else (0, group * columns)
-
-        def multiply(sums: Any) -> jax.Array:
-            @pl.loop(0, gemm.steps)
-            def _(step: jax.Array) -> None:
-                count = number * gemm.steps + step
-                slot = lax.rem(count, slots)
-                plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(
-                    sums, buffers["x"].at[slot, pl.ds(row, rows)], buffers["w"].at[slot, :, pl.ds(column, columns)]
-                )
-                plgpu.wgmma_wait(1)  # the one before is done with its slot, while this one runs
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(count - 1, slots)]))
-
-            result = sums[...]
-            plgpu.barrier_arrive(free.at[lax.rem((number + 1) * gemm.steps - 1, slots)])
-            return result
-
-        result = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)).astype(gemm.dtype)
+        result = product(gemm, buffers, number, (row, column), (rows, columns)).astype(gemm.dtype)
         first = tile.row * gemm.tiles.tile_m + tile.first + row, tile.column * gemm.tiles.tile_n + column
         _store_pieces(gemm, buffers["out"].at[group], result, functools.partial(_shifted, store, first))
         after_tile(tile)
 
     _each_tile(gemm, order, multiply_tile)
     plgpu.wait_smem_to_gmem(0)
+
+
+def product(
+    gemm: Gemm,
+    buffers: Any,
+    number: jax.Array,
+    first: tuple[jax.Array | int, jax.Array | int],
+    part: tuple[int, int],
+    at_step: Callable[[jax.Array], None] = lambda step: None,
+) -> jax.Array:
+    """A warpgroup's part of the tile that is loaded as the `number`-th, in float32, as it lies in registers.
+
+    Args:
+      gemm, buffers: as in `load_tiles`.
+      first: row and column of the part in the tile of a block.
+      part: its rows and columns.
+      at_step: called in each step along k, while that step is multiplied.
+    """
+    full, free, slots = buffers["full"], buffers["free"], jnp.int32(gemm.tiles.steps)
+    rows, columns = (pl.ds(*span) for span in zip(first, part, strict=True))
+
+    def multiply(sums: Any) -> jax.Array:
+        @pl.loop(0, gemm.steps)
+        def _(step: jax.Array) -> None:
+            count = number * gemm.steps + step
+            slot = lax.rem(count, slots)
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.wgmma(sums, buffers["x"].at[slot, rows], buffers["w"].at[slot, :, columns])
+            plgpu.wgmma_wait(1)  # the one before is done with its slot, while this one runs
+            pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(count - 1, slots)]))
+            at_step(step)
+
+        result = sums[...]
+        plgpu.barrier_arrive(free.at[lax.rem((number + 1) * gemm.steps - 1, slots)])
+        return result
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(part, jnp.float32))
 
 
 def _each_tile(gemm: Gemm, order: Order, visit: Callable[[jax.Array, Tile, int], None]) -> jax.Array:

@@ -249,7 +249,6 @@ def _multiply(gemm: Gemm, buffers: Any, links: _Links) -> None:
     group = lax.axis_index(GROUP)
     rows, columns = gemm.part
     row, column = (group * rows, 0) if gemm.tiles.wide == "M" else (0, group * columns)
-    full, free, slots = buffers["full"], buffers["free"], jnp.int32(gemm.tiles.steps)
     cluster = lax.axis_index(CLUSTERS)
     mine = lax.div(gemm.cluster_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))
 
@@ -258,25 +257,11 @@ def _multiply(gemm: Gemm, buffers: Any, links: _Links) -> None:
 
     @pl.loop(0, mine)
     def _(number: jax.Array) -> None:
-        def multiply(sums: Any) -> jax.Array:
-            @pl.loop(0, gemm.steps)
-            def _(step: jax.Array) -> None:
-                count = number * gemm.steps + step
-                slot = lax.rem(count, slots)
-                plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(
-                    sums, buffers["x"].at[slot, pl.ds(row, rows)], buffers["w"].at[slot, :, pl.ds(column, columns)]
-                )
-                plgpu.wgmma_wait(1)  # the one before is done with its slot, while this one runs
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(count - 1, slots)]))
-                told = (number > 0) & (step == min(_TELL_STEP, gemm.steps - 1))
-                pl.when(told)(lambda: links.tell(job_of(number - 1)))
+        def tell(step: jax.Array) -> None:
+            now = (number > 0) & (step == min(_TELL_STEP, gemm.steps - 1))
+            pl.when(now)(lambda: links.tell(job_of(number - 1)))
 
-            result = sums[...]
-            plgpu.barrier_arrive(free.at[lax.rem((number + 1) * gemm.steps - 1, slots)])
-            return result
-
-        result = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32))
+        result = hopper_gemm.product(gemm, buffers, number, (row, column), gemm.part, tell)
         job = job_of(number)
         first = job.row * gemm.cluster + lax.axis_index(RANK), job.column
         links.hand_on(job, result, first[0] * gemm.tiles.tile_m + row, first[1] * gemm.tiles.tile_n + column)
