@@ -218,10 +218,12 @@ ESSENTIAL = (
 )
 
 SCHEDULES = (
-    "plain; plain, intra_batch; strands; strands, list by profile; strands, dp; strands, dp, decomposed; "
-    "strands, round_robin; strands, forward-forward, dp; strands, backward-backward, dp; strands, same-direction, dp"
+    "plain; plain, intra_batch; plain, intra_batch, best matmuls, no graphs; strands; strands, list by profile; "
+    "strands, dp; strands, dp, decomposed; strands, round_robin; strands, forward-forward, dp; "
+    "strands, backward-backward, dp; strands, same-direction, dp"
 )
-"""Every schedule that a user can choose, and what a plan can add: for checks of results."""
+"""Every schedule that a user can choose, and what a plan can add: for checks of results. What users call intra_batch
+has best matmuls and no graphs; "plain, intra_batch" is its order alone."""
 
 _STRANDS = default_passes("xla")  # what the decorator runs, and the order left to XLA
 

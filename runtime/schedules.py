@@ -7,8 +7,11 @@
     round_robin         backward beside forward     operators of both in turn (Wavelet+), a baseline
     forward_forward     forward beside forward      as dp, a baseline; backward passes run alone
     backward_backward   backward beside backward    as dp, a baseline; forward passes run alone
-    intra_batch         none                        the search of dp inside one micro-batch, a baseline
+    intra_batch         none                        the search of dp inside one micro-batch, a baseline (MegaScale)
     a plan              backward beside forward     the plan's
+
+What order cannot hide inside one micro-batch, partitioned matrix products can: so `intra_batch` comes with
+collective_matmul="auto" unless the user says otherwise, and the others without.
 
 Orders rest on measured costs where there are any: `Choice.manager` looks up the profile of the GPUs that a program is
 lowered for, under the link and launch setting that this process has (`runtime/launch_settings.py`).
@@ -112,6 +115,14 @@ def decompositions(
 def check_schedule(schedule: str) -> None:
     if schedule not in SCHEDULES:
         raise DhelixError(f"schedule={schedule!r} means nothing; take one of {', '.join(SCHEDULES)}")
+
+
+def collective_matmul_of(asked: str | Form | None, schedule: str, plan: object, passes: object) -> str | Form:
+    """What is `asked` for collective matmuls, or with None what `schedule` comes with, unless plan or passes replace
+    it."""
+    if asked is not None:
+        return asked
+    return AUTO if schedule == "intra_batch" and plan is None and passes is None else OFF
 
 
 @dataclass(frozen=True)

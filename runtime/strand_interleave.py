@@ -38,7 +38,7 @@ from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
-from dhelix.runtime.schedules import AUTO, DEFAULT, Choice
+from dhelix.runtime.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
 from dhelix.runtime.specialization import Specialization
 from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
 
@@ -61,7 +61,7 @@ def strand_interleave(
     memory_limit: int | None = None,
     max_in_flight: int | None = None,
     pipeline: Fold | None = None,
-    collective_matmul: str | Form = OFF,
+    collective_matmul: str | Form | None = None,
     strict: bool = False,
     verify: bool = False,
     passes: Sequence[Pass] | None = None,
@@ -91,7 +91,8 @@ def strand_interleave(
       collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",
         the form that was measured to be the fastest on these GPUs, if any is faster; or a form for all that can have
         it, such as "ring" or "hybrid:4" (docs/collective_matmul.md). The step is compiled without CUDA graphs then; one
-        that is jitted already takes kernels only if XLA_FLAGS say so.
+        that is jitted already takes kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else
+        "off".
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
@@ -112,6 +113,7 @@ def strand_interleave(
             dump_to=dump_to, **jit_options,
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
+    collective_matmul = collective_matmul_of(collective_matmul, schedule, plan, passes)
     if collective_matmul != OFF and not jax_compat.is_jitted(function):
         jit_options["compiler_options"] = {**NO_GRAPHS, **(jit_options.get("compiler_options") or {})}
     if pipeline is not None:

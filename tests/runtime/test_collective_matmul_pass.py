@@ -26,6 +26,7 @@ from dhelix.runtime import deviceless, registration
 from dhelix.runtime.collective_matmul_pass import collective_matmul_passes
 from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module, hlo_bytes, with_hlo
+from dhelix.runtime.strand_interleave import strand_interleave
 
 LAYERS, HIDDEN, HEADS, HEAD, FFN = 2, 16, 8, 4, 32
 WEIGHTS = {
@@ -313,3 +314,20 @@ def test_on_gpus_a_kernel_is_spliced_in(axes: dict[str, int]) -> None:
     assert not any(start < sequence.index(kernel) < done for start, done in in_flight(sequence))
     guard = reports[1].passes[0]
     assert guard.outcome == "changed" and guard.notes[-1].facts["count"] == 1
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("asked", "kernels"), [({}, 1), ({"collective_matmul": "off"}, 0)], ids=str)
+def test_intra_batch_partitions_products(asked: dict[str, str], kernels: int) -> None:
+    """The kernel is what was measured to be fastest at this site, and runs only in a program without CUDA graphs."""
+    mesh = deviceless.mesh({"tp": 2})
+    column, row = PartitionSpec(None, "tp"), PartitionSpec("tp")
+    program = jax.shard_map(
+        lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True) @ w,
+        mesh=mesh, in_specs=(row, column), out_specs=column, check_vma=False,
+    )  # fmt: skip
+    options = dict(deviceless.COMPILER_OPTIONS)
+    step = strand_interleave(program, schedule="intra_batch", compiler_options=options, **asked)
+    report = step.report(*gpu_arguments(mesh, ((8192, 4096), row), ((4096, 6144), column)))
+    notes = [note for entry in report for note in entry.notes if note.message == "a collective matmul"]
+    assert sum(note.facts["form"].startswith("mosaic") for note in notes) == kernels

@@ -16,7 +16,7 @@ from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
-from dhelix.runtime.schedules import SCHEDULES, Choice, default_passes, planned_passes
+from dhelix.runtime.schedules import SCHEDULES, Choice, collective_matmul_of, default_passes, planned_passes
 
 PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=("reduce-scatter",)), ())
 
@@ -193,3 +193,21 @@ def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> No
         choice(collective_matmul="rings").manager()
     with pytest.raises(DhelixError, match="collective_matmul= has no effect"):
         choice(collective_matmul="ring", passes=())
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        ({}, "off"),
+        ({"schedule": "intra_batch"}, "auto"),
+        ({"schedule": "intra_batch", "asked": "off"}, "off"),
+        ({"schedule": "intra_batch", "asked": "ring"}, "ring"),
+        ({"asked": "auto"}, "auto"),
+        ({"schedule": "intra_batch", "plan": PLAN}, "off"),
+        ({"schedule": "intra_batch", "passes": ()}, "off"),
+    ],
+    ids=str,
+)
+def test_intra_batch_comes_with_collective_matmuls(options: dict[str, Any], form: str) -> None:
+    """Unless the user says otherwise, or a plan or passes run in place of the schedule."""
+    assert collective_matmul_of(**{"asked": None, "schedule": "dp", "plan": None, "passes": None, **options}) == form
