@@ -15,6 +15,7 @@ from dhelix.passes.pipeline_fold.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
+from dhelix.passes.pipeline_fold.phases import Pattern, Phase, patterns, phases
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.slots import scratch
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms
@@ -27,6 +28,8 @@ __all__ = [
     "Cell",
     "Evaluation",
     "Layout",
+    "Pattern",
+    "Phase",
     "PipelineCosts",
     "SCHEDULES",
     "Schedule",
@@ -44,6 +47,8 @@ __all__ = [
     "make_schedule",
     "model_order",
     "one_forward_one_backward",
+    "patterns",
+    "phases",
     "scratch",
     "storage_order",
     "transfers",

@@ -4,7 +4,8 @@ Two ways of running a schedule take different times, and each is timed as it run
 
     lockstep        a tick lasts until its slowest stage is done: stages compute along, chunks are as long as the
                     longest one, and messages have to arrive before the next tick
-    not lockstep    a stage waits for its own order and for messages only (`simulation.makespan`)
+    not lockstep    a stage waits for its own order and for messages only (`simulation.makespan`), as the literature
+                    counts; or, as the executor's program does, for who takes its messages, too (`meetings.py`)
 
 The bubble is idle over ideal time, when co-execution shortens nothing: for W and 1F1B with equal chunks (P - 1) / M,
 whatever a forward and a backward cost. `idle_share` says it of the step that co-execution has shortened.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from dhelix.passes.pipeline_fold.meetings import meeting_time
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule
 from dhelix.passes.pipeline_fold.simulation import busy_times, makespan, peak_residuals
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task, task
@@ -48,14 +50,26 @@ class Evaluation:
     stage_layers: tuple[int, ...]
 
 
-def evaluate(schedule: Schedule, costs: PipelineCosts) -> Evaluation:
-    """Costs of a valid schedule (`validation.validate`)."""
+def evaluate(
+    schedule: Schedule, costs: PipelineCosts, *, meetings: bool = False, sends_beside: bool = False
+) -> Evaluation:
+    """Costs of a valid schedule (`validation.validate`).
+
+    Args:
+      meetings: whether senders wait for receivers, as in the executor's program. In lockstep all wait anyway.
+      sends_beside: whether messages of that program travel beside loops over layers (`meetings.meeting_time`).
+    """
     plain_costs = replace(costs, co_executed=None)
     programs, plain = programs_of(schedule, costs), programs_of(schedule, plain_costs)
-    if schedule.lockstep:
-        times = _lockstep_time(schedule, costs), _lockstep_time(schedule, plain_costs)
-    else:
-        times = makespan(programs, Fraction(costs.send)), makespan(plain, Fraction(costs.send))
+
+    def step_time(programs: StagePrograms, costs: PipelineCosts) -> Fraction:
+        if schedule.lockstep:
+            return _lockstep_time(schedule, costs) + programs.shared
+        if meetings:
+            return meeting_time(schedule, costs, sends_beside)
+        return makespan(programs, Fraction(costs.send)) + programs.shared
+
+    times = step_time(programs, costs), step_time(plain, plain_costs)
     return _evaluation(programs, times[0], plain, times[1], len(schedule.ticks))
 
 
@@ -65,9 +79,8 @@ def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: Pipe
     Args:
       plain: the same, made with `co_executed=None`.
     """
-    send = Fraction(costs.send)
-    ticks = max(map(len, programs.orders))
-    return _evaluation(programs, makespan(programs, send), plain, makespan(plain, send), ticks)
+    step, plain_step = (makespan(each, Fraction(costs.send)) + each.shared for each in (programs, plain))
+    return _evaluation(programs, step, plain, plain_step, max(map(len, programs.orders)))
 
 
 def programs_of(schedule: Schedule, costs: PipelineCosts) -> StagePrograms:
@@ -104,12 +117,10 @@ def _lockstep_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
 
 
 def _evaluation(
-    programs: StagePrograms, time: Fraction, plain: StagePrograms, plain_time: Fraction, ticks: int
+    programs: StagePrograms, step: Fraction, plain: StagePrograms, plain_step: Fraction, ticks: int
 ) -> Evaluation:
-    """The times are those of the tasks, without what the stages share."""
     stages = range(len(programs.orders))
     blocks = sum(task.co_executed for order in programs.orders for task in order)
-    step, plain_step = time + programs.shared, plain_time + plain.shared
     busy, ideal = (sum(busy_times(each), Fraction(0)) / len(stages) + each.shared for each in (programs, plain))
     chunks = (1,) * len(programs.chunk_layers)
     return Evaluation(

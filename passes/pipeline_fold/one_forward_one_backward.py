@@ -12,7 +12,13 @@ Interleaved 1F1B gives each stage v chunks, which shortens the bubble to (P - 1)
 residuals. Micro-batches go through the chunks in groups of P; stage d starts with (v - 1) P + 2 (P - 1 - d) + 1
 forwards. Where P does not divide M, the last group is the full one without the micro-batches that are not there.
 
-Neither is lockstep: while one stage goes forward its neighbour goes backward. A stage does its own work only.
+Neither is lockstep: a stage does its own work only. Neighbours wait for each other where they hand over messages, so
+both do equally much between two meetings:
+
+    1F1B           meets a neighbour every other tick, after a forward and a backward in either order
+    interleaved    meets in each tick, so all stages go the same way in it, forward and backward by turns
+
+With P | M neither ever waits longer than for messages that it needs.
 
 Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
 """
@@ -46,7 +52,7 @@ def interleaved_one_forward_one_backward(layout: Layout, microbatches: int) -> S
         raise DhelixError("interleaved 1F1B needs chunk c on stage c mod P: make it with interleaved_layout")
     _check_microbatches(microbatches)
     orders = of_first(microbatches, [_order(layout, microbatches, stage) for stage in range(layout.stages)])
-    return with_slots("interleaved", layout, microbatches, in_ticks(layout, orders), lockstep=False)
+    return with_slots("interleaved", layout, microbatches, in_ticks(layout, orders, one_way=True), lockstep=False)
 
 
 def _check_microbatches(microbatches: int) -> None:

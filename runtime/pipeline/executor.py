@@ -1,7 +1,7 @@
 """Executes a pipeline schedule in one SPMD program: losses and gradients of all micro-batches.
 
 Runs under `shard_map` with the pipeline axis manual; other axes may be manual too, or automatic. Each stage holds its
-own chunks' layers; all run the same program, and tables (`phases.py`) say what a stage does in a tick:
+own chunks' layers; all run the same program, and tables (`tables.py`) say what a stage does in a tick:
 
     x  = embed(micro-batch)      where the stage starts chunk 0                        else from the inbox
     dx = cotangent of the head   where it goes backward from the last chunk            else from the inbox
@@ -33,13 +33,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.passes.pipeline_fold import Schedule
+from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, phases
 from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.ends import Ends
-from dhelix.runtime.pipeline.phases import Pattern, Phase, directions, phases
 from dhelix.runtime.pipeline.rows import Row
 from dhelix.runtime.pipeline.slices import add, at, choose, put, zeros
+from dhelix.runtime.pipeline.tables import directions
 
 Values = list[Any]
 
@@ -192,6 +192,9 @@ class _Run:
             if wanted and body is behind:  # a later loop writes the ring: not before this one has read it
                 ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
                 going = going.but(ring=ring, cotangents=cotangents)
+        if pattern.forward and pattern.backward:  # nothing is sent that waits for its receiver beside another loop
+            x, cotangents = lax.optimization_barrier((going.x, going.cotangents))
+            going = going.but(x=x, cotangents=cotangents)
         return going
 
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:

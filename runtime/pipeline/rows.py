@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhelix.runtime.pipeline.phases import Direction
+from dhelix.runtime.pipeline.tables import Direction
 
 
 class Row:
-    """One tick's entries of a direction's tables for one stage; attributes as of `phases.Direction`."""
+    """One tick's entries of a direction's tables for one stage; attributes as of `tables.Direction`."""
 
     def __init__(self, table: Direction, tick: jax.Array, stage: jax.Array):
         self.table, self.tick, self.stage = table, tick, stage

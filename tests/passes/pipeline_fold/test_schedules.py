@@ -15,7 +15,7 @@ from dhelix.passes.pipeline_fold import (
     make_schedule,
     validate,
 )
-from dhelix.passes.pipeline_fold.orders import in_ticks
+from dhelix.passes.pipeline_fold.orders import Pair, in_ticks
 
 stage_counts = st.integers(1, 6)
 microbatch_counts = st.integers(1, 20)
@@ -131,3 +131,33 @@ def test_two_messages_of_a_kind_arrive_one_after_the_other() -> None:
     ]
     timetable = in_ticks(layout, orders)
     assert [row[0][0] for row in timetable] == [(0, 0), (1, 0), (2, 0), None, (3, 0), None][: len(timetable)]
+
+
+def test_forward_and_backward_by_turns() -> None:
+    forward, backward = ([way(m, stage) for stage in (0, 1) for m in range(4)] for way in (_ahead, _behind))
+    first = [*forward[:3], backward[0], forward[3], backward[1]]
+    second = [pair for m in range(3) for pair in (forward[4 + m], backward[4 + m])]
+    timetable = in_ticks(linear_layout(2, 2), [first, second], one_way=True)
+    assert [[_letters(pair) for pair in column] for column in zip(*timetable, strict=True)] == [
+        ["F0", "F1", "", "F2", "B0", "F3", "B1"],
+        ["", "F0", "B0", "F1", "B1", "F2", "B2"],
+    ]
+
+
+@given(stage_counts, microbatch_counts, st.integers(2, 3))
+def test_interleaved_goes_one_way_in_each_tick(stages: int, microbatches: int, chunks: int) -> None:
+    schedule = make_schedule("interleaved", interleaved_layout(chunks * stages, stages, chunks), microbatches)
+    for tick in schedule.ticks:
+        assert not (any(cell.forward for cell in tick) and any(cell.backward for cell in tick))
+
+
+def _ahead(microbatch: int, chunk: int) -> Pair:
+    return (microbatch, chunk), None
+
+
+def _behind(microbatch: int, chunk: int) -> Pair:
+    return None, (microbatch, chunk)
+
+
+def _letters(pair: Pair) -> str:
+    return "".join(f"{letter}{item[0]}" for letter, item in zip("FB", pair, strict=True) if item is not None)

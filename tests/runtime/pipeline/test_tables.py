@@ -1,14 +1,13 @@
-"""Tables and loops of a schedule: replayed tick by tick, they do what the schedule says, and no message is lost."""
+"""Tables of a schedule: replayed tick by tick, they do what the schedule says, and no message is lost."""
 
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dhelix.passes.pipeline_fold import SCHEDULES, Schedule, layout_of, make_schedule, scratch, transfers
-from dhelix.runtime.pipeline.phases import Direction, Pattern, directions, phases
+from dhelix.passes.pipeline_fold import SCHEDULES, Schedule, layout_of, make_schedule, patterns, scratch
+from dhelix.runtime.pipeline.tables import Direction, directions
 
 STEPS = st.tuples(
     st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 14), st.integers(0, 5), st.integers(2, 3)
@@ -20,45 +19,6 @@ def make(step: tuple[str, int, int, int, int]) -> Schedule:
     name, stages, microbatches, more, chunks_per_stage = step
     chunks = {"1f1b": 1, "interleaved": chunks_per_stage}.get(name, 2) * stages
     return make_schedule(name, layout_of(name, chunks + more, stages, chunks_per_stage), microbatches)
-
-
-def patterns_by_tick(schedule: Schedule) -> list[Pattern]:
-    """The pattern that each tick runs, checking that phases cover the ticks once and in order."""
-    result: list[Pattern] = []
-    for phase in phases(schedule):
-        assert phase.first == len(result) and phase.rounds >= 1
-        result += phase.patterns * phase.rounds
-    assert len(result) == len(schedule.ticks)
-    return result
-
-
-@settings(max_examples=60)
-@given(STEPS)
-def test_each_tick_runs_what_it_needs(step: Any) -> None:
-    schedule = make(step)
-    for tick, pattern in enumerate(patterns_by_tick(schedule)):
-        cells, last = schedule.ticks[tick], schedule.layout.chunks - 1
-        forward = [cell.forward for cell in cells if cell.forward]
-        backward = [cell.backward for cell in cells if cell.backward]
-        assert pattern.embed or not any(work.chunk == 0 for work in forward)
-        assert pattern.embed_backward or not any(work.chunk == 0 for work in backward)
-        assert pattern.head or not any(work.chunk == last for work in backward)
-        if schedule.lockstep:  # nothing that no stage needs, since all compute it
-            assert pattern.both == bool(forward and backward)
-            assert pattern.forward == bool(forward and not backward)
-            assert pattern.backward == bool(backward and not forward)
-            assert pattern.head == any(work.chunk == last for work in backward)
-        for cell in cells:
-            assert pattern.both or not (cell.forward and cell.backward)
-            assert pattern.forward or pattern.both or not cell.forward
-            assert pattern.backward or pattern.both or not cell.backward
-            if not schedule.lockstep:  # where a stage does one thing alone there must be a loop of it alone
-                assert pattern.forward or cell.backward or not cell.forward
-                assert pattern.backward or cell.forward or not cell.backward
-        sends = pattern.activations, pattern.cotangents
-        for ways, needed in zip(sends, transfers(schedule, tick), strict=True):
-            assert set(needed) <= set(ways)
-            assert len({sender for sender, _ in ways}) == len({receiver for _, receiver in ways}) == len(ways)
 
 
 @settings(max_examples=60)
@@ -98,7 +58,7 @@ def replay(schedule: Schedule, table: Direction, forward: bool) -> None:
     """Sends messages through inboxes as the executor does; each work must find the one it reads."""
     layout, step = schedule.layout, 1 if forward else -1
     boxes: list[list[Any]] = [[None] * table.inbox for _ in range(layout.stages)]
-    for tick, (cells, pattern) in enumerate(zip(schedule.ticks, patterns_by_tick(schedule), strict=True)):
+    for tick, (cells, pattern) in enumerate(zip(schedule.ticks, patterns(schedule), strict=True)):
         made: list[Any] = [None] * layout.stages
         for stage, cell in enumerate(cells):
             work = cell.forward if forward else cell.backward
@@ -126,16 +86,3 @@ def test_no_message_is_lost_in_an_inbox(step: Any) -> None:
     replay(schedule, backward, forward=False)
     if schedule.name in ("w", "1f1b"):
         assert forward.inbox == backward.inbox == 1
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 7, 16, 64])
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_the_loops_of_w(stages: int, microbatches: int) -> None:
-    """Warm-up, steady phase and cool-down; few loops, however many micro-batches there are."""
-    schedule = make(("w", stages, microbatches, 0, 2))
-    patterns = patterns_by_tick(schedule)
-    kinds = ["both" if p.both else "forward" if p.forward else "backward" for p in patterns]
-    steady = 2 * microbatches - 2
-    assert kinds == ["forward"] * 2 * stages + ["both"] * steady + ["backward"] * 2 * stages
-    assert sum(p.head for p in patterns) == microbatches
-    assert len(phases(schedule)) <= 10

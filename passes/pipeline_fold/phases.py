@@ -1,0 +1,184 @@
+"""A schedule's ticks as few loops over ticks that look alike: what the executor compiles, and the evaluator times.
+
+    ticks of W, P = 2, M = 4      0 1 2 3 | 4 5 6 7 8 9 | 10 | 11 12 13
+    goes                             F    |  F and B    |  B |    B
+    phase                          loop   |    loop     |    |  loop + 1      (the head belongs to ticks 4, 6, 8 and 10)
+
+A phase is a loop whose body holds `period` ticks. In its ticks of one place in the body every stage does the same kind
+of work, and messages travel the same ways: one collective-permute, over the ways of all of them together. So each
+phase costs what its ticks cost: a warm-up tick computes no backward pass, and only ticks that need the head hold it.
+
+A collective-permute is a meeting of the pairs that it names, in every tick that holds it (`meetings.py`). Who has
+nothing to say to a neighbour must not meet it, so a loop of a schedule that is not lockstep holds a way only where that
+costs less than it saves compiling. Nothing of a body goes on into the next round: where the first tick of a body does
+not need what the last one has sent, the body is unrolled, so that most messages have a tick to travel beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dhelix.passes.pipeline_fold.schedule import Schedule
+from dhelix.passes.pipeline_fold.transfers import Hop, transfers
+
+LONGEST_PERIOD = 4
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What the ticks at one place of a phase's body hold.
+
+    Attributes:
+      forward, backward: whether stages go one way alone, both: whether they go both ways, in one loop over layers.
+      embed, head, embed_backward: whether the ends are computed.
+      activations, cotangents: the ways of the messages, (from stage, to stage) pairs.
+    """
+
+    forward: bool
+    backward: bool
+    both: bool
+    embed: bool
+    head: bool
+    embed_backward: bool
+    activations: tuple[Hop, ...]
+    cotangents: tuple[Hop, ...]
+
+    @property
+    def goes_forward(self) -> bool:
+        return self.forward or self.both
+
+    @property
+    def goes_backward(self) -> bool:
+        return self.backward or self.both
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`rounds` times the ticks of `patterns`, from tick `first` on."""
+
+    first: int
+    rounds: int
+    patterns: tuple[Pattern, ...]
+
+
+def phases(schedule: Schedule) -> tuple[Phase, ...]:
+    """The schedule's ticks, in order, as few loops."""
+    ticks = [_pattern(schedule, tick) for tick in range(len(schedule.ticks))]
+    result, first = [], 0
+    while first < len(ticks):
+        end = first + 1
+        while end < len(ticks) and (not schedule.lockstep or _ways(ticks[end]) == _ways(ticks[first])):
+            end += 1
+        result += _loops(ticks, first, end, schedule.lockstep)
+        first = end
+    return tuple(result)
+
+
+def patterns(schedule: Schedule) -> tuple[Pattern, ...]:
+    """What each tick holds, in the loops of `phases`."""
+    return tuple(pattern for phase in phases(schedule) for pattern in phase.patterns * phase.rounds)
+
+
+def _loops(ticks: Sequence[Pattern], first: int, end: int, lockstep: bool) -> Iterator[Phase]:
+    while first < end:
+        candidates = [_longest(ticks[first:end], period, lockstep) for period in range(1, LONGEST_PERIOD + 1)]
+        worth = [_worth(ticks[first:], body, rounds, lockstep) for body, rounds in candidates]
+        body, rounds = candidates[worth.index(max(worth))]
+        unrolled = LONGEST_PERIOD // len(body)
+        if rounds == 1:
+            body = body[:1]
+        elif unrolled > 1 and rounds >= unrolled and not _needed_at_once(body):
+            body, rounds = body * unrolled, rounds // unrolled
+        yield Phase(first, rounds, tuple(body))
+        first += rounds * len(body)
+
+
+def _needed_at_once(body: Sequence[Pattern]) -> bool:
+    """Whether the first tick of a round needs all that the last tick of the one before has sent."""
+    sends, needs = body[-1], body[0]
+    return (needs.goes_forward or not sends.activations) and (needs.goes_backward or not sends.cotangents)
+
+
+def _worth(ticks: Sequence[Pattern], body: Sequence[Pattern], rounds: int, lockstep: bool) -> float:
+    """Ticks that the loop saves compiling; in a schedule that is not lockstep, less the sends that it adds.
+
+    Who takes part in a send waits for the other side: neighbours that have nothing to say must not meet, or a stage
+    that goes forward would wait in each tick for one that goes backward, twice as long. In lockstep all wait anyway.
+    """
+    covered = rounds * len(body)
+    if lockstep:
+        return covered - len(body)
+    held = rounds * sum(len(pattern.activations) + len(pattern.cotangents) for pattern in body)
+    own = sum(len(pattern.activations) + len(pattern.cotangents) for pattern in ticks[:covered])
+    stages = 1 + max((max(hop) for pattern in body for hop in pattern.activations), default=0)
+    return covered - len(body) - (held - own) / stages
+
+
+def _longest(ticks: Sequence[Pattern], period: int, lockstep: bool) -> tuple[list[Pattern], int]:
+    """The body of a loop of `period` ticks that covers as many of the first ticks as it can, and its rounds."""
+    body, covered = list(ticks[:period]), 1
+    for start in range(period, len(ticks) - period + 1, period):
+        joined = [_join(a, b, lockstep) for a, b in zip(body, ticks[start : start + period], strict=True)]
+        if any(pattern is None for pattern in joined):
+            break
+        body, covered = [pattern for pattern in joined if pattern is not None], covered + 1
+    return body, covered
+
+
+def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
+    """One pattern that serves both, or None.
+
+    In lockstep a head that only one of them needs would cost the other. In other schedules each tick would have a loop
+    over layers, of no round, for what only the other one does: one of them has to hold all that the other one does.
+    """
+    activations = _joined_sends(a.activations, b.activations)
+    cotangents = _joined_sends(a.cotangents, b.cotangents)
+    alike = a.head == b.head if lockstep else _kinds(a) <= _kinds(b) or _kinds(b) <= _kinds(a)
+    if activations is None or cotangents is None or not alike:
+        return None
+    return Pattern(
+        a.forward or b.forward,
+        a.backward or b.backward,
+        a.both or b.both,
+        a.embed or b.embed,
+        a.head or b.head,
+        a.embed_backward or b.embed_backward,
+        activations,
+        cotangents,
+    )
+
+
+def _joined_sends(a: Sequence[Hop], b: Sequence[Hop]) -> tuple[Hop, ...] | None:
+    sends = sorted({*a, *b})
+    senders, receivers = {sender for sender, _ in sends}, {receiver for _, receiver in sends}
+    return tuple(sends) if len(senders) == len(receivers) == len(sends) else None
+
+
+def _kinds(pattern: Pattern) -> frozenset[str]:
+    """The loops over layers that a tick has."""
+    return frozenset(kind for kind in ("forward", "backward", "both") if getattr(pattern, kind))
+
+
+def _ways(pattern: Pattern) -> tuple[bool, bool]:
+    return pattern.goes_forward, pattern.goes_backward
+
+
+def _pattern(schedule: Schedule, tick: int) -> Pattern:
+    cells, last = schedule.ticks[tick], schedule.layout.chunks - 1
+    forward = [cell.forward for cell in cells if cell.forward is not None]
+    backward = [cell.backward for cell in cells if cell.backward is not None]
+    both = any(cell.forward is not None and cell.backward is not None for cell in cells)
+    if schedule.lockstep:
+        both = bool(forward and backward)
+    activations, cotangents = transfers(schedule, tick)
+    return Pattern(
+        forward=bool(forward) and not (schedule.lockstep and both),
+        backward=bool(backward) and not (schedule.lockstep and both),
+        both=both,
+        embed=any(work.chunk == 0 for work in forward),
+        head=any(work.chunk == last for work in backward),
+        embed_backward=any(work.chunk == 0 for work in backward),
+        activations=tuple(sorted(activations)),
+        cotangents=tuple(sorted(cotangents)),
+    )

@@ -1,0 +1,122 @@
+"""A schedule as a program reads it: tables by tick and stage.
+
+    W, P = 2, forward      tick    0     1     2     3
+    stage 0                       F0.0        F1.0  F0.3      tick 2: micro-batch 1, the first chunk, from the embedding
+    stage 1                             F0.1  F0.2  F1.1      tick 3: micro-batch 1, from what tick 2 put in the inbox
+
+What arrives before it is needed waits in the stage's inbox; places are given out here, one for W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from dhelix.passes.pipeline_fold import Schedule, Work, patterns, scratch
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What each stage does in one direction, int32[ticks, stages] or bool[ticks, stages].
+
+    Attributes:
+      on: whether it does anything.
+      microbatch, place: which one, of which of its chunks.
+      layers: how many of the chunk's layers are no padding.
+      slot, reversed: where the residuals lie; for a masked forward, where it may write.
+      takes: the inbox's place that what it starts from lies at.
+      opens: whether it starts from no message: the embedding's result, or the head's cotangent.
+      closes: whether its result is no message but the head's input, or the embedding's cotangent.
+      stays: whether its result is for the stage itself.
+      puts: the inbox's place for what the tick brings.
+      inbox: how many places there are.
+    """
+
+    on: np.ndarray
+    microbatch: np.ndarray
+    place: np.ndarray
+    layers: np.ndarray
+    slot: np.ndarray
+    reversed: np.ndarray
+    takes: np.ndarray
+    opens: np.ndarray
+    closes: np.ndarray
+    stays: np.ndarray
+    puts: np.ndarray
+    inbox: int
+
+
+def directions(schedule: Schedule) -> tuple[Direction, Direction]:
+    """The tables of the forward and of the backward direction."""
+    return _direction(schedule, forward=True), _direction(schedule, forward=False)
+
+
+def _direction(schedule: Schedule, forward: bool) -> Direction:
+    layout, last = schedule.layout, schedule.layout.chunks - 1
+    first, final = (0, last) if forward else (last, 0)
+    step = 1 if forward else -1
+    shape = len(schedule.ticks), layout.stages
+    table = {
+        name: np.zeros(shape, np.int32)
+        for name in ("microbatch", "place", "layers", "slot", "reversed", "takes", "puts")
+    }
+    flags = {name: np.zeros(shape, bool) for name in ("on", "opens", "closes", "stays")}
+    masked = scratch(schedule) if schedule.lockstep and forward else None
+    for tick, stage, work in _works(schedule, forward):
+        if work is None:
+            where = masked[tick][stage] if masked else None
+            table["slot"][tick, stage], table["reversed"][tick, stage] = where or (0, False)
+            continue
+        flags["on"][tick, stage] = True
+        flags["opens"][tick, stage] = work.chunk == first
+        flags["closes"][tick, stage] = work.chunk == final
+        flags["stays"][tick, stage] = work.chunk != final and layout.stage_of[work.chunk + step] == stage
+        table["microbatch"][tick, stage] = work.microbatch
+        table["place"][tick, stage] = layout.place_of(work.chunk)
+        table["layers"][tick, stage] = layout.chunk_layers[work.chunk]
+        table["slot"][tick, stage], table["reversed"][tick, stage] = work.slot, work.reversed
+    inbox = _fill_inbox(schedule, forward, table["takes"], table["puts"])
+    return Direction(**flags, **{**table, "reversed": table["reversed"].astype(bool)}, inbox=inbox)
+
+
+def _works(schedule: Schedule, forward: bool) -> Iterator[tuple[int, int, Work | None]]:
+    for tick, cells in enumerate(schedule.ticks):
+        for stage, cell in enumerate(cells):
+            yield tick, stage, cell.forward if forward else cell.backward
+
+
+def _fill_inbox(schedule: Schedule, forward: bool, takes: np.ndarray, puts: np.ndarray) -> int:
+    """Fills in where messages wait, and returns how many places that takes.
+
+    A tick that brings nothing still writes if it holds this direction: to a place that nothing waits in.
+    """
+    layout, step = schedule.layout, 1 if forward else -1
+    writes = [pattern.goes_forward if forward else pattern.goes_backward for pattern in patterns(schedule)]
+    needed = {
+        (work.microbatch, work.chunk): (tick, stage)
+        for tick, stage, work in _works(schedule, forward)
+        if work is not None
+    }
+    brings = {}  # (tick, stage): when what it brings is taken
+    for (microbatch, chunk), (tick, _) in needed.items():
+        taken = needed.get((microbatch, chunk + step))
+        if 0 <= chunk + step < layout.chunks and taken is not None:
+            brings[tick, taken[1]] = taken[0]
+    places = 1
+    for stage in range(layout.stages):
+        waiting: dict[int, int] = {}  # place: when it is taken
+        for tick in range(len(schedule.ticks)):
+            # A message is taken at the start of a tick, and another one put at its end.
+            waiting = {place: taken for place, taken in waiting.items() if taken > tick}
+            if not writes[tick]:
+                continue
+            place = next(place for place in range(len(waiting) + 1) if place not in waiting)
+            puts[tick, stage] = place
+            places = max(places, place + 1)
+            taken = brings.get((tick, stage))
+            if taken is not None:
+                waiting[place] = taken
+                takes[taken, stage] = place
+    return places

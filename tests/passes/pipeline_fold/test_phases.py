@@ -1,0 +1,101 @@
+"""Loops over ticks: each tick holds what it needs, neighbours with nothing to say do not meet, and loops are few."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dhelix.passes.pipeline_fold import (
+    SCHEDULES,
+    Pattern,
+    Schedule,
+    layout_of,
+    make_schedule,
+    patterns,
+    phases,
+    transfers,
+)
+
+STEPS = st.tuples(
+    st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 14), st.integers(0, 5), st.integers(2, 3)
+)
+
+
+def make(step: tuple[str, int, int, int, int]) -> Schedule:
+    """A schedule of few layers that need not divide, as (name, P, M, layers beyond one for each chunk, ...)."""
+    name, stages, microbatches, more, chunks_per_stage = step
+    chunks = {"1f1b": 1, "interleaved": chunks_per_stage}.get(name, 2) * stages
+    return make_schedule(name, layout_of(name, chunks + more, stages, chunks_per_stage), microbatches)
+
+
+def patterns_by_tick(schedule: Schedule) -> tuple[Pattern, ...]:
+    """The pattern that each tick runs, checking that phases cover the ticks once and in order."""
+    first = 0
+    for phase in phases(schedule):
+        assert phase.first == first and phase.rounds >= 1
+        first += phase.rounds * len(phase.patterns)
+    result = patterns(schedule)
+    assert first == len(result) == len(schedule.ticks)
+    return result
+
+
+@settings(max_examples=60)
+@given(STEPS)
+def test_each_tick_runs_what_it_needs(step: Any) -> None:
+    schedule = make(step)
+    for tick, pattern in enumerate(patterns_by_tick(schedule)):
+        cells, last = schedule.ticks[tick], schedule.layout.chunks - 1
+        forward = [cell.forward for cell in cells if cell.forward]
+        backward = [cell.backward for cell in cells if cell.backward]
+        assert pattern.embed or not any(work.chunk == 0 for work in forward)
+        assert pattern.embed_backward or not any(work.chunk == 0 for work in backward)
+        assert pattern.head or not any(work.chunk == last for work in backward)
+        if schedule.lockstep:  # nothing that no stage needs, since all compute it
+            assert pattern.both == bool(forward and backward)
+            assert pattern.forward == bool(forward and not backward)
+            assert pattern.backward == bool(backward and not forward)
+            assert pattern.head == any(work.chunk == last for work in backward)
+        for cell in cells:
+            assert pattern.both or not (cell.forward and cell.backward)
+            assert pattern.forward or pattern.both or not cell.forward
+            assert pattern.backward or pattern.both or not cell.backward
+            if not schedule.lockstep:  # where a stage does one thing alone there must be a loop of it alone
+                assert pattern.forward or cell.backward or not cell.forward
+                assert pattern.backward or cell.forward or not cell.backward
+        sends = pattern.activations, pattern.cotangents
+        for ways, needed in zip(sends, transfers(schedule, tick), strict=True):
+            assert set(needed) <= set(ways)
+            assert len({sender for sender, _ in ways}) == len({receiver for _, receiver in ways}) == len(ways)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_the_loops_of_w(stages: int, microbatches: int) -> None:
+    """Warm-up, steady phase and cool-down; few loops, however many micro-batches there are."""
+    schedule = make(("w", stages, microbatches, 0, 2))
+    patterns = patterns_by_tick(schedule)
+    kinds = ["both" if p.both else "forward" if p.forward else "backward" for p in patterns]
+    steady = 2 * microbatches - 2
+    assert kinds == ["forward"] * 2 * stages + ["both"] * steady + ["backward"] * 2 * stages
+    assert sum(p.head for p in patterns) == microbatches
+    assert len(phases(schedule)) <= 10
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_neighbours_under_1f1b_meet_every_other_tick(stages: int) -> None:
+    held = patterns(make(("1f1b", stages, 16, 0, 2)))
+    for tick, pattern in enumerate(held):
+        first = range(tick % 2, stages - 1, 2)
+        assert pattern.activations == tuple((stage, stage + 1) for stage in first)
+        assert pattern.cotangents == tuple((stage + 1, stage) for stage in first)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_all_stages_go_the_same_way_under_interleaved_1f1b(stages: int) -> None:
+    schedule = make(("interleaved", stages, 6 * stages, 0, 2))
+    assert not any(pattern.goes_forward and pattern.goes_backward for pattern in patterns(schedule))
+    steady = max(phases(schedule), key=lambda phase: phase.rounds * len(phase.patterns))
+    # Twice forward and backward: what a tick sends is needed two ticks later, but a round ends with no message.
+    assert [pattern.forward for pattern in steady.patterns] == [False, True, False, True]
+    assert len(phases(schedule)) <= 7
