@@ -34,7 +34,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collective_matmul_pattern import MARK, Match, Pattern, Product
+from dhelix.passes.collective_matmul_kernels import named
+from dhelix.passes.collective_matmul_pattern import Match, Pattern, Product
 from dhelix.passes.collective_matmul_sites import find
 from dhelix.passes.dimension_factors import dense
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
@@ -88,18 +89,12 @@ class CollectiveMatmul:
             return False
         left, made = Counter[str](), Counter[tuple[str, str]]()
         splicer = Splicer(module)
-        for computation in list(_executed(module.entry)):
-            matches = []
-            for found in find(computation):
-                if isinstance(found, str):
-                    left[found] += 1
-                else:
-                    matches.append(found)
+        for computation, matches in find_all(module, left):
             stands_for: dict[Instruction, Instruction] = {}
-            for match in _without_overlap(matches, left):
-                program = self._program(match.pattern, left, made, context.strict)
-                if program is not None:
-                    stands_for.update(_splice(match, program, splicer))
+            for match in matches:
+                found = self._program(match.pattern, left, made, context.strict)
+                if found is not None:
+                    stands_for.update(_splice(match, *found, splicer))
             if stands_for:
                 _put_in_place(computation, stands_for)
         for reason, count in sorted(left.items()):
@@ -110,7 +105,7 @@ class CollectiveMatmul:
 
     def _program(
         self, pattern: Pattern, left: Counter[str], made: Counter[tuple[str, str]], strict: bool
-    ) -> HloModule | None:
+    ) -> tuple[Form, HloModule] | None:
         """What takes the place of a pattern; None where nothing does, and why not is counted."""
         try:
             form = self.forms.choose(pattern)
@@ -128,10 +123,21 @@ class CollectiveMatmul:
             left[str(error)] += 1
             return None
         made[pattern.site.key, form.key] += 1
-        return program
+        return form, program
 
 
-def _executed(entry: Computation) -> Iterator[Computation]:
+def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computation, list[Match]]]:
+    """Computations that run, and what of each could be replaced at once; why the rest could not is counted in `left`.
+
+    A computation may be changed when the next one is asked for.
+    """
+    for computation in list(executed(module.entry)):
+        found = list(find(computation))
+        left.update(reason for reason in found if isinstance(reason, str))
+        yield computation, _without_overlap([match for match in found if isinstance(match, Match)], left)
+
+
+def executed(entry: Computation) -> Iterator[Computation]:
     """The computations whose instructions run one by one: not those of fusions, reductions and composites."""
     pending, seen = [entry], {entry}
     while pending:
@@ -160,7 +166,7 @@ def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
     return taken
 
 
-def _splice(match: Match, program: HloModule, splicer: Splicer) -> dict[Instruction, Instruction]:
+def _splice(match: Match, form: Form, program: HloModule, splicer: Splicer) -> dict[Instruction, Instruction]:
     """Appends `program` on the operands of `match`. Returns what stands for each instruction that is replaced."""
     computation = match.collective.computation
     builder = Builder(computation)
@@ -171,7 +177,7 @@ def _splice(match: Match, program: HloModule, splicer: Splicer) -> dict[Instruct
             arguments.append(_operand(builder, match, product))
         order_w = product.turned_w if match.pattern.transposed else product.order_w
         arguments.append(order_w.emit(builder, product.w))
-    stack = f"{match.collective.op_name}/{MARK}".lstrip("/")
+    stack = named(match.collective.op_name, match.pattern.site, form)
     results = splicer.import_entry(program, computation, arguments, stack)
     placed = [order.emit(builder, new) for order, new in zip(match.results, results, strict=True)]
     for made in computation.instructions[start:]:

@@ -113,7 +113,7 @@ def _groups(serialized: bytes) -> Groups:
             ids = _iota(iota.iota_reshape_dims, iota.iota_transpose_perm)
             return tuple(itertools.batched(ids, iota.num_devices_per_group))
     mesh = proto.mesh_replica_groups.mesh
-    return _mesh_groups(mesh, proto.mesh_replica_groups.axes) if mesh.axes else ()
+    return mesh_groups(mesh, proto.mesh_replica_groups.axes) if mesh.axes else ()
 
 
 def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
@@ -126,7 +126,7 @@ def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
     ]
 
 
-def _mesh_groups(mesh: Any, axes: Any) -> Groups:
+def mesh_groups(mesh: Any, axes: Any) -> Groups:
     """Devices that differ only along `axes`; an axis may be taken in part: `size` after `pre_size` of it."""
     dimensions: list[int] = []
     taken: list[int] = []
@@ -161,3 +161,10 @@ def is_exclusive(instruction: Instruction) -> bool:
     """Whether it is a kernel that waits for its peers."""
     proto = instruction.proto
     return proto.custom_call_target.startswith(_KERNEL) and _PEERS in proto.backend_config
+
+
+def exclusive_kernel(instruction: Instruction) -> Instruction | None:
+    """The kernel that waits for its peers and that an instruction is, or a fusion of it with slices holds; or None."""
+    if instruction.opcode == "fusion":
+        return next((i for i in instruction.called[0].instructions if is_exclusive(i)), None)
+    return instruction if is_exclusive(instruction) else None

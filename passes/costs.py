@@ -13,18 +13,22 @@ what follows from it, and `Cost.source` says which; `Costs.rates` is what two in
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Self
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective, is_done
+from dhelix.passes.collective_matmul_kernels import kernel_of
+from dhelix.passes.collectives import exclusive_kernel, find_collective, is_done
 from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.operator_keys import CONTROL_FLOW, FREE_OPCODES, OperatorKeys
 from dhelix.passes.operator_work import Work, backend_config, work_of
-from dhelix.profiles import roofline, storage
+from dhelix.profiles import collective_matmul_times, roofline, storage
+from dhelix.profiles.collective_matmul import Form, Site, Times
+from dhelix.profiles.collective_matmul_estimates import collective_key, estimate, gemm_key
 from dhelix.profiles.contention import MIN_RATE
 from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.hardware import Hardware, describe
@@ -85,6 +89,20 @@ class PowerLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """A collective matmul that is one kernel, which nothing runs beside.
+
+    Attributes:
+      seconds: alone, at the clock of the profile.
+      communication: seconds of its collective alone.
+    """
+
+    seconds: float
+    communication: float = 0.0
+    source: Source = Source.MEASURED
+
+
+@dataclass(frozen=True, slots=True)
 class InStep:
     """What operators meet in a step, and not where a profile measures them by themselves or in pairs.
 
@@ -108,6 +126,15 @@ class InStep:
         launch = self.launch if _on_copy_engines(key) else 0.0
         return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
 
+    def kernel(self, cost: Cost, kernel: Kernel) -> Cost:
+        """`cost` of a kernel that waits for its peers, as a collective does. It communicates while it computes, and where
+        the step's load is high that lowers the clock for all: what the step loses by it is in the kernel's own time."""
+        if kernel.seconds <= 0.0:
+            return FREE
+        lower = 0.0 if self.power is None or self.clock <= 1.0 else self.power.slope * self.power.communication
+        seconds = self.clock * kernel.seconds + self.wait + lower * kernel.communication
+        return replace(cost, seconds=seconds, source=kernel.source, lane=Lane.COMPUTE, launch=0.0)
+
 
 def _on_copy_engines(key: Key) -> bool:
     """Whether NCCL gives it to copy engines on symmetric memory; of reductions they can do nothing."""
@@ -123,6 +150,8 @@ _WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no l
 _LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
 _POWER = PowerLimit(free=0.9, slope=0.6, communication=0.4)
 
+_NOTHING: Mapping[Instruction, Kernel] = MappingProxyType({})
+
 
 class Costs(dict[Instruction, Cost]):
     """Costs by instruction, computed when first asked for: `Costs(hardware)[instruction]`.
@@ -131,6 +160,8 @@ class Costs(dict[Instruction, Cost]):
       estimator: gives times from a profile; without it the roofline does.
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`), for the estimator.
       in_step: what is added to what the profile says when instructions are played as a step.
+      matmuls: times of collective matmuls, for kernels that wait for their peers.
+      instead: instructions that are to count as such a kernel; of 0 seconds, as nothing.
     """
 
     def __init__(
@@ -139,24 +170,45 @@ class Costs(dict[Instruction, Cost]):
         estimator: Estimator | None = None,
         implementation: str = "nccl",
         in_step: InStep = BY_THEMSELVES,
+        matmuls: Times | None = None,
+        instead: Mapping[Instruction, Kernel] = _NOTHING,
     ) -> None:
         super().__init__()
         self.hardware, self.estimator, self.in_step = hardware, estimator, in_step
+        self.matmuls, self.instead = matmuls, instead
         self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
         self._rates: dict[tuple[Instruction, Instruction, bool, bool], tuple[float, float]] = {}
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = instruction_cost(instruction, self.hardware, self.__getitem__)
-        if self.estimator is not None and instruction.computation.module.is_scheduled:
+        if (kernel := self._kernel(instruction)) is not None:
+            cost = self.in_step.kernel(cost, kernel)
+        elif self.estimator is not None and instruction.computation.module.is_scheduled:
             key = self.operator_keys[instruction]
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
         self[instruction] = cost
         return cost
 
+    def _kernel(self, instruction: Instruction) -> Kernel | None:
+        """The kernel that an instruction is or counts as, where it is known what that takes; None for all else."""
+        if instruction in self.instead:
+            return self.instead[instruction]
+        found = kernel_of(instruction)
+        return None if found is None else self.collective_matmul(*found)
+
+    def collective_matmul(self, site: Site, form: Form) -> Kernel | None:
+        """A collective matmul in one of its forms, as if it were a kernel; None where nothing says what it takes."""
+        gemm, collective = gemm_key(site), collective_key(site)
+        if gemm is None or collective is None or self.estimator is None:
+            return None
+        found = estimate(site, form, self.matmuls, self.estimator.solo(gemm))
+        return found and Kernel(found.seconds, self.estimator.solo(collective).seconds, found.source)
+
     def at_clock(self, clock: float) -> "Costs":
         """The same, where products and attention take so many times longer than alone."""
-        made = Costs(self.hardware, self.estimator, in_step=replace(self.in_step, clock=clock))
+        in_step = replace(self.in_step, clock=clock)
+        made = Costs(self.hardware, self.estimator, in_step=in_step, matmuls=self.matmuls, instead=self.instead)
         made.operator_keys, made._rates = self.operator_keys, self._rates
         return made
 
@@ -165,7 +217,8 @@ class Costs(dict[Instruction, Cost]):
     ) -> tuple[float, float]:
         """How fast `compute` and `collective` proceed while both run, 1 being undisturbed; never 0.
 
-        Measured, or from measured pairs like this one; the hardware's constants where that would be a guess.
+        Measured, or from measured pairs like this one; the hardware's constants where that would be a guess. A kernel
+        that waits for its peers runs alone: it gets no SM before a collective that is under way has ended.
 
         Args:
           collective_first: which of the two was launched first.
@@ -180,6 +233,8 @@ class Costs(dict[Instruction, Cost]):
     def _find_rates(
         self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool
     ) -> tuple[float, float]:
+        if compute in self.instead or exclusive_kernel(compute) is not None:
+            return MIN_RATE, 1.0
         constants = self.hardware.compute_rate, self.hardware.communication_rate
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
@@ -201,10 +256,14 @@ class CostModel:
 
     An option of passes. All of the profile counts for the fingerprint of their inputs, so hosts whose files differ
     notice it before the first step.
+
+    Attributes:
+      matmuls: times of collective matmuls; None: a kernel that waits for its peers counts as its product.
     """
 
     profile: Profile = field(repr=False)
     setting: str = "default"
+    matmuls: Times | None = field(default=None, repr=False)
 
     @classmethod
     def find(cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default") -> Self:
@@ -218,7 +277,7 @@ class CostModel:
                 f"no profile of {hardware} with link {link}: run `dhelix profile`, or use one of "
                 + ", ".join(storage.shipped())
             )
-        return cls(profile, setting)
+        return cls(profile, setting, collective_matmul_times.find(hardware, link))
 
     def __post_init__(self) -> None:
         if self.setting not in self.profile.sections:
@@ -228,12 +287,15 @@ class CostModel:
                 + ", ".join(sorted(self.profile.sections))
             )
 
-    def costs(self) -> Costs:
-        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
+    def costs(self, instead: Mapping[Instruction, Kernel] = _NOTHING) -> Costs:
+        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`.
+
+        `instead`: as of `Costs`.
+        """
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
         wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
         in_step = InStep(pause, wait, launch, _POWER)
-        return Costs(self.hardware, self.estimator, self.implementation, in_step)
+        return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls, instead)
 
     @property
     def hardware(self) -> Hardware:

@@ -18,7 +18,7 @@ from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
-from dhelix.passes.collectives import Collective, find_collective, is_done, is_exclusive
+from dhelix.passes.collectives import Collective, exclusive_kernel, find_collective, is_done
 from dhelix.passes.fusion_form import first, form_of, in_memory
 from dhelix.passes.hlo import Instruction, shapes
 from dhelix.passes.operator_work import backend_config, payload, work_of
@@ -53,7 +53,7 @@ def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str
       implementation: how collectives run that are no kernels of XLA's own; one of `keys.IMPLEMENTATIONS`.
     """
     opcode = instruction.opcode
-    if opcode in FREE_OPCODES or opcode in CONTROL_FLOW or is_done(instruction) or is_exclusive(instruction):
+    if opcode in FREE_OPCODES or opcode in CONTROL_FLOW or is_done(instruction) or exclusive_kernel(instruction):
         return None
     collective = find_collective(instruction)
     if collective is not None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
+from dhelix.passes.collective_matmul_kernels import kernel_key
 from dhelix.passes.costs import Costs, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates import Source
@@ -115,7 +116,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
     operators: dict[Key, OperatorTime] = {}
     unknown: dict[str, None] = {}
     for instruction, count in _executions(module.entry, 1, costs, unknown):
-        key = costs.operator_keys[instruction]
+        key = costs.operator_keys[instruction] or kernel_key(instruction)
         if key is None:
             continue
         known = operators.get(key)

@@ -289,11 +289,11 @@ def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = l
       The fastest possible form that saves more than MARGIN and noise; MONOLITHIC where none is known to. Of a site
       that was not measured it has the tiles that were best at the nearest one.
     """
-    around = {} if times is None else _around(site, times)
-    if not around:
+    deciding = {} if times is None else around(site, times)
+    if not deciding:
         return MONOLITHIC
-    gains = [_gains(times) for times, _ in around.values()]
-    weights = [weight for _, weight in around.values()]
+    gains = [_gains(times) for times, _ in deciding.values()]
+    weights = [weight for _, weight in deciding.values()]
     best, most = MONOLITHIC, 0.0
     for way, (form, _) in gains[0].items():
         if not possible(form) or not all(way in other for other in gains):
@@ -317,25 +317,30 @@ def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
     }
 
 
-def _around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
+def around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
     """Measured sites that decide for `site`, nearest first, with weights that sum to 1; none if it lies outside.
 
     The site itself, or as many of the nearest as it takes to have one on either side in each size.
     """
     if site in times.sites:
         return {site: (times.sites[site], 1.0)}
-    if min(site.sizes) == 0:
-        return {}
-    related = [other for other in times.sites if other.family == site.family and min(other.sizes) > 0]
-    steps = {other: _steps(site, other) for other in related}
-    within = [other for other in related if max(map(abs, steps[other])) <= math.log(REACH)]
-    nearest = sorted(within, key=lambda other: (math.hypot(*steps[other]), other))
+    nearest = related(site, times)
+    steps = {other: _steps(site, other) for other in nearest}
     for count in range(1, len(nearest) + 1):
         chosen = nearest[:count]
         if _encloses([steps[other] for other in chosen]):
             nearness = [1.0 / math.hypot(*steps[other]) ** 2 for other in chosen]
             return {o: (times.sites[o], n / sum(nearness)) for o, n in zip(chosen, nearness, strict=True)}
     return {}
+
+
+def related(site: Site, times: Times) -> list[Site]:
+    """Measured sites of the same family within REACH in each size, nearest first."""
+    if min(site.sizes) == 0:
+        return []
+    steps = {o: _steps(site, o) for o in times.sites if o.family == site.family and min(o.sizes) > 0}
+    within = [other for other in steps if max(map(abs, steps[other])) <= math.log(REACH)]
+    return sorted(within, key=lambda other: (math.hypot(*steps[other]), other))
 
 
 def _steps(site: Site, other: Site) -> tuple[float, ...]:
