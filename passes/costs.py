@@ -127,8 +127,11 @@ class InStep:
         return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
 
     def kernel(self, cost: Cost, kernel: Kernel) -> Cost:
-        """`cost` of a kernel that waits for its peers, as a collective does. It communicates while it computes, and where
-        the step's load is high that lowers the clock for all: what the step loses by it is in the kernel's own time."""
+        """`cost` of a kernel, which waits for its peers as a collective does.
+
+        It communicates while it computes. Where the step's load is high that lowers the clock for all; what the step
+        loses by it is in the kernel's own time.
+        """
         if kernel.seconds <= 0.0:
             return FREE
         lower = 0.0 if self.power is None or self.clock <= 1.0 else self.power.slope * self.power.communication
