@@ -15,7 +15,7 @@ from dhelix.passes.pipeline_fold.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
-from dhelix.passes.pipeline_fold.phases import Pattern, Phase, patterns, phases
+from dhelix.passes.pipeline_fold.phases import Messages, Pattern, Phase, patterns, phases
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.slots import scratch
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms
@@ -28,6 +28,7 @@ __all__ = [
     "Cell",
     "Evaluation",
     "Layout",
+    "Messages",
     "Pattern",
     "Phase",
     "PipelineCosts",

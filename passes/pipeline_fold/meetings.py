@@ -9,9 +9,8 @@ let it go on:
     stage 1     B   B   B   B     stage 1     B   B   B   B       meetings after each of stage 1's
               messages wait                 stage 0 waits
 
-    beside     what a tick sends goes on beside the next ones, until it is needed or a round of the loop ends, one
-               exchange at a time: XLA does so where loops over layers hold no collectives
-    not        the stage stands still from its arrival at the exchange to the end of that
+An exchange that leaves beside a tick (`phases.Messages`) is over when that tick ends, or before it begins: XLA puts the
+loop over layers between start and end of a collective-permute if that loop holds no other collectives.
 
 Ends that are shared join all stages each time; others keep their own stage. Lockstep schedules are timed by
 `evaluation.evaluate`, all of whose ticks are meetings of all.
@@ -35,44 +34,38 @@ def meeting_time(schedule: Schedule, costs: PipelineCosts, beside: bool = False)
 
     Args:
       schedule: not lockstep.
-      beside: whether messages travel beside loops over layers.
+      beside: whether exchanges that leave beside a tick take place during its loops over layers.
     """
-    stages = _Stages(schedule, costs, beside)
+    stages, ticks = _Stages(schedule, costs, beside), iter(schedule.ticks)
     for phase in phases(schedule):
-        ticks = iter(schedule.ticks[phase.first :])
-        for _ in range(phase.rounds):
-            for pattern in phase.patterns:
-                stages.tick(pattern, next(ticks))
-            stages.wait_for(stages.activations, stages.cotangents)
+        for pattern in phase.patterns * phase.rounds:
+            stages.tick(pattern, next(ticks))
     return max(stages.clock)
 
 
 class _Stages:
-    """The clocks of all stages, and when each has ended the last exchange of each kind."""
+    """The clocks of all stages."""
 
     def __init__(self, schedule: Schedule, costs: PipelineCosts, beside: bool) -> None:
         self.schedule, self.costs, self.beside = schedule, costs, beside
-        self.clock, self.activations, self.cotangents = ([Fraction(0)] * schedule.layout.stages for _ in range(3))
+        self.clock = [Fraction(0)] * schedule.layout.stages
 
     def tick(self, pattern: Pattern, cells: Sequence[Cell]) -> None:
         costs, last = self.costs, self.schedule.layout.chunks - 1
         forward = [-1 if cell.forward is None else cell.forward.chunk for cell in cells]
         backward = [-1 if cell.backward is None else cell.backward.chunk for cell in cells]
-        if pattern.goes_forward:
-            self.wait_for(self.activations)
+        exchanged = self._exchanged(pattern.cotangents.before, self._exchanged(pattern.activations.before, self.clock))
+        if not self.beside:
+            self.clock = exchanged
         self._end([chunk == 0 for chunk in forward], Fraction(costs.embedding) / 2)
-        if pattern.goes_backward:
-            self.wait_for(self.cotangents)
         self._end([chunk == last for chunk in backward], Fraction(costs.head))
         layers = self.schedule.layout.padded
         work = [costs.of_pair(layers * (f >= 0), layers * (b >= 0)) for f, b in zip(forward, backward, strict=True)]
         self.clock = [now + time for now, time in zip(self.clock, work, strict=True)]
-        self.activations = self._exchange(pattern.activations, self.activations)
+        self.clock = [max(times) for times in zip(self.clock, exchanged, strict=True)]
+        self.clock = self._exchanged(pattern.activations.now, self.clock)
         self._end([chunk == 0 for chunk in backward], Fraction(costs.embedding) / 2)
-        self.cotangents = self._exchange(pattern.cotangents, self.cotangents)
-
-    def wait_for(self, *ends: Times) -> None:
-        self.clock = [max(times) for times in zip(self.clock, *ends, strict=True)]
+        self.clock = self._exchanged(pattern.cotangents.now, self.clock)
 
     def _end(self, here: Sequence[bool], time: Fraction) -> None:
         """One of the model's ends, computed for the stage that it is `here` for."""
@@ -81,17 +74,11 @@ class _Stages:
         if not self.costs.shared_ends:
             self.clock = [now + time * mine for now, mine in zip(self.clock, here, strict=True)]
 
-    def _exchange(self, ways: Sequence[Hop], before: Times) -> Times:
-        """When each stage has ended an exchange over `ways`, `before` it the last one of its kind."""
-        if not ways:
-            return before
-        arrivals = [max(times) for times in zip(self.clock, self.activations, self.cotangents, strict=True)]
+    def _exchanged(self, ways: Sequence[Hop], arrivals: Times) -> Times:
+        """When each stage has ended an exchange over `ways` that it comes to at its time of `arrivals`."""
         ends = list(arrivals)
         for sender, receiver in ways:
             meeting = max(arrivals[sender], arrivals[receiver])
             ends[sender], ends[receiver] = max(ends[sender], meeting), max(ends[receiver], meeting)
         met = {stage for way in ways for stage in way}
-        ends = [end + Fraction(self.costs.send) * (stage in met) for stage, end in enumerate(ends)]
-        if not self.beside:
-            self.clock = ends
-        return ends
+        return [end + Fraction(self.costs.send) * (stage in met) for stage, end in enumerate(ends)]

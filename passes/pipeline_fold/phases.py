@@ -10,8 +10,13 @@ phase costs what its ticks cost: a warm-up tick computes no backward pass, and o
 
 A collective-permute is a meeting of the pairs that it names, in every tick that holds it (`meetings.py`). Who has
 nothing to say to a neighbour must not meet it, so a loop of a schedule that is not lockstep holds a way only where that
-costs less than it saves compiling. Nothing of a body goes on into the next round: where the first tick of a body does
-not need what the last one has sent, the body is unrolled, so that most messages have a tick to travel beside.
+costs less than it saves compiling.
+
+Messages leave at the end of their tick. Where the next one goes the other way on all stages, nobody needs them yet, and
+they leave beside it:
+
+    interleaved 1F1B      F               B               F               B
+    exchanges                     activations     cotangents      activations
 """
 
 from __future__ import annotations
@@ -20,9 +25,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.pipeline_fold.schedule import Schedule
-from dhelix.passes.pipeline_fold.transfers import Hop, transfers
+from dhelix.passes.pipeline_fold.transfers import Direction, Hop, handed_over
 
 LONGEST_PERIOD = 4
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages of one kind in one tick; ways are (from stage, to stage) pairs.
+
+    Attributes:
+      ways: of what the tick makes.
+      late: whether that leaves beside the next tick; None if there is nothing to leave, or to stay.
+      before: ways of what the tick before made, if it was late.
+    """
+
+    ways: tuple[Hop, ...] = ()
+    late: bool | None = None
+    before: tuple[Hop, ...] = ()
+
+    @property
+    def now(self) -> tuple[Hop, ...]:
+        """The ways at the end of the tick."""
+        return () if self.late else self.ways
+
+    def joined(self, other: Messages) -> Messages | None:
+        """What serves both, if one collective-permute does."""
+        ways, before = _joined_ways(self.ways, other.ways), _joined_ways(self.before, other.before)
+        if ways is None or before is None or {self.late, other.late} >= {True, False}:
+            return None
+        return Messages(ways, other.late if self.late is None else self.late, before)
 
 
 @dataclass(frozen=True)
@@ -32,7 +64,6 @@ class Pattern:
     Attributes:
       forward, backward: whether stages go one way alone, both: whether they go both ways, in one loop over layers.
       embed, head, embed_backward: whether the ends are computed.
-      activations, cotangents: the ways of the messages, (from stage, to stage) pairs.
     """
 
     forward: bool
@@ -41,8 +72,13 @@ class Pattern:
     embed: bool
     head: bool
     embed_backward: bool
-    activations: tuple[Hop, ...]
-    cotangents: tuple[Hop, ...]
+    activations: Messages
+    cotangents: Messages
+
+    @property
+    def exchanges(self) -> int:
+        """Messages of all stages."""
+        return sum(len(ways) for kind in (self.activations, self.cotangents) for ways in (kind.now, kind.before))
 
     @property
     def goes_forward(self) -> bool:
@@ -85,33 +121,25 @@ def _loops(ticks: Sequence[Pattern], first: int, end: int, lockstep: bool) -> It
         candidates = [_longest(ticks[first:end], period, lockstep) for period in range(1, LONGEST_PERIOD + 1)]
         worth = [_worth(ticks[first:], body, rounds, lockstep) for body, rounds in candidates]
         body, rounds = candidates[worth.index(max(worth))]
-        unrolled = LONGEST_PERIOD // len(body)
         if rounds == 1:
             body = body[:1]
-        elif unrolled > 1 and rounds >= unrolled and not _needed_at_once(body):
-            body, rounds = body * unrolled, rounds // unrolled
         yield Phase(first, rounds, tuple(body))
         first += rounds * len(body)
 
 
-def _needed_at_once(body: Sequence[Pattern]) -> bool:
-    """Whether the first tick of a round needs all that the last tick of the one before has sent."""
-    sends, needs = body[-1], body[0]
-    return (needs.goes_forward or not sends.activations) and (needs.goes_backward or not sends.cotangents)
-
-
 def _worth(ticks: Sequence[Pattern], body: Sequence[Pattern], rounds: int, lockstep: bool) -> float:
-    """Ticks that the loop saves compiling; in a schedule that is not lockstep, less the sends that it adds.
+    """Ticks that the loop saves compiling, less the sends that it adds where stages go different ways in a tick.
 
     Who takes part in a send waits for the other side: neighbours that have nothing to say must not meet, or a stage
-    that goes forward would wait in each tick for one that goes backward, twice as long. In lockstep all wait anyway.
+    that goes forward would wait in each tick for one that goes backward, twice as long. Where all go the same way they
+    are as long under way, and in lockstep all wait anyway.
     """
     covered = rounds * len(body)
-    if lockstep:
+    if lockstep or not any(pattern.goes_forward and pattern.goes_backward for pattern in body):
         return covered - len(body)
-    held = rounds * sum(len(pattern.activations) + len(pattern.cotangents) for pattern in body)
-    own = sum(len(pattern.activations) + len(pattern.cotangents) for pattern in ticks[:covered])
-    stages = 1 + max((max(hop) for pattern in body for hop in pattern.activations), default=0)
+    held = rounds * sum(pattern.exchanges for pattern in body)
+    own = sum(pattern.exchanges for pattern in ticks[:covered])
+    stages = 1 + max((max(hop) for pattern in body for hop in pattern.activations.ways), default=0)
     return covered - len(body) - (held - own) / stages
 
 
@@ -132,8 +160,7 @@ def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
     In lockstep a head that only one of them needs would cost the other. In other schedules each tick would have a loop
     over layers, of no round, for what only the other one does: one of them has to hold all that the other one does.
     """
-    activations = _joined_sends(a.activations, b.activations)
-    cotangents = _joined_sends(a.cotangents, b.cotangents)
+    activations, cotangents = a.activations.joined(b.activations), a.cotangents.joined(b.cotangents)
     alike = a.head == b.head if lockstep else _kinds(a) <= _kinds(b) or _kinds(b) <= _kinds(a)
     if activations is None or cotangents is None or not alike:
         return None
@@ -149,10 +176,10 @@ def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
     )
 
 
-def _joined_sends(a: Sequence[Hop], b: Sequence[Hop]) -> tuple[Hop, ...] | None:
-    sends = sorted({*a, *b})
-    senders, receivers = {sender for sender, _ in sends}, {receiver for _, receiver in sends}
-    return tuple(sends) if len(senders) == len(receivers) == len(sends) else None
+def _joined_ways(a: Sequence[Hop], b: Sequence[Hop]) -> tuple[Hop, ...] | None:
+    ways = sorted({*a, *b})
+    senders, receivers = {sender for sender, _ in ways}, {receiver for _, receiver in ways}
+    return tuple(ways) if len(senders) == len(receivers) == len(ways) else None
 
 
 def _kinds(pattern: Pattern) -> frozenset[str]:
@@ -171,7 +198,6 @@ def _pattern(schedule: Schedule, tick: int) -> Pattern:
     both = any(cell.forward is not None and cell.backward is not None for cell in cells)
     if schedule.lockstep:
         both = bool(forward and backward)
-    activations, cotangents = transfers(schedule, tick)
     return Pattern(
         forward=bool(forward) and not (schedule.lockstep and both),
         backward=bool(backward) and not (schedule.lockstep and both),
@@ -179,6 +205,23 @@ def _pattern(schedule: Schedule, tick: int) -> Pattern:
         embed=any(work.chunk == 0 for work in forward),
         head=any(work.chunk == last for work in backward),
         embed_backward=any(work.chunk == 0 for work in backward),
-        activations=tuple(sorted(activations)),
-        cotangents=tuple(sorted(cotangents)),
+        activations=_messages(schedule, tick, "forward"),
+        cotangents=_messages(schedule, tick, "backward"),
     )
+
+
+def _messages(schedule: Schedule, tick: int, direction: Direction) -> Messages:
+    def ways(tick: int) -> tuple[Hop, ...]:
+        return tuple(sorted(hop for hop in handed_over(schedule, tick, direction) if hop[0] != hop[1]))
+
+    def late(tick: int) -> bool | None:
+        """What stays on all stages is not sent, and so never late."""
+        if not handed_over(schedule, tick, direction):
+            return None
+        return bool(ways(tick)) and not schedule.lockstep and not _goes(schedule, tick + 1, direction)
+
+    return Messages(ways(tick), late(tick), ways(tick - 1) if tick and late(tick - 1) else ())
+
+
+def _goes(schedule: Schedule, tick: int, direction: Direction) -> bool:
+    return any(getattr(cell, direction) is not None for cell in schedule.ticks[tick])

@@ -14,6 +14,7 @@ from dhelix.passes.pipeline_fold.schedule import Schedule
 
 # From stage, to stage.
 Hop = tuple[int, int]
+Direction = Literal["forward", "backward"]
 
 
 def transfers(schedule: Schedule, tick: int) -> tuple[list[Hop], list[Hop]]:
@@ -27,7 +28,7 @@ def transfers(schedule: Schedule, tick: int) -> tuple[list[Hop], list[Hop]]:
     return activations, cotangents
 
 
-def handed_over(schedule: Schedule, tick: int, direction: Literal["forward", "backward"]) -> list[Hop]:
+def handed_over(schedule: Schedule, tick: int, direction: Direction) -> list[Hop]:
     """`transfers` of one kind ("forward": activations, "backward": cotangents), and those from a stage to itself."""
     layout, hops = schedule.layout, []
     for stage, cell in enumerate(schedule.ticks[tick]):

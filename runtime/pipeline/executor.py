@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, phases
+from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, patterns, phases
 from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.ends import Ends
@@ -92,6 +92,8 @@ class _State:
 
     inbox: Values
     cotangents: Values
+    late: Values  # what the tick before made and has not sent (`phases.Messages`); empty if that never happens
+    late_cotangents: Values
     last: Values  # the last chunk's result, for the head
     ring: Values
     layers: Values
@@ -147,10 +149,12 @@ class _Run:
         return Sums(state.outputs, layers, _fill(self.ends.params, self.of.trained_ends, state.ends))
 
     def _start(self) -> _State:
-        of, params = self.of, self.ends.params
+        of, params, held = self.of, self.ends.params, patterns(self.schedule)
         return _State(
             inbox=[zeros(x, self.forward_table.inbox) for x in of.state],
             cotangents=[zeros(of.state[i], self.backward_table.inbox) for i in of.moving],
+            late=[zeros(x) for x in of.state] if any(p.activations.before for p in held) else [],
+            late_cotangents=[zeros(of.state[i]) for i in of.moving] if any(p.cotangents.before for p in held) else [],
             last=[zeros(x) for x in of.state],
             ring=[zeros(residual, self.schedule.slots, self.padded) for residual in of.residuals],
             layers=[zeros(self.stacks[i], dtype=_wide(self.stacks[i])) for i in of.trained],
@@ -162,8 +166,10 @@ class _Run:
         def one_round(number: jax.Array, state: _State) -> _State:
             for place, pattern in enumerate(phase.patterns):
                 tick = self._tick(pattern, phase.first + number * len(phase.patterns) + place)
+                arrived = self._exchange_late(tick, state)
                 state, going = self._begin(tick, state)
-                state = self._end(tick, state, self._chunk(tick, going))
+                going = self._chunk(tick, going)
+                state = self._end(tick, self._receive_late(tick, state, *arrived), going)
             return state
 
         return lax.fori_loop(0, phase.rounds, one_round, state)
@@ -253,8 +259,11 @@ class _Run:
         return choose(tick.forward.opens, self.ends.embed(tick.forward), x) if tick.pattern.embed else x
 
     def _end_forward(self, tick: _Tick, state: _State, x: Values) -> _State:
-        inbox = self._deliver(tick.forward, state.inbox, x, tick.pattern.activations)
-        return state.but(last=choose(tick.forward.closes, x, state.last), inbox=inbox)
+        state = state.but(last=choose(tick.forward.closes, x, state.last))
+        if tick.pattern.activations.late:
+            return state.but(late=x)
+        arrived = self._exchange(x, tick.pattern.activations.now)
+        return state.but(inbox=_put_message(tick.forward, "puts", "stays", state.inbox, x, arrived))
 
     def _begin_backward(self, tick: _Tick, state: _State) -> tuple[_State, Values]:
         cotangents = [at(inbox, tick.backward.takes) for inbox in state.cotangents]
@@ -267,12 +276,30 @@ class _Run:
         if tick.pattern.embed_backward:
             counts = self.counts[tick.backward.microbatch]
             state = state.but(ends=self.ends.embed_backward(tick.backward, counts, cotangents, state.ends))
-        return state.but(cotangents=self._deliver(tick.backward, state.cotangents, cotangents, tick.pattern.cotangents))
+        if tick.pattern.cotangents.late:
+            return state.but(late_cotangents=cotangents)
+        arrived = self._exchange(cotangents, tick.pattern.cotangents.now)
+        return state.but(cotangents=_put_message(tick.backward, "puts", "stays", state.cotangents, cotangents, arrived))
 
-    def _deliver(self, row: Row, inbox: Values, made: Values, sends: Sequence[tuple[int, int]]) -> Values:
-        arrives = [lax.ppermute(value, self.axis, sends) for value in made] if sends else made
-        brought = choose(row.stays, made, arrives) if sends else arrives
-        return [put(places, value, row.puts) for places, value in zip(inbox, brought, strict=True)]
+    # Messages.
+
+    def _exchange_late(self, tick: _Tick, state: _State) -> tuple[Values, Values]:
+        """What the tick before made, where it is needed: on the way while this tick computes."""
+        activations = self._exchange(state.late, tick.pattern.activations.before)
+        return activations, self._exchange(state.late_cotangents, tick.pattern.cotangents.before)
+
+    def _receive_late(self, tick: _Tick, state: _State, activations: Values, cotangents: Values) -> _State:
+        if tick.pattern.activations.before:
+            put = _put_message(tick.forward, "late_puts", "late_stays", state.inbox, state.late, activations)
+            state = state.but(inbox=put)
+        if tick.pattern.cotangents.before:
+            late = state.late_cotangents
+            put = _put_message(tick.backward, "late_puts", "late_stays", state.cotangents, late, cotangents)
+            state = state.but(cotangents=put)
+        return state
+
+    def _exchange(self, made: Values, ways: Sequence[tuple[int, int]]) -> Values:
+        return [lax.ppermute(value, self.axis, ways) for value in made] if ways else made
 
     def _tick(self, pattern: Pattern, number: Any) -> _Tick:
         forward, backward = (Row(table, number, self.stage) for table in (self.forward_table, self.backward_table))
@@ -280,6 +307,12 @@ class _Run:
 
     def _context(self, row: Row) -> Values:
         return self.of.context(self.ends.batch(row.microbatch)) if self.of.context_of_batch else self.context
+
+
+def _put_message(row: Row, place: str, stays: str, inbox: Values, made: Values, arrived: Values) -> Values:
+    """`inbox` with what `arrived`, or with what the stage `made` where that stays; `place` and `stays` are entries."""
+    brought = choose(getattr(row, stays), made, arrived) if getattr(row.table, stays).any() else arrived
+    return [put(places, value, getattr(row, place)) for places, value in zip(inbox, brought, strict=True)]
 
 
 def _fill(like: Sequence[Any], places: Sequence[int], values: Values) -> Values:

@@ -30,7 +30,8 @@ class Direction:
       opens: whether it starts from no message: the embedding's result, or the head's cotangent.
       closes: whether its result is no message but the head's input, or the embedding's cotangent.
       stays: whether its result is for the stage itself.
-      puts: the inbox's place for what the tick brings.
+      puts: the inbox's place for what the tick brings at its end.
+      late_stays, late_puts: the same two of what the tick before made, if that was late (`phases.Messages`).
       inbox: how many places there are.
     """
 
@@ -45,6 +46,8 @@ class Direction:
     closes: np.ndarray
     stays: np.ndarray
     puts: np.ndarray
+    late_stays: np.ndarray
+    late_puts: np.ndarray
     inbox: int
 
 
@@ -60,7 +63,7 @@ def _direction(schedule: Schedule, forward: bool) -> Direction:
     shape = len(schedule.ticks), layout.stages
     table = {
         name: np.zeros(shape, np.int32)
-        for name in ("microbatch", "place", "layers", "slot", "reversed", "takes", "puts")
+        for name in ("microbatch", "place", "layers", "slot", "reversed", "takes", "puts", "late_puts")
     }
     flags = {name: np.zeros(shape, bool) for name in ("on", "opens", "closes", "stays")}
     masked = scratch(schedule) if schedule.lockstep and forward else None
@@ -77,7 +80,8 @@ def _direction(schedule: Schedule, forward: bool) -> Direction:
         table["place"][tick, stage] = layout.place_of(work.chunk)
         table["layers"][tick, stage] = layout.chunk_layers[work.chunk]
         table["slot"][tick, stage], table["reversed"][tick, stage] = work.slot, work.reversed
-    inbox = _fill_inbox(schedule, forward, table["takes"], table["puts"])
+    inbox = _fill_inbox(schedule, forward, table["takes"], table["puts"], table["late_puts"])
+    flags["late_stays"] = np.roll(flags["stays"], 1, axis=0)
     return Direction(**flags, **{**table, "reversed": table["reversed"].astype(bool)}, inbox=inbox)
 
 
@@ -87,36 +91,44 @@ def _works(schedule: Schedule, forward: bool) -> Iterator[tuple[int, int, Work |
             yield tick, stage, cell.forward if forward else cell.backward
 
 
-def _fill_inbox(schedule: Schedule, forward: bool, takes: np.ndarray, puts: np.ndarray) -> int:
+def _fill_inbox(schedule: Schedule, forward: bool, takes: np.ndarray, puts: np.ndarray, late_puts: np.ndarray) -> int:
     """Fills in where messages wait, and returns how many places that takes.
 
     A tick that brings nothing still writes if it holds this direction: to a place that nothing waits in.
     """
+    layout, brings, places = schedule.layout, _brought(schedule, forward), 1
+    for stage in range(layout.stages):
+        waiting: dict[int, int] = {}  # place: when it is taken
+        was_late = False
+        for tick, pattern in enumerate(patterns(schedule)):
+            messages = pattern.activations if forward else pattern.cotangents
+            goes = pattern.goes_forward if forward else pattern.goes_backward
+            # A message is taken at the start of a tick, and others put at its end.
+            waiting = {place: taken for place, taken in waiting.items() if taken > tick}
+            writes = [(late_puts, brings.get((tick - 1, stage)) if was_late else None)] * bool(messages.before)
+            writes += [(puts, brings.get((tick, stage)))] * (goes and not messages.late)
+            for table, taken in writes:
+                place = next(place for place in range(len(waiting) + 1) if place not in waiting)
+                table[tick, stage] = place
+                places = max(places, place + 1)
+                if taken is not None:
+                    waiting[place] = taken
+                    takes[taken, stage] = place
+            was_late = bool(messages.late)
+    return places
+
+
+def _brought(schedule: Schedule, forward: bool) -> dict[tuple[int, int], int]:
+    """By the tick that makes a message and the stage that takes it: the tick in which it does."""
     layout, step = schedule.layout, 1 if forward else -1
-    writes = [pattern.goes_forward if forward else pattern.goes_backward for pattern in patterns(schedule)]
     needed = {
         (work.microbatch, work.chunk): (tick, stage)
         for tick, stage, work in _works(schedule, forward)
         if work is not None
     }
-    brings = {}  # (tick, stage): when what it brings is taken
+    brings = {}
     for (microbatch, chunk), (tick, _) in needed.items():
         taken = needed.get((microbatch, chunk + step))
         if 0 <= chunk + step < layout.chunks and taken is not None:
             brings[tick, taken[1]] = taken[0]
-    places = 1
-    for stage in range(layout.stages):
-        waiting: dict[int, int] = {}  # place: when it is taken
-        for tick in range(len(schedule.ticks)):
-            # A message is taken at the start of a tick, and another one put at its end.
-            waiting = {place: taken for place, taken in waiting.items() if taken > tick}
-            if not writes[tick]:
-                continue
-            place = next(place for place in range(len(waiting) + 1) if place not in waiting)
-            puts[tick, stage] = place
-            places = max(places, place + 1)
-            taken = brings.get((tick, stage))
-            if taken is not None:
-                waiting[place] = taken
-                takes[taken, stage] = place
-    return places
+    return brings

@@ -63,10 +63,27 @@ def test_each_tick_runs_what_it_needs(step: Any) -> None:
             if not schedule.lockstep:  # where a stage does one thing alone there must be a loop of it alone
                 assert pattern.forward or cell.backward or not cell.forward
                 assert pattern.backward or cell.forward or not cell.backward
-        sends = pattern.activations, pattern.cotangents
-        for ways, needed in zip(sends, transfers(schedule, tick), strict=True):
-            assert set(needed) <= set(ways)
-            assert len({sender for sender, _ in ways}) == len({receiver for _, receiver in ways}) == len(ways)
+        held = pattern.activations, pattern.cotangents
+        for messages, needed in zip(held, transfers(schedule, tick), strict=True):
+            assert set(needed) <= set(messages.ways)
+            for ways in (messages.ways, messages.before):
+                assert len({sender for sender, _ in ways}) == len({receiver for _, receiver in ways}) == len(ways)
+
+
+@settings(max_examples=60)
+@given(STEPS)
+def test_what_a_tick_makes_leaves_at_its_end_or_beside_the_next_one(step: Any) -> None:
+    schedule = make(step)
+    held = patterns_by_tick(schedule)
+    for tick, pattern in enumerate(held):
+        needed = transfers(schedule, tick)
+        for kind, ways in zip(("activations", "cotangents"), needed, strict=True):
+            messages = getattr(pattern, kind)
+            if messages.late:
+                assert not schedule.lockstep
+                assert set(ways) <= set(getattr(held[tick + 1], kind).before) if ways else True
+                goes = held[tick + 1].goes_forward if kind == "activations" else held[tick + 1].goes_backward
+                assert not (ways and goes)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 7, 16, 64])
@@ -87,15 +104,18 @@ def test_neighbours_under_1f1b_meet_every_other_tick(stages: int) -> None:
     held = patterns(make(("1f1b", stages, 16, 0, 2)))
     for tick, pattern in enumerate(held):
         first = range(tick % 2, stages - 1, 2)
-        assert pattern.activations == tuple((stage, stage + 1) for stage in first)
-        assert pattern.cotangents == tuple((stage + 1, stage) for stage in first)
+        assert pattern.activations.now == tuple((stage, stage + 1) for stage in first)
+        assert pattern.cotangents.now == tuple((stage + 1, stage) for stage in first)
+        assert not pattern.activations.before and not pattern.cotangents.before
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_all_stages_go_the_same_way_under_interleaved_1f1b(stages: int) -> None:
+def test_under_interleaved_1f1b_all_go_the_same_way_and_messages_travel_meanwhile(stages: int) -> None:
     schedule = make(("interleaved", stages, 6 * stages, 0, 2))
     assert not any(pattern.goes_forward and pattern.goes_backward for pattern in patterns(schedule))
     steady = max(phases(schedule), key=lambda phase: phase.rounds * len(phase.patterns))
-    # Twice forward and backward: what a tick sends is needed two ticks later, but a round ends with no message.
-    assert [pattern.forward for pattern in steady.patterns] == [False, True, False, True]
-    assert len(phases(schedule)) <= 7
+    assert sorted((pattern.forward, pattern.backward) for pattern in steady.patterns) == [(False, True), (True, False)]
+    for pattern in steady.patterns:  # what comes is what the other one of the two has made
+        made, comes = (pattern.activations, pattern.cotangents)[:: 1 if pattern.forward else -1]
+        assert made.late and len(made.ways) == len(comes.before) == stages
+    assert len(phases(schedule)) <= 6

@@ -1,0 +1,55 @@
+"""Messages of a pipelined Llama as XLA compiles it for GPUs: what each exchange lies beside."""
+
+from typing import Any
+
+import optax
+import pytest
+
+from dhelix import strand_interleave
+from dhelix.launch.pipelined import make_pipelined_step
+from dhelix.models import make_mesh, preset
+from dhelix.passes.costs import sequence_of
+from dhelix.passes.hlo import Computation, graph
+from dhelix.passes.strand_duplication import ALPHA, BETA
+from dhelix.runtime import deviceless
+from dhelix.runtime.lowering import compiled_module
+
+MICROBATCHES = 4
+
+
+def ticks(schedule: str) -> list[list[str]]:
+    """For each loop over ticks: exchanges, and loops over layers, in the order in which they are launched."""
+    config = preset("llama-8b", 8, seq=4096, vocab=1024)
+    mesh = make_mesh(1, 1, deviceless.topology("h200", "1x1x2").devices, pp=2)
+    training = make_pipelined_step(config, mesh, optax.sgd(0.1), MICROBATCHES, schedule)
+    options: Any = {"pipeline": training.fold, "microbatches": MICROBATCHES, "passes": ()}
+    step = strand_interleave(training.train_step, **options)
+    lowered = step.lower(training.abstract_state(), training.abstract_batch(MICROBATCHES))
+    module = compiled_module(deviceless.compile(lowered))
+    loops = [i.called[0] for i in sequence_of(module.entry) if i.opcode == "while"]
+    return [found for body in loops if (found := events(body))]
+
+
+def events(body: Computation) -> list[str]:
+    found = []
+    for instruction in sequence_of(body):
+        if instruction.name.startswith("collective-permute") or instruction.opcode.startswith("collective-permute"):
+            found.append(next((end for end in ("start", "done") if end in instruction.name), "exchange"))
+        elif instruction.opcode == "while":
+            products = [i.op_name for i in graph.walk(instruction.called[0]) if "dot_general" in i.op_name]
+            found += [strand for strand in (BETA, ALPHA) if any(f"/{strand}/" in name for name in products)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_under_interleaved_1f1b_messages_travel_beside_the_next_tick() -> None:
+    assert ["start", BETA, "done", "start", ALPHA, "done"] in ticks("interleaved")
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_under_1f1b_nothing_is_received_before_both_stages_are_done() -> None:
+    """A receive that waits beside a loop takes a part of the GPU from it."""
+    (tick,) = ticks("1f1b")
+    assert tick[:2] == [BETA, ALPHA]
