@@ -8,7 +8,7 @@ own chunks' layers; all run the same program, and tables (`tables.py`) say what 
     for l in the layers of a chunk:                                        forward, backward, or both: an SI block
         residuals of layer n-1-l <- slot;  dx, dweights = backward(...);  gradients += dweights
         x, residuals = forward(x, weights of layer l);  slot <- residuals
-    x, dx -> the stages that need them next (collective-permute)
+    x, dx -> the stages that need them next (collective-permute), or with the next tick (`phases.Messages`)
 
 In an SI block neither strand reads what the other one makes, so the loop over layers is what the passes make of a step
 without a pipeline, and the same scheduling applies. A forward may write its residuals over those that the backward has
@@ -259,11 +259,12 @@ class _Run:
         return choose(tick.forward.opens, self.ends.embed(tick.forward), x) if tick.pattern.embed else x
 
     def _end_forward(self, tick: _Tick, state: _State, x: Values) -> _State:
-        state = state.but(last=choose(tick.forward.closes, x, state.last))
         if tick.pattern.activations.late:
-            return state.but(late=x)
-        arrived = self._exchange(x, tick.pattern.activations.now)
-        return state.but(inbox=_put_message(tick.forward, "puts", "stays", state.inbox, x, arrived))
+            state = state.but(late=x)
+        else:
+            arrived = self._exchange(x, tick.pattern.activations.now)
+            state = state.but(inbox=_put_message(tick.forward, "puts", "stays", state.inbox, x, arrived))
+        return state.but(last=choose(tick.forward.closes, x, state.last))
 
     def _begin_backward(self, tick: _Tick, state: _State) -> tuple[_State, Values]:
         cotangents = [at(inbox, tick.backward.takes) for inbox in state.cotangents]
@@ -310,8 +311,12 @@ class _Run:
 
 
 def _put_message(row: Row, place: str, stays: str, inbox: Values, made: Values, arrived: Values) -> Values:
-    """`inbox` with what `arrived`, or with what the stage `made` where that stays; `place` and `stays` are entries."""
-    brought = choose(getattr(row, stays), made, arrived) if getattr(row.table, stays).any() else arrived
+    """`inbox` with what `arrived`, or with what the stage `made` where that stays.
+
+    `place` and `stays` name entries of the row. Where nothing was sent, `made` is what arrived.
+    """
+    some_stay = arrived is not made and getattr(row.table, stays).any()
+    brought = choose(getattr(row, stays), made, arrived) if some_stay else arrived
     return [put(places, value, getattr(row, place)) for places, value in zip(inbox, brought, strict=True)]
 
 
