@@ -29,6 +29,7 @@ _COMPARE = {
 }  # fmt: skip
 _BINARY = {
     "add": lambda a, b: a + b, "subtract": lambda a, b: a - b, "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: _divide(a, b), "remainder": lambda a, b: a - b * _divide(a, b),
     "minimum": min, "maximum": max, "and": lambda a, b: a & b,
     "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
 }  # fmt: skip
@@ -36,6 +37,13 @@ _BINARY = {
 
 class Unknown(Exception):
     """The value is not a scalar integer that follows from what is given."""
+
+
+def _divide(a: int, b: int) -> int:
+    """Towards zero, as XLA divides."""
+    if b == 0:
+        raise Unknown
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "SubAxis": (("pre_size", 1, "int64"), ("size", 2, "int64")),
     "AxisRef": (("mesh_axis_index", 1, "int64"), ("sub_axis", 2, "SubAxis")),
     "MeshAxesReplicaGroupList": (("mesh", 1, "Mesh"), ("axes", 2, "AxisRef*")),
+    "DimSharding": (("axes", 1, "AxisRef*"), ("is_closed", 2, "bool")),
+    "NamedSharding": (("mesh", 2, "Mesh"), ("dim_shardings", 3, "DimSharding*")),
+    "OpSharding": (("type", 1, "int32"), ("named_sharding", 14, "NamedSharding")),
     "OutputOperandAliasing": (
         ("output_shape_index", 1, "int64*"),
         ("operand_index", 2, "int64"),
@@ -90,6 +93,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("operand_ids", 36, "int64*"),
         ("control_predecessor_ids", 37, "int64*"),
         ("called_computation_ids", 38, "int64*"),
+        ("sharding", 40, "OpSharding"),
         ("backend_config", 43, "bytes"),
         ("replica_groups", 49, "ReplicaGroup*"),
         ("source_target_pairs", 52, "SourceTarget*"),

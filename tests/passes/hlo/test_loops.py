@@ -93,6 +93,23 @@ def test_index_tables_follow_the_counter() -> None:
     assert WhileLoop(loop(0, None, 1)).index_table(counter) is None
 
 
+@pytest.mark.parametrize(
+    ("opcode", "by", "table"),
+    [
+        ("divide", 2, [-2, -1, -1, 0, 0, 0, 1]),
+        ("divide", -2, [2, 1, 1, 0, 0, 0, -1]),
+        ("remainder", 2, [0, -1, 0, -1, 0, 1, 0]),
+        ("divide", 0, None),
+        ("remainder", 0, None),
+    ],
+)
+def test_division_is_towards_zero(opcode: str, by: int, table: list[int] | None) -> None:
+    view = WhileLoop(loop(-4, 3, 1))
+    body = Builder(view.body)
+    counter = next(read for read, k in view.reads.items() if k == 0)
+    assert view.index_table(body.binary(opcode, counter, body.scalar(by, S32))) == table
+
+
 def test_a_step_that_is_state_is_followed() -> None:
     made = loop(0, 9, 1)
     view = WhileLoop(made)

@@ -1,0 +1,86 @@
+"""Partitioned HLO, which no program of JAX lowers to: out of the GPU compiler, and on CPU devices.
+
+    module = of_gpus(jax.jit(step).lower(...))            what passes at PRE_SCHEDULER get
+    results = execute(module, arguments)                  what each device computes
+
+CPUs have no such stage, but they execute what one device does as the body of a `shard_map` over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from dhelix.passes.dimension_factors import reshaped
+from dhelix.passes.fingerprint import module_name
+from dhelix.passes.hlo import Builder, HloModule, edit, shapes
+from dhelix.passes.manager import Stage
+from dhelix.passes.splicing import Splicer
+from dhelix.runtime import deviceless, registration
+from dhelix.runtime.lowering import hlo_bytes, with_hlo
+
+_DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "s32": jnp.int32, "pred": jnp.bool_}
+
+
+def of_gpus(lowered: jax.stages.Lowered) -> bytes:
+    """The module that passes get at PRE_SCHEDULER, where the compilation ends."""
+    found: list[bytes] = []
+
+    def take(stage: Stage, module: bytes) -> None:
+        found.append(module)
+        raise InterruptedError("the rest of the compilation is not needed")
+
+    with registration.temporary_hook(take, module_name(hlo_bytes(lowered))):
+        try:
+            deviceless.compile(lowered)
+        except jax.errors.JaxRuntimeError:
+            if not found:
+                raise
+    return found[0]
+
+
+def execute(module: HloModule, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Results of the entry, which returns a tuple, on each device.
+
+    Args:
+      module: stays as it is.
+      arguments: [devices, ...], what each device has of each parameter.
+    """
+    devices = jax.devices("cpu")[: len(arguments[0])]
+    results = [(1, *s.dimensions) for s in module.entry.root.shape.tuple_shapes]
+    kinds = [_DTYPES[shapes.type_name(s)] for s in module.entry.root.shape.tuple_shapes]
+
+    def body(*arguments: jax.Array) -> Any:  # of the same signature; what it does is replaced
+        used = sum(jnp.ravel(a)[0].astype(jnp.float32) for a in arguments)
+        return [jnp.full(size, used, kind) for size, kind in zip(results, kinds, strict=True)]
+
+    every = PartitionSpec("devices")
+    mesh = Mesh(np.array(devices), ("devices",))
+    program = jax.shard_map(body, mesh=mesh, in_specs=every, out_specs=every, check_vma=False)
+    lowered = jax.jit(program, keep_unused=True).lower(*arguments)
+    whole = HloModule.from_bytes(hlo_bytes(lowered))
+    (inside,) = [c for c in whole.computations if c.name.startswith("xla.sdy.manual_computation_body")]
+    builder = Builder(inside)
+    given = [
+        reshaped(builder, parameter, wanted.shape.dimensions)
+        for parameter, wanted in zip(inside.parameters, module.entry.parameters, strict=True)
+    ]
+    made = Splicer(whole).import_entry(HloModule.from_bytes(module.to_bytes()), inside, given, "partitioned")
+    inside.root = builder.tuple([reshaped(builder, r, size) for r, size in zip(made, results, strict=True)])
+    edit.drop_dead(inside)
+    return [np.asarray(r) for r in with_hlo(lowered, whole.to_bytes()).compile()(*arguments)]
+
+
+def whole_numbers(module: HloModule, devices: int) -> list[np.ndarray]:
+    """Small ones for each parameter of the entry; those with a sharding are whole on all devices."""
+    draw, found = np.random.default_rng(0), []
+    for parameter in module.entry.parameters:
+        values = draw.integers(-3, 4, (devices, *parameter.shape.dimensions))
+        values[:] = values[:1] if parameter.proto.HasField("sharding") else values
+        found.append(np.asarray(values, _DTYPES[shapes.type_name(parameter.shape)]))
+    return found
