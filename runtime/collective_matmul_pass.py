@@ -33,6 +33,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
+from dhelix.passes.collective_canonicalization import CollectiveCanonicalization
 from dhelix.passes.collective_matmul import CollectiveMatmul
 from dhelix.passes.collective_matmul_pattern import Pattern
 from dhelix.passes.exclusive_kernels import ExclusiveKernels
@@ -62,7 +63,7 @@ def collective_matmul_passes(
     """The passes that put collective matmuls into a program, in their order; none for form "off" or one device.
 
     Each goes before the other passes of its stage: those at PRE_SCHEDULER change collectives; those at POST_SCHEDULER
-    make orders, which keep to the control dependencies that the second one adds. It is needed by any program with
+    make orders, which keep to the control dependencies that the last one adds. It is needed by any program with
     Mosaic-GPU kernels that wait for their peers, also by those that the user's code calls.
 
     Args:
@@ -81,7 +82,8 @@ def collective_matmul_passes(
         return ()
     times = _times(devices[0]) if form == "auto" else None
     graphs = graphs_hold_calls(os.environ, options)
-    return CollectiveMatmul(JaxForms(form, times, graphs, devices), stage), ExclusiveKernels()
+    matmuls = CollectiveMatmul(JaxForms(form, times, graphs, devices), stage), ExclusiveKernels()
+    return (CollectiveCanonicalization(), *matmuls) if stage is CollectiveCanonicalization.stage else matmuls
 
 
 def _times(device: Any) -> Times | None:

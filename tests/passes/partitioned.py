@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.passes.dimension_factors import reshaped
 from dhelix.passes.fingerprint import module_name
-from dhelix.passes.hlo import Builder, HloModule, edit, shapes
+from dhelix.passes.hlo import Builder, Computation, HloModule, edit, shapes
 from dhelix.passes.manager import Stage
 from dhelix.passes.splicing import Splicer
 from dhelix.runtime import deviceless, registration
@@ -70,10 +70,24 @@ def execute(module: HloModule, arguments: Sequence[np.ndarray]) -> list[np.ndarr
         reshaped(builder, parameter, wanted.shape.dimensions)
         for parameter, wanted in zip(inside.parameters, module.entry.parameters, strict=True)
     ]
-    made = Splicer(whole).import_entry(HloModule.from_bytes(module.to_bytes()), inside, given, "partitioned")
+    source = HloModule.from_bytes(module.to_bytes())
+    for computation in source.computations:
+        _fill(computation)
+    made = Splicer(whole).import_entry(source, inside, given, "partitioned")
     inside.root = builder.tuple([reshaped(builder, r, size) for r, size in zip(made, results, strict=True)])
     edit.drop_dead(inside)
     return [np.asarray(r) for r in with_hlo(lowered, whole.to_bytes()).compile()(*arguments)]
+
+
+def _fill(computation: Computation) -> None:
+    """CPUs have no buffers that hold nothing, which GPUs begin stacks of residuals with: zeros instead."""
+    builder = Builder(computation)
+    for buffer in [i for i in computation.instructions if i.proto.custom_call_target == "AllocateBuffer"]:
+        zero = builder.make("constant", shapes.scalar(buffer.shape.element_type))
+        zero.proto.literal.shape.CopyFrom(zero.shape)
+        zero.proto.literal.f32s.append(0.0)
+        edit.replace_uses(computation, buffer, builder.make("broadcast", buffer.shape, [zero]))
+    edit.drop_dead(computation)
 
 
 def whole_numbers(module: HloModule, devices: int) -> list[np.ndarray]:

@@ -96,7 +96,7 @@ def transformed(
 
 def made(report: StageReport) -> dict[str, int]:
     """Sites that were replaced, and how often."""
-    notes = [note for note in report.passes[0].notes if note.message == "a collective matmul"]
+    notes = [note for entry in report.passes for note in entry.notes if note.message == "a collective matmul"]
     return {note.facts["site"]: note.facts["count"] for note in notes}
 
 
@@ -188,7 +188,12 @@ def test_what_turns_it_off() -> None:
     devices = jax.devices("cpu")[:8]
     assert collective_matmul_passes(devices, "off") == ()
     assert collective_matmul_passes(devices[:1]) == ()
-    assert [p.stage for p in collective_matmul_passes(devices)] == [Stage.PRE_SCHEDULER, Stage.POST_SCHEDULER]
+    assert [p.name for p in collective_matmul_passes(devices)] == [
+        "collective-canonicalization", "collective-matmul", "exclusive-kernels",
+    ]  # fmt: skip
+    assert [p.stage for p in collective_matmul_passes(devices, stage=Stage.LOWERED)] == [
+        Stage.LOWERED, Stage.POST_SCHEDULER,
+    ]  # fmt: skip
     with pytest.raises(DhelixError, match="must be one of"):
         collective_matmul_passes(devices, "circle")
 

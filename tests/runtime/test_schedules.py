@@ -183,9 +183,9 @@ def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:
 
 def test_collective_matmuls_come_first_and_their_guard_in_any_case(lowered: jax.stages.Lowered) -> None:
     asked = [one.name for one in choice(collective_matmul="ring").manager(lowered).passes]
-    assert asked[:2] == ["collective-matmul", "exclusive-kernels"]
+    assert asked[:3] == ["collective-canonicalization", "collective-matmul", "exclusive-kernels"]
     usual = [one.name for one in choice().manager(lowered).passes]
-    assert usual == asked[1:]
+    assert usual == asked[2:]
 
 
 def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> None:
