@@ -15,8 +15,8 @@ here the evaluator decides, by what it says of the whole step when the orders ar
    beside, and the collective nothing. So no program is made for a choice; what a form copies is left out.
 3. `choose`: patterns flip one by one while the prediction falls, from none and from all of them.
 
-Nothing is changed here. It costs at most MOST evaluations by a quick order and four by the search, and is
-deterministic.
+Nothing is changed here. It costs at most MOST evaluations by a quick order and four by the search, 10 s for a step of 8
+layers in a loop, and is deterministic.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from dhelix.passes.costs import CostModel, Kernel, sequence_of
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.manager import PassContext
 from dhelix.passes.operator_work import work_of
-from dhelix.passes.orders import Scheduler, apply_order
+from dhelix.passes.orders import MemoryRefusal, Scheduler, apply_order
 from dhelix.passes.timeline import simulate_module
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form
 
 MOST = 48
-"""Evaluations of a step by the quick order."""
+"""Evaluations of a step by the quick order; fewer of a long one."""
+_PLAYED = 60_000  # instructions, over all of these evaluations
 MARGIN = 0.005
 """Share of the step's time that collective matmuls must save beside strands. Of three programs that were measured the
 predicted ratios are within 0.4 %."""
@@ -89,6 +90,7 @@ class Trial:
 
     Attributes:
       patterns: of sites that were found again, in the order of their keys.
+      most: quick evaluations that it is worth.
     """
 
     def __init__(
@@ -99,31 +101,35 @@ class Trial:
         memory_limit: int | None = None,
         max_in_flight: int | None = None,
     ) -> None:
-        self._module, self._model = module, model
+        self._module, self._costs = module, model.costs()
         self._original = dict(module.schedule)
         self._limits = memory_limit, 0.03, 0.01, max_in_flight
         self._kernels: dict[_Place, Kernel] = {}
-        costs = model.costs()
         for place in _places(module, candidates):
             site, form = place.candidate.pattern.site, place.candidate.form
-            if (kernel := costs.collective_matmul(site, form)) is not None:
+            if (kernel := self._costs.collective_matmul(site, form)) is not None:
                 self._kernels[place] = kernel
+        simulate_module(module, self._costs.hardware, self._costs)  # so that what does not change is known
         found = {place.candidate.pattern: None for place in self._kernels}
+        self.most = min(MOST, 2 + _PLAYED // sum(map(len, self._original.values())))
         self.patterns = tuple(sorted(found, key=lambda p: (p.site, repr(p))))
 
     def seconds(self, taken: Collection[Pattern], order: Scheduler) -> float:
-        """What the step is predicted to take with collective matmuls at the sites of `taken`."""
+        """What the step is predicted to take with collective matmuls at the sites of `taken`; infinite if no order of
+        that keeps within memory."""
         instead: dict[Instruction, Kernel] = {}
         for place, kernel in self._kernels.items():
             if place.candidate.pattern in taken:
                 instead.update(dict.fromkeys((place.collective, *place.products), Kernel(0.0)))
                 instead[place.products[-1]] = kernel
-        costs = self._model.costs(instead)
-        self._module.schedule.update(self._original)
-        apply_order(self._module, PassContext(), order, costs, *self._limits)
-        seconds = simulate_module(self._module, costs.hardware, costs).seconds
-        self._module.schedule.update(self._original)
-        return seconds
+        costs = self._costs.with_kernels(instead)
+        try:
+            apply_order(self._module, PassContext(), order, costs, *self._limits)
+            return simulate_module(self._module, costs.hardware, costs).seconds
+        except MemoryRefusal:
+            return math.inf
+        finally:
+            self._module.schedule.update(self._original)
 
 
 def _places(module: HloModule, candidates: Sequence[Candidate]) -> Iterator[_Place]:
@@ -182,7 +188,7 @@ def choose(trial: Trial, quick: Scheduler, searched: Scheduler) -> Weighed:
 
     def seconds(taken: frozenset[Pattern]) -> float:
         if taken not in known:
-            known[taken] = trial.seconds(taken, quick) if len(known) < MOST else math.inf
+            known[taken] = trial.seconds(taken, quick) if len(known) < trial.most else math.inf
         return known[taken]
 
     none, every = frozenset[Pattern](), frozenset(trial.patterns)

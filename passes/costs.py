@@ -215,6 +215,15 @@ class Costs(dict[Instruction, Cost]):
         made.operator_keys, made._rates = self.operator_keys, self._rates
         return made
 
+    def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
+        """The same, where some instructions count as kernels of collective matmuls; what is known is kept."""
+        made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
+        made.operator_keys = self.operator_keys
+        kept = {i: cost for i, cost in self.items() if i not in instead and i.opcode not in CONTROL_FLOW}
+        made.update(kept)
+        made._rates = {asked: rates for asked, rates in self._rates.items() if asked[0] in kept}
+        return made
+
     def rates(
         self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
     ) -> tuple[float, float]:
@@ -290,15 +299,12 @@ class CostModel:
                 + ", ".join(sorted(self.profile.sections))
             )
 
-    def costs(self, instead: Mapping[Instruction, Kernel] = _NOTHING) -> Costs:
-        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`.
-
-        `instead`: as of `Costs`.
-        """
+    def costs(self) -> Costs:
+        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
         wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
         in_step = InStep(pause, wait, launch, _POWER)
-        return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls, instead)
+        return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls)
 
     @property
     def hardware(self) -> Hardware:

@@ -50,6 +50,7 @@ from dhelix.runtime.launch_settings import graphs_hold_calls, link_of
 from dhelix.runtime.lowering import hlo_bytes
 
 OFF = "off"
+PAIRED = "its collective is predicted to cost less under the other strand's compute"
 _AXES = ("outside", "axis", "inside")
 _BODY = "xla.sdy.manual_computation_body"
 
@@ -59,6 +60,7 @@ def collective_matmul_passes(
     form: str | Form = "auto",
     stage: Stage = Stage.PRE_SCHEDULER,
     options: Mapping[str, Any] | None = None,
+    paired: tuple[Pattern, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes that put collective matmuls into a program, in their order; none for form "off" or one device.
 
@@ -72,6 +74,7 @@ def collective_matmul_passes(
       options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program without CUDA
         graphs.
       stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
+      paired: sites of these patterns stay as they are (`runtime/collective_matmul_choice.py`).
 
     Raises:
       DhelixError: there is no such form.
@@ -80,18 +83,17 @@ def collective_matmul_passes(
         form = Form.parse(form)
     if form == OFF or len(devices) < 2:
         return ()
-    times = _times(devices[0]) if form == "auto" else None
+    on_gpus = devices[0].platform in ("cuda", "gpu")
+    times = times_on(devices[0].device_kind) if form == "auto" and on_gpus else None
     graphs = graphs_hold_calls(os.environ, options)
-    matmuls = CollectiveMatmul(JaxForms(form, times, graphs, devices), stage), ExclusiveKernels()
+    matmuls = CollectiveMatmul(JaxForms(form, times, graphs, devices, paired), stage), ExclusiveKernels()
     return (CollectiveCanonicalization(), *matmuls) if stage is CollectiveCanonicalization.stage else matmuls
 
 
-def _times(device: Any) -> Times | None:
-    """What was measured on devices of this kind, as this process is started."""
-    if device.platform not in ("cuda", "gpu"):
-        return None
+def times_on(kind: str) -> Times | None:
+    """What was measured on GPUs of this kind, as this process is started."""
     try:
-        return collective_matmul_times.find(gpu_name(device.device_kind), link_of(os.environ))
+        return collective_matmul_times.find(gpu_name(kind), link_of(os.environ))
     except DhelixError as error:  # a file that nobody named must not stop a job
         say_once(f"no collective matmuls: {error}", ("collective matmul times",))
         return None
@@ -106,6 +108,7 @@ class JaxForms:
       times: what "auto" goes by; None: nothing was measured, and no site takes another form.
       graphs: whether custom calls become part of CUDA graphs.
       devices: those of the program, in the order of its partitions.
+      paired: patterns whose sites stay, since the other strand's compute hides their collectives.
       sources: digest of the files that make the forms; a compiled program depends on them.
     """
 
@@ -113,6 +116,7 @@ class JaxForms:
     times: Times | None
     graphs: bool
     devices: InitVar[Sequence[Any]]
+    paired: tuple[Pattern, ...] = ()
     sources: str = field(init=False)
 
     def __post_init__(self, devices: Sequence[Any]) -> None:
@@ -120,7 +124,9 @@ class JaxForms:
         object.__setattr__(self, "_devices", tuple(devices))
 
     def choose(self, pattern: Pattern) -> Form:
-        """The form that a pattern takes. Raises DhelixError where it cannot have the one that was asked for."""
+        """The form that a pattern takes. Raises DhelixError where it stays, or cannot have what was asked for."""
+        if pattern in self.paired:
+            raise DhelixError(PAIRED)
         rows = pattern.site.rows // pattern.batch
         own = rows if pattern.site.kind == "matmul_all_reduce" else rows // pattern.site.axis_size
         place = Place(pattern.site, _AXES[1], own)

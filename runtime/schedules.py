@@ -31,7 +31,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes import exchange, jax_compat, pairing_plan_json
 from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
-from dhelix.passes.collective_schedule import CollectiveSchedule
+from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.costs import CostModel
 from dhelix.passes.exclusive_kernels import ExclusiveKernels
 from dhelix.passes.gradient_accumulation import GradientAccumulation
@@ -42,14 +43,15 @@ from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecompositio
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
-from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.passes.strand_pairing import StrandPairing, pairing_order
 from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings, memory_need
-from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
+from dhelix.runtime.collective_matmul_choice import Weighing
+from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes, times_on
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
 DEFAULT = "dp"
@@ -129,7 +131,8 @@ def collective_matmul_of(asked: str | Form | None, schedule: str, plan: object, 
 class Choice:
     """What the user chose; the passes follow from it and from the program's GPUs.
 
-    Attributes are options of `strand_interleave`, and those of XLA that the step is jitted with.
+    Attributes are options of `strand_interleave`, and those of XLA that the step is jitted with; and `paired`, what
+    `weighed` adds.
     """
 
     schedule: str = DEFAULT
@@ -144,6 +147,7 @@ class Choice:
     compiler_options: Mapping[str, Any] | None = None
     pipelined: bool = False
     collective_matmul: str | Form = OFF
+    paired: tuple[Pattern, ...] = ()
 
     @classmethod
     def of(
@@ -193,6 +197,23 @@ class Choice:
         planned = 0 if self.plan is None else self.plan.target.memory_limit
         return replace(self, memory_limit=max(plain.allowed(), planned))
 
+    def weighed(self, lowered: jax.stages.Lowered) -> Choice:
+        """With the sites whose collectives are better paired with the other strand's compute than replaced: by what the
+        step is predicted to take. Only orders that were searched by measured costs say so."""
+        kind = _gpu(lowered)
+        if kind is None or self.collective_matmul != AUTO or self.passes is not None or self.plan is not None:
+            return self
+        model = self.model(kind) if self.schedule in LIMITED else None
+        if model is None:
+            return self
+        quiet = replace(self, strict=False, dump_to=None)
+        order = pairing_order if self.schedule == "dp" else list_order
+        found = Weighing(
+            lowered, lambda paired: replace(quiet, paired=paired).manager(lowered), model, order,
+            self.memory_limit, self.max_in_flight,
+        ).weighed()  # fmt: skip
+        return self if found is None else replace(self, paired=found.paired)
+
     def without_plan(self) -> Choice:
         """The same, with both strands in XLA's order in place of a plan's."""
         known = [one.name for one in default_passes("xla")]
@@ -227,7 +248,9 @@ class Choice:
         """First of all, since other passes change collectives and orders. The guard is for kernels that the user calls,
         too."""
         devices = [] if lowered is None else jax_compat.devices(lowered)
-        found = collective_matmul_passes(devices, self.collective_matmul, options=self.compiler_options)
+        planned = self.plan is not None and self.collective_matmul == AUTO  # its collectives are in the plan
+        form = OFF if planned else self.collective_matmul
+        found = collective_matmul_passes(devices, form, options=self.compiler_options, paired=self.paired)
         return found or (ExclusiveKernels(),)
 
     def model(self, kind: str) -> CostModel | None:
@@ -242,7 +265,7 @@ class Choice:
         if isinstance(self.profile, Profile):
             if unlike := _unlike(self.profile.hardware, self.profile.link, kind):
                 say_once(f"costs are those of {unlike}", (unlike,))
-            return CostModel(self.profile, setting)
+            return CostModel(self.profile, setting, times_on(kind))
         gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
         try:
             found = storage.find(gpu, link)
@@ -253,7 +276,7 @@ class Choice:
             what = f"{gpu} with link {link}" + ("" if found is None else f" under the launch setting {setting!r}")
             say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))
             return None
-        return CostModel(found, setting)
+        return CostModel(found, setting, times_on(kind))
 
     def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
         """Says how the process should have been started, and what else is not what the plan was made for."""

@@ -58,7 +58,7 @@ class Specialization:
         self._order: str | None = None
         self._refused: StageReport | None = None
         runs = lowering.device_count(original) > 1 or even_on_one_device
-        self._choice = choice.limited(original) if runs else choice
+        self._choice = choice.limited(original).weighed(original) if runs else choice
         self._session = self._begin(self._choice)
         if runs:
             self._transform()

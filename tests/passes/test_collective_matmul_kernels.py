@@ -102,7 +102,7 @@ def test_where_the_clock_is_low_its_communication_lowers_it_too() -> None:
 def test_other_instructions_may_count_as_kernels() -> None:
     program = module()
     kernel, start = instruction(program, "kernel"), instruction(program, "start")
-    costs = model().costs({kernel: Kernel(0.0), start: Kernel(2.0, source=Source.GUESS)})
+    costs = model().costs().with_kernels({kernel: Kernel(0.0), start: Kernel(2.0, source=Source.GUESS)})
     assert costs[kernel].seconds == 0.0
     assert costs[start].lane is Lane.COMPUTE and costs[start].seconds > 2.0
     assert costs.at_clock(1.25)[start].seconds > 2.5

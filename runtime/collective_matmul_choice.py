@@ -1,0 +1,105 @@
+"""Which sites of a step with strands stay collectives, decided before it is compiled.
+
+    step -> LOWERED passes: two strands -> XLA as far as its schedule, all collectives in place
+         -> predicted with collective matmuls at these sites, or those, or none
+         -> XLA as far as its schedule, with what was chosen: predicted again, and none if that is no better
+
+A collective matmul takes a collective's place before anything is scheduled (PRE_SCHEDULER), and what its collective
+would cost beside the other strand is known of scheduled programs alone. So the program is scheduled once as it is,
+which takes a tenth of a compile, and `passes/collective_matmul_choice.py` weighs its sites there. To schedule it anew
+for each choice would say more, and take a tenth of a compile for each of some twenty; it is done for the last one,
+since what a form copies beside its kernel is only seen there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+from absl import logging
+
+from dhelix.passes import fingerprint
+from dhelix.passes.collective_matmul import CollectiveMatmul
+from dhelix.passes.collective_matmul_choice import Candidate, Trial, Weighed, choose, mark
+from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.collective_schedule import list_order
+from dhelix.passes.costs import CostModel
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.orders import Scheduler
+from dhelix.passes.timeline import simulate_module
+from dhelix.runtime import broken_off, lowering
+
+
+class Weighing:
+    """A step whose sites are weighed.
+
+    Args:
+      lowered: the step as its function lowers.
+      passes: makes the passes that it is to go through; its argument: patterns whose sites stay collectives.
+      model: costs.
+      order: that of the passes.
+      memory_limit, max_in_flight: of the order.
+    """
+
+    def __init__(
+        self,
+        lowered: jax.stages.Lowered,
+        passes: Callable[[tuple[Pattern, ...]], PassManager],
+        model: CostModel,
+        order: Scheduler,
+        memory_limit: int | None = None,
+        max_in_flight: int | None = None,
+    ) -> None:
+        self._lowered, self._passes, self._model, self._order = lowered, passes, model, order
+        self._limits = memory_limit, max_in_flight
+
+    def weighed(self) -> Weighed | None:
+        """None where there is nothing to decide, or what there is cannot be looked at."""
+        source = self._with_strands()
+        trial = None if source is None else self._trial(source)
+        if source is None or trial is None or not trial.patterns:
+            return None
+        found = choose(trial, list_order, self._order)
+        found = found.checked(self._spliced(source, found.paired)) if found.taken else found
+        logging.info("%s, predicted beside strands: %s", fingerprint.module_name(source), found)
+        return found
+
+    def _with_strands(self) -> bytes | None:
+        """The step after the LOWERED passes; None where these leave it alone, so that it runs as it is."""
+        source, manager = lowering.hlo_bytes(self._lowered), self._passes(())
+        return manager.run(Stage.LOWERED, source)[0] if manager.runs_at(Stage.LOWERED) else source
+
+    def _trial(self, source: bytes) -> Trial | None:
+        """The step in XLA's order, with all collectives in place."""
+        passes = self._passes(()).enabled
+        number, forms = next(
+            ((n, one.forms) for n, one in enumerate(passes) if isinstance(one, CollectiveMatmul)), (0, None)
+        )
+        if forms is None:
+            return None
+        earlier, later = PassManager(passes[:number]), PassManager(passes[number + 1 :])
+        candidates: list[Candidate] = []
+
+        def before(module: bytes) -> bytes:
+            view = HloModule.from_bytes(earlier.run(Stage.PRE_SCHEDULER, module)[0] or module)
+            candidates.extend(mark(view, forms))
+            marked = view.to_bytes()
+            return later.run(Stage.PRE_SCHEDULER, marked)[0] or marked
+
+        module = broken_off.scheduled(self._lowered, source, "trial", before)
+        if module is None:
+            return None
+        return Trial(HloModule.from_bytes(module), candidates, self._model, *self._limits)
+
+    def _spliced(self, source: bytes, paired: tuple[Pattern, ...]) -> float:
+        """Predicted seconds of the program that the passes make."""
+        manager = self._passes(paired)
+        module = broken_off.scheduled(
+            self._lowered, source, "spliced", lambda module: manager.run(Stage.PRE_SCHEDULER, module)[0]
+        )
+        if module is None:
+            return math.inf
+        module = manager.run(Stage.POST_SCHEDULER, module)[0] or module
+        return simulate_module(HloModule.from_bytes(module), self._model.hardware, self._model.costs()).seconds

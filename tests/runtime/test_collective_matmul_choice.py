@@ -1,0 +1,111 @@
+"""Which sites of a step with strands become collective matmuls, on GPUs that need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+from dhelix.errors import DhelixError
+from dhelix.models import Training, make_train_step, preset
+from dhelix.passes import manager
+from dhelix.passes.collective_matmul import CollectiveMatmul
+from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
+from dhelix.profiles import collective_matmul_times
+from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Times
+from dhelix.profiles.profile import Timing
+from dhelix.runtime import deviceless, registration
+from dhelix.runtime.collective_matmul_choice import Weighing
+from dhelix.runtime.collective_matmul_pass import PAIRED
+from dhelix.runtime.schedules import Choice
+
+CONFIG = preset("llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048)
+QKV = Site("all_gather_matmul", 2048, 1024, 512, "bfloat16", 4)
+DOWN = Site("matmul_reduce_scatter", 2048, 768, 1024, "bfloat16", 4)
+
+
+def times(**ratios: float) -> Times:
+    """How many times longer than its GEMM a ring takes at both sites. Monolithic is slower, so a ring is to be had."""
+    sites = {
+        site: SiteTimes(Timing(1.0), Timing(1.0), {MONOLITHIC: Timing(99.0), Form("ring"): Timing(ratios[name])})
+        for name, site in (("qkv", QKV), ("down", DOWN))
+    }
+    return Times("H200", "nvlink", sites=sites)
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(manager, "_said", set())
+    monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_CTA_POLICY", "NCCL_P2P_DISABLE", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    registration.clear()
+
+
+@pytest.fixture(scope="module")
+def training() -> Training:
+    return make_train_step(CONFIG, deviceless.mesh({"dp": 1, "tp": 4}), optax.sgd(0.1), 3)
+
+
+def known(monkeypatch: pytest.MonkeyPatch, found: Times) -> None:
+    monkeypatch.setattr(collective_matmul_times, "find", lambda hardware, link: found)
+
+
+def choice(**options: Any) -> Choice:
+    given = {"schedule": "dp", "profile": "auto", "plan": None, "memory_limit": None, "collective_matmul": "auto"}
+    return Choice.of(**{**given, "max_in_flight": None, "passes": None, **options})
+
+
+@pytest.mark.deviceless
+def test_each_kind_of_site_is_decided_for_itself(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that is said to take 20 times as long as its GEMM is left out, one that takes a tenth is not; but a ring's
+    program is in fact no faster, and without a word to the contrary that would count."""
+    known(monkeypatch, times(qkv=0.1, down=20.0))
+    spliced, real = Weighing._spliced, []
+
+    def recorded(*arguments: Any) -> float:
+        real.append(spliced(*arguments))
+        return 0.0
+
+    monkeypatch.setattr(Weighing, "_spliced", recorded)
+    weighed, decided = Weighing.weighed, []
+    monkeypatch.setattr(Weighing, "weighed", lambda self: decided.append(weighed(self)) or decided[0])
+    lowered = jax.jit(training.train_step, donate_argnums=0).lower(
+        training.abstract_state(), training.abstract_batch(3)
+    )
+    settled = choice(schedule="list", memory_limit=1 << 40).weighed(lowered)
+    (found,) = decided
+    assert ([p.site for p in found.taken], [p.site for p in settled.paired]) == ([QKV], [DOWN])
+    assert found.seconds < real[0] < 2 * found.seconds and found.checked(real[0]).taken == ()
+    (forms,) = [one.forms for one in settled.manager(lowered).passes if isinstance(one, CollectiveMatmul)]
+    assert forms.choose(found.taken[0]) == Form("ring")
+    with pytest.raises(DhelixError, match=PAIRED):
+        forms.choose(found.paired[0])
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "xla"}, {"schedule": "intra_batch"}, {"profile": None}, {"collective_matmul": "ring"}],
+    ids=str,
+)
+def test_elsewhere_the_form_that_is_faster_alone_is_taken(
+    training: Training, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    known(monkeypatch, times(qkv=0.1, down=20.0))
+    lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
+    asked = choice(**options)
+    assert asked.weighed(lowered) == asked
+
+
+@pytest.mark.deviceless
+def test_a_plan_has_its_collectives_where_they_are(training: Training) -> None:
+    lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
+    asked = choice(plan=PairingPlan("a step", PlanTarget.of("H200", "nvlink", "default"), ()))
+    assert asked.weighed(lowered) == asked
+    assert CollectiveMatmul.name not in [one.name for one in asked.manager(lowered).passes]
