@@ -12,8 +12,8 @@ matters most comes first. Losses of the first steps are compared with each other
 
 Time, for 16 layers of Llama-8B on 4 H200s: a step takes 2 to 3 s (6 s without peer-to-peer and pipeline), and each
 variant of a setting check_steps + rounds x steps of them; compiles take about a minute each on 2 cores, 25 s of it
-the passes of "dp", and run `--threads` at a time. So a setting with the 12 variants of `ESSENTIAL` takes about
-6 minutes without peer-to-peer, one with 6 of them 3 minutes.
+the passes of "dp", and run `--threads` at a time. So a setting with the 14 variants of `ESSENTIAL` takes about
+7 minutes without peer-to-peer, one with 6 of them 3 minutes.
 
 Whether the largest model of `pipeline_memory.py` fits on the card, in one step:
 

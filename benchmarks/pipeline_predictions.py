@@ -2,14 +2,16 @@
 
     W                    every loop has known rounds: the program is played as it stands (`passes.timeline`)
     1F1B and others      bodies of its loops are played: a layer forward, backward, both; head; embedding;
-                         `passes.pipeline_fold.evaluate` makes a step of them, and what stands beside the loops is added
+                         `passes.pipeline_fold.evaluate` makes a step of them, in which every exchange that the program
+                         holds is a meeting, and what stands beside the loops is added
     zero-bubble V        no program of ours: 1F1B's layers and ends; gradients of weights take as long as the products
                          of a layer forward
     bidirectional        no program either: W's layers, and for a pair what a pair of W takes with all that is beside it
     without a pipeline   played as it stands
 
 Costs are the profile's, at the clock that W's step settles at. Messages of schedules that are not lockstep are taken
-as long as one is alone, and nothing beside it.
+as long as one is alone; those that leave beside a tick (`phases.Messages`) take nothing from it, and are waited for
+where layers communicate, since XLA does not put a loop that communicates beside an exchange.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
 from dhelix.benchmarks.strand_variants import Setting
 from dhelix.errors import DhelixError
+from dhelix.passes.collectives import find_collective
 from dhelix.passes.costs import Costs, sequence_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
 from dhelix.passes.pipeline_fold import (
@@ -52,6 +55,7 @@ class Times:
       head, embedding: forward and backward, what one stage does of them; 0 where no loop holds them alone.
       send: one message.
       beside: once per step: optimizer, casts, sums over the mesh.
+      communicates: whether a layer holds collectives.
     """
 
     forward: float
@@ -62,6 +66,7 @@ class Times:
     embedding: float
     send: float
     beside: float
+    communicates: bool
 
 
 class Predictions:
@@ -91,10 +96,8 @@ class Predictions:
     def facts(self) -> dict[str, Any]:
         """Milliseconds that the predictions are made of, by program."""
         return {
-            name: {
-                part: None if seconds is None else round(1e3 * seconds, 4) for part, seconds in asdict(times).items()
-            }
-            for name, times in self.times.items()
+            name: {part: round(1e3 * found, 4) if isinstance(found, float) else found for part, found in parts.items()}
+            for name, parts in ((name, asdict(times)) for name, times in self.times.items())
         }
 
     def _step(self, variant: Variant) -> float:
@@ -102,8 +105,9 @@ class Predictions:
             return simulate_module(self.programs[variant.name], self.model.hardware, self.model.costs()).seconds
         layout = layout_of(variant.schedule, self.layers, self.stages)
         schedule = make_schedule(variant.schedule, layout, self.microbatches)
-        costs = self._costs(variant.name)
-        return float(evaluate(schedule, costs).step_time) + self.times[variant.name].beside
+        times, costs = self.times[variant.name], self._costs(variant.name)
+        found = evaluate(schedule, costs, meetings=True, sends_beside=not times.communicates)
+        return float(found.step_time) + times.beside
 
     def _costs(self, name: str) -> PipelineCosts:
         times, shared = self.times[name], VARIANTS[name].shared_ends
@@ -150,7 +154,7 @@ def times_of(module: HloModule, costs: Costs) -> Times:
     ends = [body for body in bodies if not _strands(body)]
     heads = [_seconds(sequence_of(body), costs) for body in ends if any(map(_is_product, graph.walk(body)))]
     others = [_seconds(sequence_of(body), costs) for body in ends if not any(map(_is_product, graph.walk(body)))]
-    sends = [costs[i].seconds for i in graph.walk(module.entry) if i.opcode == "collective-permute"]
+    sends = [costs[i].seconds for i in graph.walk(module.entry) if _kind(i) == "collective-permute"]
     beside = [i for i in sequence_of(module.entry) if not _of_ticks(i)]
     return Times(
         forward=statistics.median(layers[FORWARD]),
@@ -161,6 +165,7 @@ def times_of(module: HloModule, costs: Costs) -> Times:
         embedding=2 * _median(others),  # a loop forward and one backward
         send=_median(sends),
         beside=_seconds(beside, costs),
+        communicates=any(map(_kind, graph.walk(ahead))),
     )
 
 
@@ -189,6 +194,12 @@ def _strands(computation: Computation) -> frozenset[str]:
 
 def _is_product(instruction: Instruction) -> bool:
     return instruction.opcode == "dot" or instruction.proto.custom_call_target.startswith("__cublas")
+
+
+def _kind(instruction: Instruction) -> str:
+    """Of the collective that begins at `instruction`; none: empty."""
+    found = find_collective(instruction)
+    return "" if found is None else found.kind
 
 
 def _seconds(order: Sequence[Instruction], costs: Costs) -> float:

@@ -7,8 +7,9 @@ XLA's order, under every launch setting that ours run under. DualPipeV co-execut
     own ends       embedding and head by the stage of the first and of the last chunk: only a stage's own work
     shared ends    each stage has its share of the vocabulary, and all compute it together
 
-1F1B and the others run as they are defined with own ends. They are compared with shared ends, too, where these are
-better for them: two stages of own ends wait for each other, and own ends are held, and their gradients summed, by all.
+1F1B and the others run as they are defined with own ends. They are compared with shared ends, too, and the faster one
+counts: own ends keep the other stages waiting, and are held, and their gradients summed, by all; shared ends join all
+stages, which costs 1F1B a forward that waits for a backward each time, and the others little.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ VARIANTS: dict[str, Variant] = {
 }
 
 ESSENTIAL = (
-    "W, dp; W, own ends, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; DualPipeV; DualPipeV, dp; "
+    "W, dp; W, own ends, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; interleaved, shared ends; "
+    "DualPipeV; DualPipeV, shared ends; DualPipeV, dp; "
     "no pipeline; no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
 )
 

@@ -12,7 +12,10 @@ from dhelix.benchmarks.pipeline_tables import read
 from dhelix.benchmarks.strand_variants import SETTINGS
 
 LAYERS, STAGES, MICROBATCHES = 16, 2, 16
-TIMES = Times(forward=1e-3, backward=2e-3, both=2.5e-3, products=1e-3, head=0.0, embedding=0.0, send=0.0, beside=10e-3)
+TIMES = Times(
+    forward=1e-3, backward=2e-3, both=2.5e-3, products=1e-3, head=0.0, embedding=0.0, send=0.0, beside=10e-3,
+    communicates=False,
+)  # fmt: skip
 W_STEP_MS = 400.0
 
 
@@ -33,10 +36,23 @@ def test_1f1b_takes_its_layers_and_its_bubble(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stages_own_ends_are_in_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = predicted(monkeypatch, "1F1B", "1F1B, shared ends")
-    found = predicted(monkeypatch, "1F1B", "1F1B, shared ends", head=1e-3, embedding=0.5e-3)
-    assert found["1F1B, shared ends"] - alone["1F1B, shared ends"] == pytest.approx(1.5 * MICROBATCHES)
-    assert found["1F1B"] - alone["1F1B"] == pytest.approx(1.0 * MICROBATCHES, rel=0.2)
+    names = ("1F1B", "1F1B, shared ends", "interleaved, shared ends")
+    alone = predicted(monkeypatch, *names)
+    found = predicted(monkeypatch, *names, head=1e-3, embedding=0.5e-3)
+    more = {name: found[name] - alone[name] for name in names}
+    assert more["interleaved, shared ends"] == pytest.approx(1.5 * MICROBATCHES)
+    assert more["1F1B"] == pytest.approx(1.0 * MICROBATCHES, rel=0.2)
+    assert more["1F1B, shared ends"] > 8 * (2 - 1) * MICROBATCHES  # they join a forward and a backward of 8 layers
+
+
+def test_messages_are_waited_for_unless_they_leave_beside_layers_that_do_not_communicate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = predicted(monkeypatch, "interleaved")["interleaved"]
+    beside, waited = (
+        predicted(monkeypatch, "interleaved", send=1e-3, communicates=each)["interleaved"] for each in (False, True)
+    )
+    assert base < beside < base + 10 < waited - 40
 
 
 def test_what_co_executes_is_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
