@@ -25,7 +25,7 @@ from dhelix.passes.strand_sequences import Body, Operator
 
 _SHORTEST, _LONGEST = 24, 72  # operators of both strands in a column
 _SEARCHED = 8  # columns, and as many windows
-_WINDOW_STEPS = 10_000  # instructions that the improvement of a window plays
+_WINDOW_WORK = 2_000  # of the improvement of a window (`OrderTiming.work`)
 
 Solver = Callable[[OrderSearch, Sequence[Operator], Sequence[Operator]], Order]
 
@@ -51,7 +51,7 @@ def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limit
 
     def improve(numbers: Order, is_new: bool) -> Order:
         found = OrderSearch(body, costs, limits, numbers)
-        return found.improve(found.fitting([numbers])[0], _WINDOW_STEPS) if is_new else numbers
+        return found.improve(found.fitting([numbers])[0], _WINDOW_WORK) if is_new else numbers
 
     windows = columns[: middles[0]]
     for begin, end in zip(middles, [*middles[1:], len(columns)], strict=True):

@@ -1,19 +1,20 @@
 """Orders of a body's operators: what one takes, whether it fits, and how to make it better by moving operators.
 
-An order is a tuple of operators by number (`Body.operators`), of the whole body or of a part of it. Every instruction
-follows from an order of the whole (`Body.sequence`), and `seconds` is what the evaluator says of that.
+An order is a tuple of operators by number (`Body.operators`), of the whole body or of a part of it. An order of the
+whole may have waits too, which say where compute waits for a collective before anything needs it (`Body.waits_for`).
+Every instruction follows from that (`Body.sequence`), and `seconds` is what the evaluator says of it.
 
 1. `segment`: P of equation 2, two segments from idle lanes to idle lanes. Compute of one strand leads, a collective
    starts as soon as it can; the better of the two ways to lead counts.
 2. `allowed`: after which operators of both strands there may be a barrier: what they need has run, and what lives then
    fits into memory. What lives between segments does not depend on the order inside.
-3. `improve`: local search by moves of single operators. Random moves first, of which those count that fit and are not
-   slower by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); then each
-   operator by a few places, as long as that is faster. It ends after a number of instructions played and not of
-   seconds, so that the result is the same on every host.
+3. `improve`: local search by moves of single operators and waits. Random moves first, of which those count that are
+   not slower by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); then
+   each operator by a few places, as long as that is faster. Most of a moved order is looked up and not played
+   (`passes/order_timing.py`). The search ends after an amount of work and not of seconds, so that the result is the
+   same on every host.
 """
 
-import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -21,18 +22,18 @@ from dhelix.passes.buffers import LiveSet
 from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Instruction
-from dhelix.passes.operator_keys import CONTROL_FLOW
+from dhelix.passes.order_timing import Order, OrderTiming, States, Step
 from dhelix.passes.orders import Limits, few_in_flight
 from dhelix.passes.strand_sequences import Body, Operator, lay
 from dhelix.passes.timeline import Player
 
-Order = tuple[int, ...]
 Timed = tuple[float, Order]  # seconds of the whole, and the order
 
 _REACH = 12  # places that an operator is moved by at once
 _GAIN = 1e-6  # share of the time that counts as faster
 _WORSE = 3e-3  # share of the time by which random moves may be slower, at first
-_WANDERED = 0.85  # share of the steps that go into random moves
+_WAITING = 0.1  # share of the random moves that move a wait
+_WANDERED = 0.9  # share of the work that goes into random moves
 
 
 class OrderSearch:
@@ -50,15 +51,18 @@ class OrderSearch:
         self.is_whole = numbers is None
         self.timed = self._timed(body.timed if numbers is None else self._members())
         self.parts = {n: [i for i in body.parts[n] if i in self.timed] for n in self.numbers}
-        self.floor = {i: self._floor(i) for i in self.timed}
-        self.users: dict[int, list[int]] = {n: [] for n in self.numbers}
-        for number in self.numbers:
-            for needed in body.operators[number].needs:
-                if needed in self.users:
-                    self.users[needed].append(number)
-        self.played = 0  # instructions, by `seconds`
+        self.waits = body.waits_for if self.is_whole else {}
+        self.needs = {n: body.operators[n].needs & self.parts.keys() for n in self.numbers}
+        self.needs |= {wait: frozenset((pair,)) for wait, pair in self.waits.items()}
+        self.users: dict[int, list[int]] = {n: [] for n in self.needs}
+        for number, needs in self.needs.items():
+            for needed in needs:
+                self.users[needed].append(number)
+        self.states = States(costs, limits)
+        self._compute = {n for n in self.numbers if body.operators[n].lane is Lane.COMPUTE}
+        self._steps = {n: self._step(n) for n in self.numbers}
+        self._end = self.states.step((), drains=True)
         self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}
-        self._single: dict[int, float] = {}
 
     def _members(self) -> dict[Instruction, None]:
         """Instructions of a part of the body, in XLA's order."""
@@ -70,10 +74,10 @@ class OrderSearch:
         mine = {i: None for i in members if i in self.body.timed}
         return {i: [b for b in self.body.timed[i] if b in mine] for i in mine}
 
-    def _floor(self, instruction: Instruction) -> float:
-        """Seconds of compute that it takes at least."""
-        cost = self.costs[instruction]
-        return 0.0 if cost.lane is not Lane.COMPUTE or instruction.opcode in CONTROL_FLOW else cost.seconds
+    def _step(self, number: int) -> Step:
+        """An operator in a segment: pairs that it reads end, if they were started there."""
+        ends = (self.body.ends[pair] for pair in self.body.waits[number])
+        return self.states.step((*ends, *self.parts[number]))
 
     def sequence(self, order: Iterable[int]) -> list[Instruction]:
         """All instructions of the whole body, with no more collectives in flight than allowed.
@@ -112,24 +116,19 @@ class OrderSearch:
         laid: dict[Instruction, None] = {}
         timed = self.timed
         for number in order:
-            lay(self.body.heads[number], timed, laid)
-            for instruction in self.parts[number]:
+            lay(self.body.head(number), timed, laid)
+            for instruction in self.parts.get(number, ()):
                 if instruction not in laid and all(b in laid for b in timed[instruction]):
                     laid[instruction] = None
         for instruction in timed:
             lay(instruction, timed, laid)
         return few_in_flight(list(laid), timed, self.costs, self.limits.max_in_flight)
 
-    def seconds(self, order: Order, stop: float = math.inf) -> float:
-        """The whole, without barriers; infinite as soon as it is clear that it takes `stop` or more."""
+    def seconds(self, order: Order) -> float:
+        """The whole, without barriers."""
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
-        rest = sum(self.floor.values())
         for instruction in self._timed_sequence(order):
             player.play(instruction)
-            self.played += 1
-            rest -= self.floor[instruction]
-            if player.now + rest >= stop:
-                return math.inf
         player.drain()
         return player.now
 
@@ -186,7 +185,7 @@ class OrderSearch:
             head = self._next((*leading, *following), {}) if leading or following else None
             if head is None:
                 known = 0.0, ()
-            elif self.body.operators[head].lane is Lane.COMPUTE:
+            elif head in self._compute:
                 rest = (tuple(n for n in segment if n != head) for segment in (leading, following))
                 seconds, order = self._lay(*rest)
                 known = self._alone(head) + seconds, (head, *order)
@@ -197,30 +196,24 @@ class OrderSearch:
 
     def _alone(self, number: int) -> float:
         """Seconds of an operator that computes, with what travels with it, from idle lanes."""
-        if number not in self._single:
-            player = Player(self.costs, self.limits.hardware, self.limits.bodies)
-            for instruction in self.parts[number]:
-                player.play(instruction)
-            self._single[number] = player.now
-        return self._single[number]
+        step = self._steps[number]
+        return step.least + self.states.idle[step][0]
 
     def _play(self, numbers: Order) -> tuple[float, Order]:
-        player = Player(self.costs, self.limits.hardware, self.limits.bodies)
         left = dict.fromkeys(numbers)
         laid: list[int] = []
+        seconds, state = 0.0, self.states.idle
         while left:
-            chosen = self._next(left, player.under_way)
-            if not player.under_way and self.body.operators[chosen].lane is Lane.COMPUTE:
-                seconds, order = self._lay(tuple(left), ())
-                return player.now + seconds, (*laid, *order)
-            for number in self.body.waits[chosen]:
-                player.play(self.body.ends[number])
-            for instruction in self.parts[chosen]:
-                player.play(instruction)
+            chosen = self._next(left, state.under_way)
+            if not state.under_way and chosen in self._compute:
+                rest, order = self._lay(tuple(left), ())
+                return seconds + rest, (*laid, *order)
+            step = self._steps[chosen]
+            lost, state = state[step]
+            seconds += step.least + lost
             laid.append(chosen)
             del left[chosen]
-        player.drain()
-        return player.now, tuple(laid)
+        return seconds + state[self._end][0], tuple(laid)
 
     def _next(self, left: Collection[int], under_way: Collection[Instruction]) -> int:
         """The first of `left` to run: a collective that can start, compute that can, or what must wait least."""
@@ -228,12 +221,11 @@ class OrderSearch:
         ready: list[int] = []
         free: list[int] = []
         for number in left:
-            operator = body.operators[number]
-            if not operator.needs.isdisjoint(left):
+            if not self.needs[number].isdisjoint(left):
                 continue
             ready.append(number)
             if not under_way or not any(body.heads[w] in under_way for w in body.waits[number]):
-                if operator.lane is not Lane.COMPUTE:
+                if number not in self._compute:
                     return number
                 free.append(number)
         return free[0] if free else ready[0]
@@ -243,65 +235,74 @@ class OrderSearch:
         fitting = [order for order in dict.fromkeys(orders) if self.fits(order)]
         return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
 
-    def improve(self, start: Timed, steps: int) -> Order:
-        """The fastest order found from `start`, which fits, by playing about `steps` instructions."""
-        until = self.played + steps
-        return self._climb(self._wander(start, int(_WANDERED * steps)), until)[1]
+    def improve(self, start: Timed, work: int) -> Order:
+        """The fastest order found from `start`, which fits, for that much `OrderTiming.work`."""
+        timing = OrderTiming(self.body, self.states, self.timed, self.parts)
+        wandered = self._wander(start, timing, int(_WANDERED * work))
+        return self._climb(wandered, timing, work)[1]
 
-    def _wander(self, start: Timed, steps: int) -> Timed:
-        """Random moves, taken if what they lead to is not slower by more than a share, which falls to nothing."""
-        draw = random.Random(0)
-        here = best = start
-        until = self.played + steps
-        while self.played < until:
-            self.played += 1  # so that it ends where nothing can be moved
-            number = draw.choice(self.numbers)
-            rest, low, high = self._places(here[1], number)
-            there = draw.randint(low, high)
-            order = (*rest[:there], number, *rest[there:])
-            enough = here[0] * (1.0 + _WORSE * (until - self.played) / steps)
-            if order != here[1] and (seconds := self.seconds(order, enough)) < enough and self.fits(order):
+    def _wander(self, start: Timed, timing: OrderTiming, work: int) -> Timed:
+        """Random moves, taken if what they lead to is not slower by more than a share, which falls to nothing.
+
+        Memory is asked about the fastest so far alone: from one that does not fit, back to the fastest that does.
+        """
+        draw, waits = random.Random(0), list(self.waits)
+        here = best = start[0], (*start[1], *waits)
+        while (left := work - timing.work) > 0:
+            movable = waits if waits and draw.random() < _WAITING else self.numbers
+            order = self._moved(here[1], draw.choice(movable), draw)
+            enough = here[0] * (1.0 + _WORSE * left / work)
+            if (seconds := timing.seconds(order, enough)) < enough:
                 here = seconds, order
-                best = min(best, here)
+                if seconds < best[0] * (1.0 - _GAIN):
+                    best = here = here if self.fits(order) else best
         return best
 
-    def _climb(self, start: Timed, until: int) -> Timed:
-        """`start` with single operators moved, as long as that is faster and fits."""
-        seconds, best = start
-        seen = {best}
-        operators = sorted(self.numbers, key=lambda n: (self.body.operators[n].lane is Lane.COMPUTE, n))
+    def _climb(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
+        """`best` with single operators and waits moved, as long as that is faster and fits."""
+        seen = {best[1]}
+        movable = sorted(best[1], key=lambda n: (n in self._compute, n))
         improved = True
         while improved:
             improved = False
-            for number in operators:
-                for moved in self._moved(best, number):
-                    if self.played >= until:
-                        return seconds, best
-                    if moved in seen:
+            for number in movable:
+                for order in self._nearby(best[1], number):
+                    if timing.work >= work:
+                        return best
+                    if order in seen:
                         continue
-                    seen.add(moved)
-                    found = self.seconds(moved, seconds * (1.0 - _GAIN))
-                    if found < seconds * (1.0 - _GAIN) and self.fits(moved):
-                        best, seconds, improved = moved, found, True
+                    seen.add(order)
+                    enough = best[0] * (1.0 - _GAIN)
+                    if (seconds := timing.seconds(order, enough)) < enough and self.fits(order):
+                        best, improved = (seconds, order), True
                         break
-        return seconds, best
+        return best
 
-    def _moved(self, order: Order, number: int) -> Iterator[Order]:
-        """Orders with one operator elsewhere, nearest places first."""
-        here = order.index(number)
+    def _moved(self, order: Order, number: int, draw: random.Random) -> Order:
+        """`order` with an operator or a wait elsewhere."""
         rest, low, high = self._places(order, number)
+        return _inserted(rest, number, draw.randint(low, high))
+
+    def _nearby(self, order: Order, number: int) -> Iterator[Order]:
+        """Orders with an operator or a wait elsewhere, nearest places first."""
+        rest, low, high = self._places(order, number)
+        here = order.index(number)
         for distance in range(1, _REACH + 1):
             for there in (here - distance, here + distance):
                 if low <= there <= high:
-                    yield (*rest[:there], number, *rest[there:])
+                    yield _inserted(rest, number, there)
 
     def _places(self, order: Order, number: int) -> tuple[Order, int, int]:
-        """`order` without one operator, and from where to where it may stand: behind its needs, before its users."""
-        place = {n: k for k, n in enumerate(order)}
-        here = place[number]
-        low = max((place[n] + 1 for n in self.body.operators[number].needs if n in place), default=0)
-        high = min((place[n] - 1 for n in self.users[number]), default=len(order) - 1)
-        return order[:here] + order[here + 1 :], low, high
+        """`order` without an operator or a wait, and from where to where that may stand: between needs and users."""
+        here = order.index(number)
+        rest = order[:here] + order[here + 1 :]
+        low = max((rest.index(n) + 1 for n in self.needs[number]), default=0)
+        high = min((rest.index(n) for n in self.users[number]), default=len(rest))
+        return rest, low, high
+
+
+def _inserted(rest: Order, number: int, place: int) -> Order:
+    return (*rest[:place], number, *rest[place:])
 
 
 def needed_of(mine: Sequence[Operator], others: Sequence[Operator]) -> list[int]:

@@ -13,7 +13,7 @@ so that what one strand sends lies under what the other computes:
    the strands. P, both segments together from idle lanes, is played with the rates of measured pairs, in two launch
    orders: whose compute goes first. States whose live values need more than the memory allowed are left out.
 2. Cuts are barriers in the model alone. From the fastest of these plans, `list_order` and XLA's order, single operators
-   move to other places while the evaluator says that the whole is faster without barriers
+   and waits for collectives move to other places while the evaluator says that the whole is faster without barriers
    (`passes/order_search.py`). One strand gets that, too. Bodies of many layers are solved layer by layer
    (`passes/layer_search.py`).
 3. The fastest of that, `list_order` and XLA's order within memory: never slower than either by the evaluator.
@@ -40,10 +40,9 @@ from dhelix.passes.strand_sequences import Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, Hardware
 
-_STEPS = 45_000  # instructions that the improvement plays, over all orders that it tries
-_STEPS_SHORT = 20  # the same for each move of an operator past another, where operators are few
-_TRIES = 20  # orders that it could play at least, or it is not begun
-_STEPS_LAYER = 20_000  # the same for a layer of a long body
+_WORK = 20_000  # of the improvement (`OrderTiming.work`)
+_WORK_SHORT = 10  # the same for each move of an operator past another, where operators are few
+_WORK_LAYER = 2_000  # the same for a layer of a long body
 _LONG = 120  # operators; bodies with more are solved layer by layer
 
 
@@ -123,10 +122,9 @@ def plan_body(
     if len(number) <= _LONG:
         found += [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
     starts = search.fitting(found)
-    steps = min(_STEPS, _STEPS_SHORT * len(number) ** 2)
     improved = starts[0][1] if starts else found[-1]
-    if starts and len(number) * _TRIES <= steps:
-        improved = search.improve(starts[0], steps)
+    if starts and len(number) <= _LONG:
+        improved = search.improve(starts[0], min(_WORK, _WORK_SHORT * len(number) ** 2))
     most = limits.max_in_flight
     orders = {
         "xla": few_in_flight(sequence, body.before, costs, most),
@@ -160,7 +158,7 @@ def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], fl
 
     def solve(part: OrderSearch, first: Sequence[Operator], second: Sequence[Operator]) -> Order:
         orders, _ = _paired(part, body.first.part(first), body.second.part(second), max_segment)
-        return part.improve(part.fitting(orders)[0], _STEPS_LAYER)
+        return part.improve(part.fitting(orders)[0], _WORK_LAYER)
 
     if len(body.operators) <= _LONG:
         return _paired(search, body.first, body.second, max_segment)

@@ -124,12 +124,23 @@ class Body:
         """Of each instruction in XLA's order."""
         return {i: n for n, i in enumerate(self.order)}
 
+    @cached_property
+    def waits_for(self) -> dict[int, int]:
+        """Numbers beyond those of operators: in an order, compute waits there for the pair that this one is."""
+        return {len(self.operators) + n: pair for n, pair in enumerate(sorted(self.ends))}
+
+    def head(self, number: int) -> Instruction:
+        """Of an operator, or the end that is waited for."""
+        return self.heads[number] if number < len(self.heads) else self.ends[self.waits_for[number]]
+
     def sequence(self, numbers: Iterable[int]) -> list[Instruction]:
-        """All instructions, with the operators in the order of `numbers`, which keeps their needs."""
+        """All instructions, with operators and waits in the order of `numbers`, which keeps their needs."""
         laid: dict[Instruction, None] = {}
         for number in numbers:
-            lay(self.heads[number], self.before, laid)
-            for instruction in self.parts[number]:  # also what follows the head and holds memory until it ran
+            lay(self.head(number), self.before, laid)
+            for instruction in (
+                self.parts[number] if number < len(self.parts) else ()
+            ):  # also what follows the head and holds memory until it ran
                 if instruction not in laid and instruction in self.timed:
                     if all(b in laid for b in self.timed[instruction]):
                         lay(instruction, self.before, laid)

@@ -192,6 +192,10 @@ class Flight:
     rate: float = 1.0
 
 
+# Collectives under way, in the order of their launch: seconds left alone, and whether each has its lane by now.
+Flights = tuple[tuple[Instruction, Lane, float, bool], ...]
+
+
 class Player:
     """The lanes while a sequence is played, instruction by instruction; arguments as of `simulate`.
 
@@ -212,6 +216,16 @@ class Player:
         self.spans: list[tuple[Instruction, Lane, float, float]] = []  # of intervals, but those of loops
         self.loops: list[Interval] = []
         self.tallies: dict[str, _Tally] = {}
+
+    def flights(self) -> Flights:
+        return tuple((f.instruction, f.lane, f.left, f.begin < self.now) for f in self.under_way.values())
+
+    def resume(self, flights: Flights) -> None:
+        """Goes on from the flights of another player, with nothing of what came before; for a player of its own."""
+        for instruction, lane, left, running in flights:
+            flight = Flight(instruction, lane, left, _Tally(lane), -math.inf if running else math.inf)
+            self.lanes[lane].append(flight)
+            self.under_way[instruction] = flight
 
     def play(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
@@ -372,16 +386,8 @@ class Player:
         )
         intervals = [Interval(i.name, lane, start, end) for i, lane, start, end in self.spans] + self.loops
         intervals.sort(key=lambda i: (i.start, i.end))
-        return Timeline(
-            self.now,
-            self.compute,
-            self.compute_alone,
-            self.hidden,
-            self.exposed,
-            tuple(intervals),
-            collectives,
-            self.idle,
-        )
+        times = self.now, self.compute, self.compute_alone, self.hidden, self.exposed
+        return Timeline(*times, tuple(intervals), collectives, self.idle)
 
 
 def _longest_first(under: dict[str, float]) -> tuple[tuple[str, float], ...]:

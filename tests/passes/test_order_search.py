@@ -1,5 +1,8 @@
 """Orders of a body: what the search says one takes is what the evaluator says, and moves keep what must hold."""
 
+import dataclasses
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from dhelix.passes.costs import Cost
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.order_search import OrderSearch
+from dhelix.passes.order_timing import OrderTiming
 from dhelix.passes.orders import Limits, few_in_flight
 from dhelix.passes.strand_pairing import plan_body
 from dhelix.passes.strand_sequences import find_strands
@@ -27,19 +31,44 @@ def search_of(module: HloModule, costs: dict[Instruction, Cost], most: int | Non
 @settings(deadline=None, max_examples=60)
 @given(programs(), st.sampled_from([None, 1, 2]), st.randoms(use_true_random=False))
 def test_what_an_order_takes(drawn: tuple[Program, list[str]], most: int | None, draw) -> None:
-    """After random legal moves: legal, right where buffers are shared, and timed as the evaluator does."""
+    """After random moves of operators and waits: legal, right where buffers are shared, timed as the evaluator does."""
     program, results = drawn
     module, costs = build(program, results)
     search = search_of(module, costs, most)
-    order = tuple(search.numbers)
-    for _ in range(4):
-        moves = [moved for number in order for moved in search._moved(order, number)]
-        order = draw.choice(moves) if moves else order
-    sequence = search.sequence(order)
-    verify_sequence(module.entry, sequence)
-    assert runs_rightly(program, sequence)
-    assert search.seconds(order) == simulate(module.entry, sequence, costs, H200_NO_P2P).seconds
-    assert search.seconds(order, stop=0.0) == float("inf") or not any(c.seconds for c in costs.values())
+    timing = OrderTiming(search.body, search.states, search.timed, search.parts)
+    order = (*search.numbers, *search.waits)
+    for _ in range(6):
+        order = search._moved(order, draw.choice(order), draw) if order else order
+        sequence = search.sequence(order)
+        verify_sequence(module.entry, sequence)
+        assert runs_rightly(program, sequence)
+        seconds = simulate(module.entry, sequence, costs, H200_NO_P2P).seconds
+        assert search.seconds(order) == seconds
+        assert timing.seconds(order) == pytest.approx(seconds, rel=1e-12)
+        assert timing.seconds(order, stop=0.999 * seconds) == float("inf") or not seconds
+
+
+def test_what_was_played_once_is_looked_up() -> None:
+    """Where one operator moved, only what follows it is played, until the same is under way again."""
+    chain = [Op(f"x{n}", 1.0, (f"x{n - 1}" if n else "p",)) for n in range(30)]
+    module, costs = build([*chain, Op("y", 1.0, ("p",))], ["x29", "y"])
+    search = search_of(module, costs)
+    timing = OrderTiming(search.body, search.states, search.timed, search.parts)
+    *rest, last = search.numbers
+    timing.seconds((*rest, last))
+    work = timing.work
+    assert timing.seconds((*rest[:15], last, *rest[15:])) == timing.seconds((*rest, last))
+    assert timing.work <= work + 3
+
+
+def test_compute_may_wait_for_a_collective() -> None:
+    """Beside the gather x has a quarter of its speed; to wait for the end first is faster, and no operator says so."""
+    module, costs = build([Start("g", 1.0, "p"), Op("x", 3.0, ("p",)), Done("g")], ["x", "g_done"])
+    slow = dataclasses.replace(H200_NO_P2P, compute_rate=0.25, communication_rate=0.25)
+    memory = Memory(module)
+    limits = Limits(slow, memory.peak(module.entry, module.schedule[module.entry]), memory)
+    plan = plan_body(module.entry, module.schedule[module.entry], costs, limits)
+    assert plan.seconds == 4.0
 
 
 GATHERS = [

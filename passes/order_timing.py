@@ -1,0 +1,190 @@
+"""How long orders of operators take, for a search that tries thousands of them, each a little different from another.
+
+What an instruction takes depends on the collectives under way alone: how much is left of each, and whether it runs. So
+orders are ways through an automaton, which is built as far as they go:
+
+    State          what is under way (`Player.flights`), such as 120 us of a gather
+    Step           an operator, with what must be laid before it and what travels with it
+    state[step]    the seconds lost in it, and the state after it: played by the evaluator once, then looked up
+
+Two orders that differ in one place share the way to that place, and what follows it as soon as the same is under way
+again: at the latest when nothing is. Lost is what a step takes beyond the least that it can take; it only grows, so an
+order that lost too much is given up before its end.
+
+Contract: the seconds are those that the evaluator says of the order's sequence, to rounding.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dhelix.passes.costs import Cost
+from dhelix.passes.hlo import Instruction
+from dhelix.passes.operator_keys import CONTROL_FLOW
+from dhelix.passes.orders import Limits, few_in_flight
+from dhelix.passes.strand_sequences import Body, lay
+from dhelix.passes.timeline import Flights, Player
+
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Step:
+    """Instructions that are played together; the seconds that they take at least; whether all comes to its end then."""
+
+    instructions: tuple[Instruction, ...]
+    least: float
+    drains: bool
+
+
+class State(dict[Step, "tuple[float, State]"]):
+    """What is under way between two steps. By step: the seconds lost in it, and the state after it."""
+
+    def __init__(self, states: "States", flights: Flights) -> None:
+        super().__init__()
+        self.states, self.flights = states, flights
+        self.under_way = frozenset(flight[0] for flight in flights)
+
+    def __missing__(self, step: Step) -> "tuple[float, State]":
+        found = self[step] = self.states.play(self.flights, step)
+        return found
+
+
+class States:
+    """All states that were met, beginning with `idle` lanes, and all steps."""
+
+    def __init__(self, costs: Mapping[Instruction, Cost], limits: Limits) -> None:
+        self.costs, self.limits = costs, limits
+        self._steps: dict[tuple[tuple[Instruction, ...], bool], Step] = {}
+        self._states: dict[Flights, State] = {}
+        self.idle = self._state(())
+        self.played = 0  # steps
+
+    def step(self, instructions: tuple[Instruction, ...], drains: bool = False) -> Step:
+        found = self._steps.get((instructions, drains))
+        if found is None:
+            found = Step(instructions, sum(map(self.least, instructions)), drains)
+            self._steps[instructions, drains] = found
+        return found
+
+    def least(self, instruction: Instruction) -> float:
+        """Seconds that an instruction takes whatever is under way; a loop may overlap, so none."""
+        if instruction.opcode in CONTROL_FLOW:
+            return 0.0
+        player = self._player()
+        player.play(instruction)
+        return player.now
+
+    def play(self, flights: Flights, step: Step) -> tuple[float, State]:
+        self.played += 1
+        player = self._player()
+        player.resume(flights)
+        for instruction in step.instructions:
+            player.play(instruction)
+        if step.drains:
+            player.drain()
+        return player.now - step.least, self._state(player.flights())
+
+    def _state(self, flights: Flights) -> State:
+        found = self._states.get(flights)
+        if found is None:
+            found = self._states[flights] = State(self, flights)
+        return found
+
+    def _player(self) -> Player:
+        return Player(self.costs, self.limits.hardware, self.limits.bodies)
+
+
+class OrderTiming:
+    """Seconds of orders of some of a body's operators, which begin and end with idle lanes.
+
+    Args:
+      timed: instructions that take time, and ends, and what of these must come before each.
+      parts: of each operator what of `timed` travels with it.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        states: States,
+        timed: Mapping[Instruction, Sequence[Instruction]],
+        parts: Mapping[int, Sequence[Instruction]],
+    ) -> None:
+        self.body, self.states, self.timed, self.parts = body, states, timed, parts
+        self.most_in_flight = states.limits.max_in_flight
+        self.least = sum(map(states.least, timed))
+        self._bit = {i: 1 << n for n, i in enumerate(timed)}
+        self._closure: dict[Instruction, int] = {}  # of each instruction all that must come before it, and itself
+        for instruction, before in timed.items():
+            self._closure[instruction] = self._bit[instruction]
+            for earlier in before:
+                self._closure[instruction] |= self._closure[earlier]
+        self._steps: dict[int, dict[int, tuple[Step, int]]] = {n: {} for n in (*parts, *body.waits_for)}
+        self._decides = {n: self._deciding(n) for n in self._steps}
+        self._last: dict[int, Step] = {}
+        self._asked, self._played_before = 0, states.played
+
+    @property
+    def work(self) -> int:
+        """Orders that were asked about, and steps that were played for them; about 30 microseconds each."""
+        return self._asked + self.states.played - self._played_before
+
+    def seconds(self, order: Order, stop: float = math.inf) -> float:
+        """Of the order; infinite if it is `stop` or more."""
+        self._asked += 1
+        lost, most, state = 0.0, stop - self.least, self.states.idle
+        for step in self._way(order) if self.most_in_flight is None else self._crowded_way(order):
+            more, state = state[step]
+            lost += more
+            if lost >= most:
+                return math.inf
+        return self.least + lost
+
+    def _way(self, order: Order) -> Iterator[Step]:
+        laid = 0
+        all_steps, decides = self._steps, self._decides
+        for number in order:
+            steps, before = all_steps[number], laid & decides[number]
+            if before not in steps:
+                steps[before] = self._step(number, laid)
+            step, mask = steps[before]
+            laid |= mask
+            yield step
+        if laid not in self._last:
+            self._last[laid] = self.states.step(self._new(laid, self.timed), drains=True)
+        yield self._last[laid]
+
+    def _crowded_way(self, order: Order) -> Iterator[Step]:
+        """With ends moved up, so that no more are in flight than allowed; each instruction is a step of its own."""
+        sequence = [i for step in self._way(order) for i in step.instructions]
+        for instruction in few_in_flight(sequence, self.timed, self.states.costs, self.most_in_flight):
+            yield self.states.step((instruction,))
+        yield self.states.step((), drains=True)
+
+    def _deciding(self, number: int) -> int:
+        """What of the instructions laid before decides which ones come with an operator or a wait."""
+        found = self._closure.get(self.body.head(number), 0)
+        for instruction in self.parts.get(number, ()):
+            found |= self._bit[instruction]
+            for earlier in self.timed[instruction]:
+                found |= self._bit[earlier]
+        return found
+
+    def _step(self, number: int, laid: int) -> tuple[Step, int]:
+        """What an operator or a wait brings with it after the instructions `laid`, and its mask."""
+        head = self.body.head(number)
+        new = self._new(laid, (head,) if head in self.timed else (), self.parts.get(number, ()))
+        return self.states.step(new), sum(self._bit[i] for i in new)
+
+    def _new(
+        self, mask: int, wanted: Collection[Instruction], travelling: Sequence[Instruction] = ()
+    ) -> tuple[Instruction, ...]:
+        """What is laid for the instructions `wanted`, and of those `travelling` what can run then."""
+        laid = dict.fromkeys(i for i, bit in self._bit.items() if mask & bit)
+        count = len(laid)
+        for instruction in wanted:
+            lay(instruction, self.timed, laid)
+        for instruction in travelling:
+            if instruction not in laid and all(b in laid for b in self.timed[instruction]):
+                laid[instruction] = None
+        return tuple(laid)[count:]
