@@ -11,7 +11,8 @@ spread; a `Match` says how to bring operands and results into one order:
     x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
 
 A gathered array that others read too (a gradient of the weight contracts the gathered rows; a stack of residuals) is
-wanted as a second result.
+wanted as a second result. What XLA's partitioner puts between the two is moved out of the way before
+(`passes/collective_canonicalization.py`).
 
 `find` only looks; what it finds is correct to replace, not faster. Reasons to leave a collective alone are one line
 each and the same for all that they apply to.

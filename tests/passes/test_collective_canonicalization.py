@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
@@ -227,3 +229,52 @@ def test_sums_left_alone(name: str) -> None:
     lines, reason = KEPT[name]
     given = module(lines)
     assert run(given) == (given, [f"left alone: {reason} (count=1)"])
+
+
+# Both, in any order of dimensions
+
+STEPS = ("multiply(V, r)", "subtract(r, V)", "maximum(V, r)", "negate(V)", "clamp(least, V, most)")
+MESHES = (("{{0,1,2,3}}", "b = s32[] multiply(n, k)", 2), ("{{0,2},{1,3}}", OF_PAIRS.strip().replace("k =", "four =")
+    .replace("(j, k)", "(j, four)"), 4))  # fmt: skip
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> str:
+    """A gather, elementwise operations, products, sums over devices, their sum, and a part of it."""
+    gathered, cut = draw(st.integers(0, 1)), draw(st.integers(0, 1))
+    groups, offset, size = draw(st.sampled_from(MESHES))
+    whole, part = [8, 8], [8, 8]
+    whole[gathered] = part[cut] = size
+    tail = f"channel_id=1, replica_groups={groups}, use_global_device_ids=true"
+    lines = [f"x = f32{whole} parameter(0)", "s = f32[8] parameter(1), sharding={replicated}",
+        f"r = f32[8,8] broadcast(s), dimensions={{{1 - gathered}}}", "least = f32[] constant(-2)",
+        "most = f32[] constant(2)", f"v0 = f32[8,8] all-gather(x), dimensions={{{gathered}}}, {tail}"]  # fmt: skip
+    steps = draw(st.lists(st.sampled_from(STEPS), min_size=1, max_size=3))
+    lines += [f"v{n + 1} = f32[8,8] {step.replace('V', f'v{n}')}" for n, step in enumerate(steps)]
+    total = ""
+    for n in range(draw(st.integers(1, 3))):
+        sides = draw(st.tuples(st.integers(0, 1), st.integers(0, 1)))
+        lines += [f"w{n} = f32[8,8] parameter({n + 2})", f"y{n} = f32[8,8] dot(v{len(steps)}, w{n}), "
+            f"lhs_contracting_dims={{{sides[0]}}}, rhs_contracting_dims={{{sides[1]}}}",
+            f"a{n} = f32[8,8] all-reduce(y{n}), to_apply=add, {tail}"]  # fmt: skip
+        term = f"a{n}"
+        if draw(st.booleans()):
+            lines.append(f"t{n} = f32[8,8] transpose(a{n}), dimensions={{1,0}}")
+            term = f"t{n}"
+        lines += [f"q{n} = f32[8,8] add({total}, {term})"] if total else []
+        total = f"q{n}" if total else term
+    begin = ["z", "b"] if cut else ["b", "z"]
+    lines += ["z = s32[] constant(0)", "d = u32[] partition-id()", "n = s32[] convert(d)", "k = s32[] constant(2)"]
+    sizes = f"dynamic_slice_sizes={{{part[0]},{part[1]}}}"
+    lines += [offset, f"p = f32{part} dynamic-slice({total}, {begin[0]}, {begin[1]}), {sizes}"]
+    lines += [f"ROOT o = (f32{part}) tuple(p)"]
+    return "\n".join(lines).replace(", 8]", ",8]").replace(", 2]", ",2]").replace(", 4]", ",4]")
+
+
+@hypothesis.given(programs())
+@hypothesis.settings(max_examples=6)
+def test_any_program_computes_the_same(lines: str) -> None:
+    before, (after, notes) = module(lines), run(module(lines))
+    assert len(notes) == 2 and not any("left alone" in note for note in notes)
+    arguments = partitioned.whole_numbers(before, 4)
+    np.testing.assert_array_equal(partitioned.execute(before, arguments), partitioned.execute(after, arguments))

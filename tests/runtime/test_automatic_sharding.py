@@ -78,10 +78,10 @@ def of_llama() -> bytes:
     params = jax.tree.map(abstract, shapes, llama.param_specs(config))
     tokens = abstract(jax.ShapeDtypeStruct((4, config.seq), jnp.int32), PartitionSpec("dp"))
 
-    def llama_gradients(*arguments: Any) -> Any:
-        return jax.value_and_grad(lambda *a: llama.loss(config, *a, AutoParallel(mesh)))(*arguments)
+    def loss(params: Tree, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        return llama.loss(config, params, tokens, targets, AutoParallel(mesh))
 
-    return partitioned.of_gpus(jax.jit(llama_gradients).lower(params, tokens, tokens))
+    return partitioned.of_gpus(jax.jit(jax.value_and_grad(loss)).lower(params, tokens, tokens))
 
 
 def transformed(module: bytes, form: str = "ring") -> tuple[HloModule, Counter[str]]:

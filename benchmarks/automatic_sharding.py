@@ -1,0 +1,74 @@
+"""Which collectives of a train step collective matmuls can take the place of: by hand under shard_map, and by XLA.
+
+    python benchmarks/automatic_sharding.py --tp 2,4
+
+No GPU is needed (extra `compile`): the Llama-8B step is compiled for H200s as far as passes at PRE_SCHEDULER, a second
+or two for each. A site is a collective of activations beside its product. What a `shard_map` has is all there is to
+find; under automatic sharding the partitioner writes it otherwise, and `collective-canonicalization` makes it the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+
+_PLACES = ("layer, forward", "layer, backward", "head, forward", "head, backward")
+_KINDS = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--tp", default="2,4", help="how many GPUs, separated by commas")
+    arguments = made.parse_args()
+    print(f"| TP | sharding | canonical | {' | '.join(_PLACES)} | all |")
+    print("|---" * (4 + len(_PLACES)) + "|")
+    for tp in map(int, arguments.tp.split(",")):
+        for sharding in ("shard_map", "auto"):
+            module = partitioned(tp, sharding)
+            for canonical in (False, True):
+                found = sites(module, canonical)
+                counts = " | ".join(str(found[place]) for place in _PLACES)
+                print(
+                    f"| {tp} | {sharding} | {'yes' if canonical else 'no'} | {counts} | {found.total()} |", flush=True
+                )
+
+
+def partitioned(tp: int, sharding: str) -> bytes:
+    """The module of a step of two layers and two micro-batches that passes at PRE_SCHEDULER get."""
+    from dhelix.launch import profile_step, trainer
+    from dhelix.runtime import broken_off
+    from dhelix.runtime.lowering import hlo_bytes
+
+    options = trainer.Options("llama-8b", layers=2, mesh=f"tp={tp}", sharding=sharding, microbatches=2)
+    training, batch = profile_step.deviceless_training(options)
+    step = trainer.make_step(training, plain=True)
+    lowered = step.lower(training.abstract_state(), training.abstract_batch(batch))
+    found: list[bytes] = []
+    broken_off.scheduled(lowered, hlo_bytes(lowered), "sites", found.append)
+    return found[0]
+
+
+def sites(module: bytes, canonical: bool) -> Counter[str]:
+    """How many sites are found, by place."""
+    from dhelix.passes.collective_canonicalization import CollectiveCanonicalization
+    from dhelix.passes.collective_matmul import find_all
+    from dhelix.passes.hlo import HloModule
+    from dhelix.passes.manager import PassContext
+
+    view, found = HloModule.from_bytes(module), Counter[str]()
+    if canonical:
+        CollectiveCanonicalization().run(view, PassContext())
+    for _, matches in find_all(view, Counter()):
+        for match in matches:
+            if match.pattern.site.kind in _KINDS:
+                name = match.collective.op_name
+                layer = "layer" if name.count("while/body") > 1 else "head"
+                found[f"{layer}, {'backward' if 'transpose(' in name else 'forward'}"] += 1
+    return found
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    main()
