@@ -19,7 +19,6 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
-from dhelix.passes import fingerprint
 from dhelix.passes.collective_matmul import CollectiveMatmul
 from dhelix.passes.collective_matmul_choice import Candidate, Trial, Weighed, choose, mark
 from dhelix.passes.collective_matmul_pattern import Pattern
@@ -57,23 +56,24 @@ class Weighing:
 
     def weighed(self) -> Weighed | None:
         """None where there is nothing to decide, or what there is cannot be looked at."""
-        source = self._with_strands()
-        trial = None if source is None else self._trial(source)
-        if source is None or trial is None or not trial.patterns:
+        trial = self._trial()
+        if trial is None or not trial.patterns:
             return None
         found = choose(trial, list_order, self._order)
-        found = found.checked(self._spliced(source, found.paired)) if found.taken else found
-        logging.info("%s, predicted beside strands: %s", fingerprint.module_name(source), found)
+        if found.taken:
+            found = found.checked(predicted(self._lowered, self._passes(found.paired), self._model))
+        logging.info("predicted beside strands: %s", found)
         return found
 
-    def _with_strands(self) -> bytes | None:
-        """The step after the LOWERED passes; None where these leave it alone, so that it runs as it is."""
+    def _trial(self) -> Trial | None:
+        """The step in XLA's order, all collectives in place; None where it has no strands, or cannot be looked at."""
         source, manager = lowering.hlo_bytes(self._lowered), self._passes(())
-        return manager.run(Stage.LOWERED, source)[0] if manager.runs_at(Stage.LOWERED) else source
-
-    def _trial(self, source: bytes) -> Trial | None:
-        """The step in XLA's order, with all collectives in place."""
-        passes = self._passes(()).enabled
+        if manager.runs_at(Stage.LOWERED):
+            changed, _ = manager.run(Stage.LOWERED, source)
+            if changed is None:
+                return None
+            source = changed
+        passes = manager.enabled
         number, forms = next(
             ((n, one.forms) for n, one in enumerate(passes) if isinstance(one, CollectiveMatmul)), (0, None)
         )
@@ -93,13 +93,16 @@ class Weighing:
             return None
         return Trial(HloModule.from_bytes(module), candidates, self._model, *self._limits)
 
-    def _spliced(self, source: bytes, paired: tuple[Pattern, ...]) -> float:
-        """Predicted seconds of the program that the passes make."""
-        manager = self._passes(paired)
-        module = broken_off.scheduled(
-            self._lowered, source, "spliced", lambda module: manager.run(Stage.PRE_SCHEDULER, module)[0]
-        )
-        if module is None:
-            return math.inf
-        module = manager.run(Stage.POST_SCHEDULER, module)[0] or module
-        return simulate_module(HloModule.from_bytes(module), self._model.hardware, self._model.costs()).seconds
+
+def predicted(lowered: jax.stages.Lowered, manager: PassManager, model: CostModel) -> float:
+    """Seconds that a step is predicted to take as these passes make it; infinite where XLA has no schedule for it."""
+    source = lowering.hlo_bytes(lowered)
+    if manager.runs_at(Stage.LOWERED):
+        source = manager.run(Stage.LOWERED, source)[0] or source
+    module = broken_off.scheduled(
+        lowered, source, "predicted", lambda module: manager.run(Stage.PRE_SCHEDULER, module)[0]
+    )
+    if module is None:
+        return math.inf
+    module = manager.run(Stage.POST_SCHEDULER, module)[0] or module
+    return simulate_module(HloModule.from_bytes(module), model.hardware, model.costs()).seconds

@@ -89,10 +89,10 @@ def strand_interleave(
       pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model that
         is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
       collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",
-        the form that was measured to be the fastest on these GPUs, if any is faster; or a form for all that can have
-        it, such as "ring" or "hybrid:4" (docs/collective_matmul.md). The step is compiled without CUDA graphs then; one
-        that is jitted already takes kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else
-        "off".
+        the form that was measured to be the fastest on these GPUs, if any is faster, and with strands where the step is
+        predicted to be faster by it; or a form for all that can have it, such as "ring" or "hybrid:4"
+        (docs/collective_matmul.md). The step is compiled without CUDA graphs then; one that is jitted already takes
+        kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else "off".
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).

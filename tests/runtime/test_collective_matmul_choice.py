@@ -18,8 +18,8 @@ from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
 from dhelix.profiles import collective_matmul_times
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import deviceless, registration
-from dhelix.runtime.collective_matmul_choice import Weighing
+from dhelix.runtime import collective_matmul_choice, deviceless, registration
+from dhelix.runtime.collective_matmul_choice import Weighing, predicted
 from dhelix.runtime.collective_matmul_pass import PAIRED
 from dhelix.runtime.schedules import Choice
 
@@ -66,13 +66,13 @@ def test_each_kind_of_site_is_decided_for_itself(training: Training, monkeypatch
     """A form that is said to take 20 times as long as its GEMM is left out, one that takes a tenth is not; but a ring's
     program is in fact no faster, and without a word to the contrary that would count."""
     known(monkeypatch, times(qkv=0.1, down=20.0))
-    spliced, real = Weighing._spliced, []
+    real: list[float] = []
 
     def recorded(*arguments: Any) -> float:
-        real.append(spliced(*arguments))
+        real.append(predicted(*arguments))
         return 0.0
 
-    monkeypatch.setattr(Weighing, "_spliced", recorded)
+    monkeypatch.setattr(collective_matmul_choice, "predicted", recorded)
     weighed, decided = Weighing.weighed, []
     monkeypatch.setattr(Weighing, "weighed", lambda self: decided.append(weighed(self)) or decided[0])
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(

@@ -1,0 +1,90 @@
+"""Predicted steps with collective matmuls beside strands: at no site, at all, and where they are chosen. Without a GPU.
+
+    python benchmarks/collective_matmul_choice.py --profile my-h200-nvlink.json
+
+The step is lowered for H200s that need not exist and compiled as far as XLA's schedule, under the launch setting that
+this process has; predictions are the evaluator's, by a profile of these operators (`dhelix profile`).
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+    from dhelix.passes.costs import CostModel
+    from dhelix.passes.manager import PassManager
+    from dhelix.runtime.schedules import Choice
+
+FORM = "auto"
+
+
+def lowered_step(options: argparse.Namespace) -> "jax.stages.Lowered":
+    from dhelix.runtime import deviceless
+
+    deviceless.prepare_environment()
+    import jax
+    import optax
+
+    from dhelix.models import make_train_step, preset
+
+    config = preset(options.preset, layers=options.layers, seq=options.seq, vocab=options.vocab)
+    mesh = deviceless.mesh({"dp": 1, "tp": options.tp})
+    training = make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches)
+    batch = training.abstract_batch(options.microbatches)
+    return jax.jit(training.train_step, donate_argnums=0).lower(training.abstract_state(), batch)
+
+
+def rows(lowered: "jax.stages.Lowered", choice: "Choice") -> Iterator[tuple[str, "PassManager"]]:
+    """Names of programs, and the passes that make them."""
+    from dhelix.passes import jax_compat
+    from dhelix.passes.manager import PassManager
+    from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
+
+    matmuls = collective_matmul_passes(jax_compat.devices(lowered), FORM, options=choice.compiler_options)
+    yield "plain", PassManager(())
+    yield "plain, collective matmuls", PassManager(matmuls)
+    yield "strands, dp", replace(choice, collective_matmul=OFF).manager(lowered)
+    yield "strands, dp, collective matmuls at all sites", choice.manager(lowered)
+    chosen = choice.weighed(lowered)
+    yield f"strands, dp, chosen: all but {len(chosen.paired)} kinds of sites", chosen.manager(lowered)
+    for pattern in chosen.paired:
+        print(f"stays: {pattern.site.key}")
+
+
+def model_of(lowered: "jax.stages.Lowered", choice: "Choice") -> "CostModel":
+    from dhelix.errors import DhelixError
+    from dhelix.passes import jax_compat
+
+    model = choice.model(jax_compat.devices(lowered)[0].device_kind)
+    if model is None:
+        raise DhelixError("no profile of these GPUs under this launch setting: give --profile")
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 8), ("seq", 8192), ("tp", 2), ("microbatches", 4), ("vocab", 32000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--preset", default="llama-8b")
+    parser.add_argument("--profile", default="auto", help="file with measured costs (default: the shipped one)")
+    options = parser.parse_args()
+    lowered = lowered_step(options)
+
+    from dhelix.runtime.collective_matmul_choice import predicted
+    from dhelix.runtime.launch_settings import NO_GRAPHS
+    from dhelix.runtime.schedules import Choice
+
+    choice = Choice.of(
+        "dp", options.profile, None, None, None, None, compiler_options=dict(NO_GRAPHS), collective_matmul=FORM
+    )
+    model = model_of(lowered, choice)
+    print(f"launch setting {model.setting}, {model.profile.hardware} with link {model.profile.link}; predicted ms")
+    for name, manager in rows(lowered, choice):
+        print(f"{1e3 * predicted(lowered, manager, model):8.1f}  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
