@@ -51,7 +51,7 @@ def define_flags(values: flags.FlagValues) -> None:
     choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: dp)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
-    text("collective_matmul", None, "of collectives beside products: auto, off, a form (default: the schedule's)")
+    text("collective_matmul", None, "for collectives beside products: auto, off or a form (default: the schedule's)")
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")
     number("save_every", None, "steps between checkpoints (default: one at the end)", 1)

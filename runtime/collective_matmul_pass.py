@@ -46,7 +46,7 @@ from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
 from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
-from dhelix.runtime.launch_settings import graphs_hold_calls, link_of
+from dhelix.runtime.launch_settings import NO_GRAPHS, graphs_hold_calls, link_of
 from dhelix.runtime.lowering import hlo_bytes
 
 OFF = "off"
@@ -86,8 +86,24 @@ def collective_matmul_passes(
     on_gpus = devices[0].platform in ("cuda", "gpu")
     times = times_on(devices[0].device_kind) if form == "auto" and on_gpus else None
     graphs = graphs_hold_calls(os.environ, options)
+    if form == "auto":
+        _say_what_stays(devices[0].device_kind, times, graphs)
     matmuls = CollectiveMatmul(JaxForms(form, times, graphs, devices, paired), stage), ExclusiveKernels()
     return (CollectiveCanonicalization(), *matmuls) if stage is CollectiveCanonicalization.stage else matmuls
+
+
+def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
+    """Why no site of a program can have any form, or a kernel, in one line. Of single sites the report says it."""
+    if times is None:
+        reason = f"nothing was measured on {kind}, so collectives beside products stay as they are"
+    elif graphs:
+        reason = (
+            "no kernels, since the program's custom calls become part of CUDA graphs: jit it with compiler_options="
+            f"{dict(NO_GRAPHS)}, or start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+        )
+    else:
+        return
+    say_once(f"collective matmuls: {reason}", ("collective matmuls", reason))
 
 
 def times_on(kind: str) -> Times | None:

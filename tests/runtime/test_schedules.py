@@ -16,6 +16,7 @@ from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
+from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.schedules import SCHEDULES, Choice, collective_matmul_of, default_passes, planned_passes
 
 PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=("reduce-scatter",)), ())
@@ -186,6 +187,25 @@ def test_collective_matmuls_come_first_and_their_guard_in_any_case(lowered: jax.
     assert asked[:3] == ["collective-canonicalization", "collective-matmul", "exclusive-kernels"]
     usual = [one.name for one in choice().manager(lowered).passes]
     assert usual == asked[2:]
+
+
+@pytest.mark.deviceless
+def test_why_there_can_be_no_collective_matmul_is_said_once(
+    lowered: jax.stages.Lowered, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On GPUs that nothing is known of, on CPUs, and in CUDA graphs; a form that was asked for needs no word."""
+    sharding = NamedSharding(jax.make_mesh((4,), ("tp",)), P("tp"))
+    on_cpus = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+    for _ in range(2):
+        choice(collective_matmul="auto", compiler_options=dict(NO_GRAPHS)).manager(lowered)
+        choice(collective_matmul="ring").manager(lowered)
+        assert not caplog.records
+    for _ in range(2):
+        choice(collective_matmul="auto").manager(lowered)
+        choice(collective_matmul="auto").manager(on_cpus)
+    in_graphs, unknown = [record.getMessage() for record in caplog.records]
+    assert "no kernels, since the program's custom calls become part of CUDA graphs" in in_graphs
+    assert "nothing was measured on cpu, so collectives beside products stay" in unknown
 
 
 def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> None:
