@@ -20,6 +20,9 @@ from dhelix.passes.operator_work import work_of
 from dhelix.profiles.collective_matmul import Form, Site
 from dhelix.profiles.keys import OperatorKey
 
+FAMILY = "collective-matmul"
+"""In the keys of such kernels."""
+
 
 def named(stack: str, site: Site, form: Form) -> str:
     """The name stack of what takes the place of a collective whose name is `stack`."""
@@ -44,4 +47,4 @@ def kernel_key(instruction: Instruction) -> OperatorKey | None:
         return None
     found, work = kernel_of(instruction), work_of(instruction)
     family = "unknown" if found is None else ":".join([*found[0].key.split(), found[1].key])
-    return OperatorKey("other", f"collective-matmul:{family}", (), work.flops, work.bytes)
+    return OperatorKey("other", f"{FAMILY}:{family}", (), work.flops, work.bytes)

@@ -4,7 +4,7 @@ A plan outlives the program it was made from: XLA names instructions anew in eac
 another order where other costs count. What stays is what the program computes. So an operator is called by
 
   - its key (`passes/operator_keys.py`). Control flow has none in a profile, and is called by its opcode and a digest of
-    the collectives, products and attentions inside;
+    the collectives, products and attentions inside; kernels that wait for their peers by their site and form;
   - its occurrence among the instructions of its computation with that key, counted by how many operators its data
     comes through, then by JAX's name, then as XLA wrote them down. The schedule plays no part in it.
 
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
+from dhelix.passes.collective_matmul_kernels import FAMILY, kernel_key
 from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.operator_keys import CONTROL_FLOW, OperatorKeys
@@ -62,7 +63,7 @@ class PlanOperators:
         """What runs, in a few words: `both strands: 8 collectives, 18 products, 2 attentions`."""
         found = [i for i in self._texts if self._is_work(i)]
         strands = {strand for i in found if (strand := _strand_in_name(i))}
-        kinds = Counter(_kind(self._keys[i]) for i in found)
+        kinds = Counter(_kind(_key(i, self._keys)) for i in found)
         parts = [f"{n} {kind}{'s' * (n > 1)}" for kind in ("collective", "product", "attention") if (n := kinds[kind])]
         who = "both strands" if len(strands) == 2 else f"strand {strands.pop()}" if strands else "one strand"
         return f"{who}: {', '.join(parts)}"
@@ -127,10 +128,10 @@ class PlanOperators:
         return found
 
     def _is_work(self, instruction: Instruction) -> bool:
-        return _kind(self._keys[instruction]) != ""
+        return _kind(_key(instruction, self._keys)) != ""
 
     def _label(self, instruction: Instruction) -> str:
-        key = self._keys[instruction]
+        key = _key(instruction, self._keys)
         if key is None:
             return {"while": "loop", "conditional": "branch"}.get(instruction.opcode, instruction.opcode)
         if isinstance(key, CollectiveKey):
@@ -141,6 +142,8 @@ class PlanOperators:
             if _RECOMPUTED in instruction.op_name:
                 return "recomputed gemm"
             return "dgrad" if instruction in self._feeds_work else "wgrad"
+        if key.family.startswith(FAMILY):
+            return FAMILY.replace("-", " ")
         if key.kind == "fusion":  # loop-multiply:1f0c33a57e
             return key.family.partition(":")[0].partition("-")[2]
         return key.kind.replace("-", " ")
@@ -154,14 +157,19 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
         inside = _inside(instruction, keys)
         work = sorted(text for text in inside.elements() if is_work(text))
         return f"{instruction.opcode}:{blake2b(repr(work).encode(), digest_size=5).hexdigest()}" if inside else ""
-    key = keys[instruction]
+    key = _key(instruction, keys)
     return "" if key is None else str(key)
+
+
+def _key(instruction: Instruction, keys: OperatorKeys) -> Key | None:
+    return keys[instruction] or kernel_key(instruction)
 
 
 def is_work(text: str) -> bool:
     """Whether `operator_text` is that of a collective, a product, attention, or control flow: no fusion and no copy."""
-    kind = text.partition(" ")[0]
-    return kind in _WORK or kind in COLLECTIVE_KINDS or kind.partition(":")[0] in CONTROL_FLOW
+    kind, _, rest = text.partition(" ")
+    known = kind in _WORK or kind in COLLECTIVE_KINDS or kind.partition(":")[0] in CONTROL_FLOW
+    return known or rest.startswith(FAMILY)
 
 
 def _inside(instruction: Instruction, keys: OperatorKeys) -> Counter[str]:
@@ -174,7 +182,9 @@ def _inside(instruction: Instruction, keys: OperatorKeys) -> Counter[str]:
 
 def _kind(key: Key | None) -> str:
     """`collective`, `product` or `attention`; empty for what only moves memory."""
-    return "collective" if isinstance(key, CollectiveKey) else _WORK.get(key.kind, "") if key else ""
+    if key is None or isinstance(key, CollectiveKey):
+        return "" if key is None else "collective"
+    return "product" if key.family.startswith(FAMILY) else _WORK.get(key.kind, "")
 
 
 def _strand_in_name(instruction: Instruction) -> str:

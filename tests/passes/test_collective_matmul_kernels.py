@@ -7,7 +7,8 @@ import pytest
 from dhelix.passes.collective_matmul_kernels import kernel_key, kernel_of, named
 from dhelix.passes.costs import CostModel, Costs, Kernel, Lane
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.operator_keys import key_of
+from dhelix.passes.operator_keys import OperatorKeys, key_of
+from dhelix.passes.plan_operators import PlanOperators, is_work, operator_text
 from dhelix.passes.step_time import predict
 from dhelix.passes.timeline import evaluate
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times
@@ -120,3 +121,13 @@ def test_a_name_is_read_back_whatever_stands_around_it() -> None:
     for form in (FORM, Form("mosaic"), Form("hybrid", 4)):
         found = instruction(module(name=named("a/collective_matmul/b", strange, form)), "kernel")
         assert kernel_of(found) == (strange, form)
+
+
+def test_a_plan_has_names_for_kernels() -> None:
+    """And takes them for work, which a program must have to be the plan's."""
+    with_kernel, fused = (PlanOperators(module(fused).entry, OperatorKeys()) for fused in (False, True))
+    kernel = instruction(with_kernel.computation.module, "kernel")
+    assert with_kernel.names([kernel]) == {kernel: "collective matmul"}
+    assert is_work(operator_text(kernel, OperatorKeys()))
+    other = PlanOperators(module(name=named("", SITE, Form("mosaic"))).entry, OperatorKeys())
+    assert with_kernel.fingerprint == fused.fingerprint != other.fingerprint
