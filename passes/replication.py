@@ -2,8 +2,9 @@
 
     scale = parameter, sharded over nothing         {0, 1}, {2, 3}: the same
       -> convert -> loop state, unchanged -> dynamic-slice by the loop's counter -> broadcast: the same
-    x     = parameter, sharded over "tp"            not the same
-      -> all-gather over "tp": the same;  partition-id, custom calls, random numbers: not known
+    x     = parameter, sharded over the axis        not the same
+      -> all-gather over the axis: the same;  partition-id, custom calls, random numbers: not known
+    w     = parameter, sharded over another axis    the same -> all-gather over that axis: the same
 
 A partitioned program has one code for all devices, and what XLA's partitioner knew of its values is gone but for the
 shardings of the entry's parameters. So it is proved again, backward from a value: all that it follows from is the same
@@ -59,7 +60,10 @@ class Replication:
             same = value.computation is self._entry and _is_same_parameter(value, groups)
             return [] if same else None
         if value.opcode in ("all-gather", "all-reduce"):
-            return [] if value.proto.channel_id and _is_within(groups, device_groups(value)) else None
+            theirs = device_groups(value) if value.proto.channel_id else ()
+            if _is_one(groups, {device: n for n, group in enumerate(theirs) for device in group}):
+                return []
+            return value.operands if _are_parallel(groups, theirs) else None
         if value.opcode == "get-tuple-element":
             return self._element(value.operands[0], value.tuple_index)
         return value.operands if value.opcode in _FOLLOWS else None
@@ -109,9 +113,13 @@ def _is_same_parameter(parameter: Instruction, groups: Groups) -> bool:
     return _is_one(groups, {device: n for group in mesh_groups(named.mesh, axes) for n, device in enumerate(group)})
 
 
-def _is_within(groups: Groups, wider: Groups) -> bool:
-    """Whether each of `groups` lies in one of `wider`."""
-    return _is_one(groups, {device: n for n, group in enumerate(wider) for device in group})
+def _are_parallel(groups: Groups, theirs: Groups) -> bool:
+    """Whether devices of one of `groups` exchange with devices that are pairwise in one of `groups`, as along another
+    axis of a mesh."""
+    number = {device: n for n, group in enumerate(groups) for device in group}
+    beside = {device: tuple(number.get(d, -1) for d in group) for group in theirs for device in group}
+    rows = [{beside.get(device, ()) for device in group} for group in groups]
+    return all(len(row) == 1 and not row & {()} and -1 not in next(iter(row)) for row in rows)
 
 
 def _is_one(groups: Groups, number: Mapping[int, int]) -> bool:

@@ -108,6 +108,33 @@ def test_all_of_several_values_must_be_the_same(module: HloModule) -> None:
 
 
 @pytest.mark.parametrize(
+    ("theirs", "same"),
+    [
+        ("{{0,2},{1,3}}", True),
+        ("{{2,0},{3,1}}", True),
+        ("{{0,3},{1,2}}", True),
+        ("{{0,3},{2,1}}", False),
+        ("{{0,2},{3,1}}", False),
+        ("{{0,2}}", False),
+        ("{{0,6},{1,7}}", False),
+    ],
+)
+def test_a_collective_over_another_axis_keeps_it_so(theirs: str, same: bool) -> None:
+    """What pairs {0, 1} and {2, 3} hold alike, and gather from each other: in the same order, or it differs."""
+    text = """HloModule m
+ENTRY e {
+  x = f32[2] parameter(0)
+  ROOT g = f32[4] all-gather(x), dimensions={0}, channel_id=1, use_global_device_ids=true, replica_groups=GROUPS
+}"""
+    module = HloModule.from_text(text.replace("GROUPS", theirs))
+    sharding = named(module, "x").proto.sharding.named_sharding
+    for name in ("a", "b"):
+        sharding.mesh.axes.add(name=name, size=2)
+    sharding.dim_shardings.add(is_closed=True).axes.add(mesh_axis_index=0)
+    assert Replication(module).same_on(PAIRS, named(module, "g")) is same
+
+
+@pytest.mark.parametrize(
     ("axes", "groups", "same"),
     [
         ([], ALL, True),
