@@ -206,6 +206,8 @@ class _Run:
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
         x = self._begin_forward(tick, state)
         state, cotangents = self._begin_backward(tick, state)
+        if tick.pattern.forward and tick.pattern.head:  # the stages of a shared head meet before one of them goes on
+            x, cotangents = lax.optimization_barrier((x, cotangents))
         return state, _Going(x, cotangents, state.ring, state.layers)
 
     def _end(self, tick: _Tick, state: _State, going: _Going) -> _State:
