@@ -13,8 +13,8 @@ order, so a run may go on with another number of stages.
     shared ends        tp and pp     all stages, each its part of the vocabulary          W, by hand
     own ends           tp            the stage of the first and of the last chunk alone   other schedules; "auto"
 
-Shared ends keep the stages equal but tie them together in each tick, which is a schedule's undoing where stages wait
-for neighbours alone. Own ends lie on every stage, since one program runs on all of them.
+Shared ends keep the stages equal but join them where an end is computed, which is 1F1B's undoing: some of its stages go
+forward then and some backward (docs/pipeline.md). Own ends lie on every stage, since one program runs on all of them.
 
 `sharding="shard_map"`: one `shard_map` over pp, dp and tp. What `value_and_grad` returns is of the device's own work,
 and is summed over the axes that a parameter is replicated over, once per step. "auto": a `shard_map` over pp alone,
