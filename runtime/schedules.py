@@ -208,10 +208,17 @@ class Choice:
             return self
         quiet = replace(self, strict=False, dump_to=None)
         order = pairing_order if self.schedule == "dp" else list_order
-        found = Weighing(
+        weighing = Weighing(
             lowered, lambda paired: replace(quiet, paired=paired).manager(lowered), model, order,
             self.memory_limit, self.max_in_flight,
-        ).weighed()  # fmt: skip
+        )  # fmt: skip
+        try:
+            found = weighing.weighed()
+        except Exception as error:  # what only predicts must not stop a job
+            if self.strict:
+                raise
+            say_once(f"collective matmuls are taken by what they save alone: {error}", ("weighed",))
+            return self
         return self if found is None else replace(self, paired=found.paired)
 
     def without_plan(self) -> Choice:

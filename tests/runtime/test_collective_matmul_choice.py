@@ -109,3 +109,18 @@ def test_a_plan_has_its_collectives_where_they_are(training: Training) -> None:
     asked = choice(plan=PairingPlan("a step", PlanTarget.of("H200", "nvlink", "default"), ()))
     assert asked.weighed(lowered) == asked
     assert CollectiveMatmul.name not in [one.name for one in asked.manager(lowered).passes]
+
+
+@pytest.mark.deviceless
+def test_what_cannot_be_predicted_stops_no_job(
+    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def weighed(self: Weighing) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(Weighing, "weighed", weighed)
+    lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
+    assert choice().weighed(lowered) == choice()
+    assert "by what they save alone: a mistake" in caplog.text
+    with pytest.raises(RuntimeError, match="a mistake"):
+        choice(strict=True).weighed(lowered)
