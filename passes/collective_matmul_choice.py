@@ -192,8 +192,11 @@ def choose(trial: Trial, quick: Scheduler, searched: Scheduler) -> Weighed:
         return known[taken]
 
     none, every = frozenset[Pattern](), frozenset(trial.patterns)
+    timed = {none: trial.seconds(none, searched)}
+    if math.isinf(timed[none]):  # no order keeps within memory, and the step will not run like this
+        return Weighed((), trial.patterns, math.inf, math.inf, math.inf)
     found = (_descended(taken, trial.patterns, seconds) for taken in (none, every))
-    timed = {taken: trial.seconds(taken, searched) for taken in dict.fromkeys((none, every, *found))}
+    timed.update((taken, trial.seconds(taken, searched)) for taken in dict.fromkeys((every, *found)) if taken)
     best = min(timed, key=lambda taken: timed[taken])
     parts = [tuple(p for p in trial.patterns if (p in best) is inside) for inside in (True, False)]
     return Weighed(parts[0], parts[1], timed[none], timed[every], timed[best]).checked(timed[best])

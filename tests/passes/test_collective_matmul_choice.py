@@ -1,5 +1,6 @@
 """Collective matmul or a collective under the other strand's compute: what is weighed, and what is decided."""
 
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -111,6 +112,12 @@ def test_weighing_leaves_the_module_as_it_is() -> None:
     trial = Trial(module, CANDIDATES, model({WIDE: 1.02, NARROW: 1.02}))
     assert trial.seconds((), pairing_order) > trial.seconds(trial.patterns, pairing_order)
     assert module.to_bytes() == before
+
+
+def test_where_no_order_keeps_within_memory_nothing_is_taken() -> None:
+    trial = Trial(HloModule.from_text(TEXT), CANDIDATES, model({WIDE: 1.02, NARROW: 1.02}), memory_limit=1)
+    found = choose(trial, list_order, pairing_order)
+    assert (found.taken, set(found.paired), found.seconds) == ((), {WIDE, NARROW}, math.inf)
 
 
 def test_the_number_of_evaluations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
