@@ -128,19 +128,23 @@ def _loops(ticks: Sequence[Pattern], first: int, end: int, lockstep: bool) -> It
 
 
 def _worth(ticks: Sequence[Pattern], body: Sequence[Pattern], rounds: int, lockstep: bool) -> float:
-    """Ticks that the loop saves compiling, less the sends that it adds where stages go different ways in a tick.
+    """Ticks that the loop saves compiling; in a schedule that is not lockstep, less what the sends that it adds cost.
 
     Who takes part in a send waits for the other side: neighbours that have nothing to say must not meet, or a stage
     that goes forward would wait in each tick for one that goes backward, twice as long. Where all go the same way they
-    are as long under way, and in lockstep all wait anyway.
+    are as long under way, and one more way costs nothing where there is an exchange anyway. In lockstep all wait anyway.
     """
     covered = rounds * len(body)
-    if lockstep or not any(pattern.goes_forward and pattern.goes_backward for pattern in body):
+    if lockstep:
         return covered - len(body)
-    held = rounds * sum(pattern.exchanges for pattern in body)
-    own = sum(pattern.exchanges for pattern in ticks[:covered])
     stages = 1 + max((max(hop) for pattern in body for hop in pattern.activations.ways), default=0)
-    return covered - len(body) - (held - own) / stages
+
+    def added(held: Pattern, own: Pattern) -> float:
+        if held.goes_forward and held.goes_backward:
+            return (held.exchanges - own.exchanges) / stages
+        return held.exchanges > 0 and own.exchanges == 0
+
+    return covered - len(body) - sum(map(added, [*body] * rounds, ticks[:covered]))
 
 
 def _longest(ticks: Sequence[Pattern], period: int, lockstep: bool) -> tuple[list[Pattern], int]:
