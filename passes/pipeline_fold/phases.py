@@ -132,7 +132,7 @@ def _worth(ticks: Sequence[Pattern], body: Sequence[Pattern], rounds: int, locks
 
     Who takes part in a send waits for the other side: neighbours that have nothing to say must not meet, or a stage
     that goes forward would wait in each tick for one that goes backward, twice as long. Where all go the same way they
-    are as long under way, and one more way costs nothing where there is an exchange anyway. In lockstep all wait anyway.
+    are as long under way, and one more way costs nothing where there is an exchange anyway. In lockstep all wait.
     """
     covered = rounds * len(body)
     if lockstep:
