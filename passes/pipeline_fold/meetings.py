@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from dhelix.passes.pipeline_fold.phases import Pattern, phases
+from dhelix.passes.pipeline_fold.phases import Pattern, patterns
 from dhelix.passes.pipeline_fold.schedule import Cell, Schedule
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts
 from dhelix.passes.pipeline_fold.transfers import Hop
@@ -36,10 +36,9 @@ def meeting_time(schedule: Schedule, costs: PipelineCosts, beside: bool = False)
       schedule: not lockstep.
       beside: whether exchanges that leave beside a tick take place during its loops over layers.
     """
-    stages, ticks = _Stages(schedule, costs, beside), iter(schedule.ticks)
-    for phase in phases(schedule):
-        for pattern in phase.patterns * phase.rounds:
-            stages.tick(pattern, next(ticks))
+    stages = _Stages(schedule, costs, beside)
+    for pattern, cells in zip(patterns(schedule), schedule.ticks, strict=True):
+        stages.tick(pattern, cells)
     return max(stages.clock)
 
 
