@@ -3,7 +3,7 @@
     Overlap     which compute meets which collective, how, and for how long; no times
     Schedule    that, and when everything begins and ends
 
-The first is a relaxation of the second, and small enough that CP-SAT comes to its end.
+The first is a relaxation of the second, and much smaller; `exact_bound.py` adds what holds in one order of collectives.
 
 Rounding keeps the bound: a legal order's numbers, times rounded down, meet every constraint. So each constraint gives
 back what rounding its terms may lose, and rates are whole thousandths, rounded to the side that allows more.
@@ -85,12 +85,19 @@ class Overlap:
         ways = []
         for meeting in Meeting:
             rates = self.problem.rates(compute, collective, meeting)
-            most = int(min(compute.seconds / rates[0], collective.seconds / rates[1]) * NANO) + 1
+            slowest = rates[0] if len(self.lanes) == 1 else self._slowest(x)
+            most = int(min(compute.seconds / slowest, collective.seconds / rates[1]) * NANO) + 1
             so, beside = self.model.new_bool_var(""), self.model.new_int_var(0, most, "")
             self.model.add(beside <= most * so)
             ways.append(Way(meeting, so, beside, *rates))
         self.model.add_at_most_one(way.so for way in ways)
         return tuple(ways)
+
+    def _slowest(self, x: int) -> float:
+        """The least rate of compute beside any collective: one of another lane may run at the same time."""
+        compute = self.problem.compute[x]
+        met = [c for c in self.problem.collectives if self.problem.free(compute, c)]
+        return min(self.problem.rates(compute, c, meeting)[0] for c in met for meeting in Meeting)
 
     def _in_turn(self, lane: Sequence[int]) -> None:
         """The order of a lane, and what each collective can still meet, or meet already, in that order."""

@@ -22,7 +22,8 @@ and what follows from how orders are played: collectives of a lane take turns; x
 it or began with it, and others only if that one is done meanwhile; c begins beside one x at most, and what it outlasts
 lies beside it as a whole; x that c must wait for meets no collective that comes after c on its lane, and no x that
 waits for c meets an earlier one. Two programs are made of that (`exact_model.py`): one without times, whose bound is
-soon there, and the whole one, whose solutions are orders. The greater bound counts.
+soon there, and the whole one, whose solutions are orders. Where the first leaves much open, it is bounded for each
+order of the collectives by itself (`exact_bound.py`). The greatest bound counts.
 
 *The bound is valid*: every legal order, played by the evaluator, gives numbers that meet all constraints with the
 makespan that the evaluator says. So the least makespan of the model is not above the fastest order's, and a lower bound
@@ -38,18 +39,19 @@ CP-SAT runs on one thread for a deterministic amount of work and with a fixed se
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes.costs import Cost
-from dhelix.passes.exact_model import NANO, Overlap, Schedule
+from dhelix.passes.exact_bound import least_makespan
+from dhelix.passes.exact_model import NANO, Schedule
 from dhelix.passes.exact_problem import Problem
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.orders import Limits
 from dhelix.passes.timeline import evaluate
 
 _MOST = 250  # instructions that take time; larger models take gigabytes
-_SHARE = 0.5  # of the effort goes to the bound that needs no times
+_SHARE = 0.85  # of the effort goes to the bound that needs no times
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,7 @@ def exact_order(
     best = _Best(problem, costs, limits)
     for order in (sequence, sequence if start is None else start):
         best.offer(order)
-    overlap = Overlap(cp_sat, problem, best.seconds)
-    bound, _ = _solve(cp_sat, overlap, effort * _SHARE)
+    bound = least_makespan(cp_sat, problem, best.seconds, effort * _SHARE)
     schedule = Schedule(cp_sat, problem, best.seconds)
     schedule.hint(evaluate(best.order, costs, limits.hardware, limits.bodies))
     schedule.model.add(schedule.makespan >= bound)
@@ -106,15 +107,14 @@ def exact_order(
     return ExactOrder(best.order, best.seconds, min(max(bound - schedule.slack, 0) / NANO, best.seconds), solved)
 
 
-def _solve(cp_sat: Any, model: Overlap, effort: float, best: "_Best | None" = None) -> tuple[int, bool]:
+def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[int, bool]:
     """Nanoseconds that the makespan is not below, and whether it can be that."""
     solver = cp_sat.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 2  # ten times faster to a proof on small bodies
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = effort
-    callback = None if best is None else _callback(cp_sat, cast(Schedule, model), best)
-    status = solver.solve(model.model, callback)
+    status = solver.solve(model.model, _callback(cp_sat, model, best))
     if status in (cp_sat.INFEASIBLE, cp_sat.MODEL_INVALID):
         name = model.problem.computation.name
         raise DhelixError(f"the exact model of {name} does not hold its known order: report this, with the module")

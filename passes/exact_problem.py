@@ -121,6 +121,10 @@ class Problem:
         """Whether it waits for the collective, whatever the order."""
         return bool(self._before[compute.place] >> collective.end & 1)
 
+    def compute_before(self, x: int) -> list[int]:
+        """Compute that comes before, whatever the order: the last of it."""
+        return self.predecessors(self.compute[x].place)[0]
+
     def _may_meet(self, place: int, collective: Collective) -> bool:
         ordered = self._before[collective.start] >> place & 1 or self._before[place] >> collective.end & 1
         return not (ordered or collective.blocks)

@@ -6,11 +6,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
+from ortools.sat.python import cp_model as cp_sat
 
 from dhelix.errors import DhelixError
 from dhelix.passes.buffers import Memory
 from dhelix.passes.costs import BY_THEMSELVES, Cost, Costs, InStep, Lane
+from dhelix.passes.exact_bound import least_makespan
+from dhelix.passes.exact_model import NANO, Overlap
 from dhelix.passes.exact_order import ExactOrder, exact_order
+from dhelix.passes.exact_problem import Problem
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.orders import Limits, dependencies
@@ -152,6 +156,31 @@ def test_two_strands_hide_each_other() -> None:
     assert found.solved and found.bound == pytest.approx(4e-4, rel=1e-3)
     paired = pairing_order(module.entry, module.schedule[module.entry], costs, limits_of(module))
     assert evaluate(paired, costs).seconds == pytest.approx(4e-4)
+
+
+def test_the_lane_that_slows_compute_gives_the_other_time() -> None:
+    """g is done under x because h makes x take twice as long."""
+    meetings = ((True, False), (False, False), (True, True))
+    rates = {("x", start, *way): rate for start, rate in (("h", (0.5, 1.0)), ("g", (1.0, 0.3))) for way in meetings}
+    program = [
+        *(Start("h", 2e-4, "p", lane=Lane.COMM_INTER), Start("g", 6e-5, "p")),
+        *(Op("x", 1e-4, ("p",)), Done("h"), Done("g")),
+    ]
+    module, costs = Case(program, ["x", "g_done", "h_done"], rates).module()
+    found = solve(module, costs)
+    assert found.bound == pytest.approx(2e-4, rel=1e-3) and found.seconds == pytest.approx(2e-4)
+
+
+def test_each_order_of_collectives_is_bounded_by_itself() -> None:
+    """Where nothing is faster than what is known, the bound is that; and none is above the fastest order."""
+    draw = random.Random(7)
+    for _ in range(4):
+        module, costs = random_case(draw).module(InStep(pause=3e-6, wait=1e-5))
+        problem = Problem(module.entry, module.schedule[module.entry], costs, limits_of(module))
+        least = fastest(module, costs)
+        slack = Overlap(cp_sat, problem, 1.0).slack
+        assert least_makespan(cp_sat, problem, 2.0 * least, 2.0) - slack <= least * NANO
+        assert least_makespan(cp_sat, problem, 0.5 * least, 2.0) >= int(0.5 * least * NANO)
 
 
 LOOP = f"""HloModule m, is_scheduled=true
