@@ -15,8 +15,10 @@ from pathlib import Path
 _plugin = importlib.util.find_spec("jax_cuda13_plugin") is not None
 os.environ["JAX_PLATFORMS"] = "cpu,cuda" if _plugin else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-# A flag that the caller gives stands last, and so wins.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
+# Two workers keep both cores busy: a program for CPU in one piece compiles in 8 % less time than in 32. A flag that the
+# caller gives stands last, and so wins.
+_flags = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "
+os.environ["XLA_FLAGS"] = _flags + os.environ.get("XLA_FLAGS", "")
 if _plugin:
     # Machine code of GPU kernels takes two thirds of a compilation, no test looks at it, and most programs share most
     # of theirs: it is made once. Last, because pytest-xdist's workers inherit the flag of the process that starts them,
