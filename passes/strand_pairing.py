@@ -40,7 +40,7 @@ from dhelix.passes.strand_sequences import Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
 from dhelix.profiles.hardware import H200, Hardware
 
-_WORK = 15_000  # of the improvement (`OrderTiming.work`)
+_WORK = 20_000  # of the improvement (`OrderTiming.work`)
 _WORK_SHORT = 10  # the same for each move of an operator past another, where operators are few
 _WORK_LAYER = 2_000  # the same for a layer of a long body
 _LONG = 120  # operators; bodies with more are solved layer by layer
