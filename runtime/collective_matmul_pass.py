@@ -88,6 +88,8 @@ def collective_matmul_passes(
     graphs = graphs_hold_calls(os.environ, options)
     if form == "auto":
         _say_what_stays(devices[0].device_kind, times, graphs)
+    elif not on_gpus and stage is Stage.PRE_SCHEDULER:
+        _say(f"on {devices[0].platform} collectives stay as they are: only on GPUs does a pass look for their places")
     matmuls = CollectiveMatmul(JaxForms(form, times, graphs, devices, paired), stage), ExclusiveKernels()
     return (CollectiveCanonicalization(), *matmuls) if stage is CollectiveCanonicalization.stage else matmuls
 
@@ -103,6 +105,10 @@ def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
         )
     else:
         return
+    _say(reason)
+
+
+def _say(reason: str) -> None:
     say_once(f"collective matmuls: {reason}", ("collective matmuls", reason))
 
 

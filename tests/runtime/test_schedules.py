@@ -193,7 +193,7 @@ def test_collective_matmuls_come_first_and_their_guard_in_any_case(lowered: jax.
 def test_why_there_can_be_no_collective_matmul_is_said_once(
     lowered: jax.stages.Lowered, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On GPUs that nothing is known of, on CPUs, and in CUDA graphs; a form that was asked for needs no word."""
+    """On GPUs that nothing is known of, on CPUs, and in CUDA graphs; a form that was asked for on GPUs needs no word."""
     sharding = NamedSharding(jax.make_mesh((4,), ("tp",)), P("tp"))
     on_cpus = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
     for _ in range(2):
@@ -203,9 +203,11 @@ def test_why_there_can_be_no_collective_matmul_is_said_once(
     for _ in range(2):
         choice(collective_matmul="auto").manager(lowered)
         choice(collective_matmul="auto").manager(on_cpus)
-    in_graphs, unknown = [record.getMessage() for record in caplog.records]
+        choice(collective_matmul="ring").manager(on_cpus)
+    in_graphs, unknown, asked = [record.getMessage() for record in caplog.records]
     assert "no kernels, since the program's custom calls become part of CUDA graphs" in in_graphs
     assert "nothing was measured on cpu, so collectives beside products stay" in unknown
+    assert "only on GPUs does a pass look for their places" in asked
 
 
 def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> None:
