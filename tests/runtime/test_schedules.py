@@ -193,7 +193,7 @@ def test_collective_matmuls_come_first_and_their_guard_in_any_case(lowered: jax.
 def test_why_there_can_be_no_collective_matmul_is_said_once(
     lowered: jax.stages.Lowered, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On GPUs that nothing is known of, on CPUs, and in CUDA graphs; a form that was asked for on GPUs needs no word."""
+    """On GPUs that nothing is known of, on CPUs, and in CUDA graphs; a form that was asked for is no matter on GPUs."""
     sharding = NamedSharding(jax.make_mesh((4,), ("tp",)), P("tp"))
     on_cpus = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
     for _ in range(2):
