@@ -138,9 +138,8 @@ class Body:
         laid: dict[Instruction, None] = {}
         for number in numbers:
             lay(self.head(number), self.before, laid)
-            for instruction in (
-                self.parts[number] if number < len(self.parts) else ()
-            ):  # also what follows the head and holds memory until it ran
+            travelling = self.parts[number] if number < len(self.parts) else ()  # nothing travels with a wait
+            for instruction in travelling:  # also what follows the head and holds memory until it ran
                 if instruction not in laid and instruction in self.timed:
                     if all(b in laid for b in self.timed[instruction]):
                         lay(instruction, self.before, laid)

@@ -386,8 +386,16 @@ class Player:
         )
         intervals = [Interval(i.name, lane, start, end) for i, lane, start, end in self.spans] + self.loops
         intervals.sort(key=lambda i: (i.start, i.end))
-        times = self.now, self.compute, self.compute_alone, self.hidden, self.exposed
-        return Timeline(*times, tuple(intervals), collectives, self.idle)
+        return Timeline(
+            self.now,
+            self.compute,
+            self.compute_alone,
+            self.hidden,
+            self.exposed,
+            tuple(intervals),
+            collectives,
+            self.idle,
+        )
 
 
 def _longest_first(under: dict[str, float]) -> tuple[tuple[str, float], ...]:

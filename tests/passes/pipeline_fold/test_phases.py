@@ -4,29 +4,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from dhelix.passes.pipeline_fold import (
-    SCHEDULES,
-    Pattern,
-    Schedule,
-    layout_of,
-    make_schedule,
-    patterns,
-    phases,
-    transfers,
-)
-
-STEPS = st.tuples(
-    st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 14), st.integers(0, 5), st.integers(2, 3)
-)
-
-
-def make(step: tuple[str, int, int, int, int]) -> Schedule:
-    """A schedule of few layers that need not divide, as (name, P, M, layers beyond one for each chunk, ...)."""
-    name, stages, microbatches, more, chunks_per_stage = step
-    chunks = {"1f1b": 1, "interleaved": chunks_per_stage}.get(name, 2) * stages
-    return make_schedule(name, layout_of(name, chunks + more, stages, chunks_per_stage), microbatches)
+from dhelix.passes.pipeline_fold import Pattern, Schedule, patterns, phases, transfers
+from dhelix.tests.passes.pipeline_fold.drawn_schedules import STEPS, make
 
 
 def patterns_by_tick(schedule: Schedule) -> tuple[Pattern, ...]:
