@@ -54,6 +54,7 @@ class OrderSearch:
         self.waits = body.waits_for if self.is_whole else {}
         self.needs = {n: body.operators[n].needs & self.parts.keys() for n in self.numbers}
         self.needs |= {wait: frozenset((pair,)) for wait, pair in self.waits.items()}
+        self.parts |= {wait: self.parts[pair] for wait, pair in self.waits.items()}
         self.users: dict[int, list[int]] = {n: [] for n in self.needs}
         for number, needs in self.needs.items():
             for needed in needs:
@@ -117,7 +118,7 @@ class OrderSearch:
         timed = self.timed
         for number in order:
             lay(self.body.head(number), timed, laid)
-            for instruction in self.parts.get(number, ()):
+            for instruction in self.parts[number]:
                 if instruction not in laid and all(b in laid for b in timed[instruction]):
                     laid[instruction] = None
         for instruction in timed:
@@ -238,8 +239,10 @@ class OrderSearch:
     def improve(self, start: Timed, work: int) -> Order:
         """The fastest order found from `start`, which fits, for that much `OrderTiming.work`."""
         timing = OrderTiming(self.body, self.states, self.timed, self.parts)
-        wandered = self._wander(start, timing, int(_WANDERED * work))
-        return self._climb(wandered, timing, work)[1]
+        waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))
+        waiting = *start[1], *waits
+        wandered = self._wander((timing.seconds(waiting), waiting), timing, int(_WANDERED * work))
+        return min(start, self._climb(wandered, timing, work))[1]
 
     def _wander(self, start: Timed, timing: OrderTiming, work: int) -> Timed:
         """Random moves, taken if what they lead to is not slower by more than a share, which falls to nothing.
@@ -247,7 +250,7 @@ class OrderSearch:
         Memory is asked about the fastest so far alone: from one that does not fit, back to the fastest that does.
         """
         draw, waits = random.Random(0), list(self.waits)
-        here = best = start[0], (*start[1], *waits)
+        here = best = start
         while (left := work - timing.work) > 0:
             movable = waits if waits and draw.random() < _WAITING else self.numbers
             order = self._moved(here[1], draw.choice(movable), draw)

@@ -100,7 +100,7 @@ class OrderTiming:
 
     Args:
       timed: instructions that take time, and ends, and what of these must come before each.
-      parts: of each operator what of `timed` travels with it.
+      parts: of each operator what of `timed` travels with it, and of each wait what travels with its pair.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class OrderTiming:
             self._closure[instruction] = self._bit[instruction]
             for earlier in before:
                 self._closure[instruction] |= self._closure[earlier]
-        self._steps: dict[int, dict[int, tuple[Step, int]]] = {n: {} for n in (*parts, *body.waits_for)}
+        self._steps: dict[int, dict[int, tuple[Step, int]]] = {n: {} for n in parts}
         self._decides = {n: self._deciding(n) for n in self._steps}
         self._last: dict[int, Step] = {}
         self._asked, self._played_before = 0, states.played
@@ -164,7 +164,7 @@ class OrderTiming:
     def _deciding(self, number: int) -> int:
         """What of the instructions laid before decides which ones come with an operator or a wait."""
         found = self._closure.get(self.body.head(number), 0)
-        for instruction in self.parts.get(number, ()):
+        for instruction in self.parts[number]:
             found |= self._bit[instruction]
             for earlier in self.timed[instruction]:
                 found |= self._bit[earlier]
@@ -173,7 +173,7 @@ class OrderTiming:
     def _step(self, number: int, laid: int) -> tuple[Step, int]:
         """What an operator or a wait brings with it after the instructions `laid`, and its mask."""
         head = self.body.head(number)
-        new = self._new(laid, (head,) if head in self.timed else (), self.parts.get(number, ()))
+        new = self._new(laid, (head,) if head in self.timed else (), self.parts[number])
         return self.states.step(new), sum(self._bit[i] for i in new)
 
     def _new(

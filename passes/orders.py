@@ -22,6 +22,7 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassContext
+from dhelix.passes.operator_keys import FREE_OPCODES
 from dhelix.passes.timeline import Timeline, simulate, simulate_module
 from dhelix.profiles.hardware import Hardware
 
@@ -108,6 +109,36 @@ def few_in_flight(
             flying[lane].append(instruction)
         laid[instruction] = None
     return list(laid)
+
+
+def starts_behind_ends(
+    order: Sequence[Instruction], before: Mapping[Instruction, Sequence[Instruction]], costs: Mapping[Instruction, Cost]
+) -> list[Instruction]:
+    """`order`, in which XLA keeps the order of collectives on each lane.
+
+    XLA makes a pair synchronous where its end stands if nothing computes between start and end, so that a collective
+    started between the two would begin first. Those of its lane move behind the end, which makes them no later:
+
+        gather-start  scatter-start  gather-done      gather-start  gather-done  scatter-start
+
+    `before`: what must come before each instruction.
+    """
+    laid: list[Instruction] = []
+    recent: list[Instruction] = []  # since anything computed
+    for instruction in order:
+        recent.append(instruction)
+        if is_done(instruction):
+            if (start := start_of(instruction)) in recent:
+                between = recent[recent.index(start) + 1 :]
+                ended = {start_of(i) for i in between if is_done(i)}
+                needed = {b for i in between for b in before[i]}
+                lane = costs[start].lane
+                later = [i for i in between if is_start(i) and costs[i].lane is lane and i not in ended | needed]
+                recent = [i for i in recent if i not in later] + later
+        elif not is_start(instruction) and instruction.opcode not in FREE_OPCODES:
+            laid += recent
+            recent = []
+    return laid + recent
 
 
 def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> int:
@@ -217,9 +248,12 @@ def _improve(
     old = schedule[computation]
     new = order(computation, old, costs, limits)
     crowded = False
+    needs = predecessors(computation, old, limits.memory)
     if limits.max_in_flight is not None:
-        new = few_in_flight(new, predecessors(computation, old, limits.memory), costs, limits.max_in_flight)
+        new = few_in_flight(new, needs, costs, limits.max_in_flight)
         crowded = most_in_flight(old, costs) > limits.max_in_flight
+    if new != old:
+        new = starts_behind_ends(new, needs, costs)
     verify_sequence(computation, new)
     before, after = (simulate(computation, s, costs, limits.hardware, limits.bodies) for s in (old, new))
     peak_before, peak = (limits.memory.peak(computation, s) for s in (old, new))

@@ -34,7 +34,7 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.layer_search import orders_by_layer
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import Order, OrderSearch
-from dhelix.passes.orders import Limits, apply_order, few_in_flight
+from dhelix.passes.orders import Limits, apply_order, few_in_flight, starts_behind_ends
 from dhelix.passes.pairing_table import pair
 from dhelix.passes.strand_sequences import Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
@@ -128,8 +128,8 @@ def plan_body(
     most = limits.max_in_flight
     orders = {
         "xla": few_in_flight(sequence, body.before, costs, most),
-        "list": few_in_flight(listed, body.before, costs, most),
-        "paired": search.sequence(improved),
+        "list": starts_behind_ends(few_in_flight(listed, body.before, costs, most), body.before, costs),
+        "paired": starts_behind_ends(search.sequence(improved), body.before, costs),
     }
     seconds, peaks = {}, {}
     for name, order in orders.items():

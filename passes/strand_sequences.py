@@ -138,8 +138,8 @@ class Body:
         laid: dict[Instruction, None] = {}
         for number in numbers:
             lay(self.head(number), self.before, laid)
-            travelling = self.parts[number] if number < len(self.parts) else ()  # nothing travels with a wait
-            for instruction in travelling:  # also what follows the head and holds memory until it ran
+            for instruction in self.parts[self.waits_for.get(number, number)]:
+                # also what follows the head, or the end of a pair, and holds memory until it ran
                 if instruction not in laid and instruction in self.timed:
                     if all(b in laid for b in self.timed[instruction]):
                         lay(instruction, self.before, laid)
@@ -314,6 +314,11 @@ class _Maker:
                 carrier = needed_by.get(instruction, max(self.needs[instruction], default=None))
                 if carrier is not None:
                     found[instruction] = carrier
+        for instruction in reversed(self.sequence):  # what only others that travel need goes with these
+            if instruction in found:
+                for earlier in self.before[instruction]:
+                    if earlier not in found and not is_done(earlier):
+                        found[earlier] = found[instruction]
         return found
 
     def _waits(self, ends: Mapping[int, Instruction]) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.order_search import OrderSearch
 from dhelix.passes.order_timing import OrderTiming
-from dhelix.passes.orders import Limits, few_in_flight
+from dhelix.passes.orders import Limits, few_in_flight, starts_behind_ends
 from dhelix.passes.strand_pairing import plan_body
 from dhelix.passes.strand_sequences import find_strands
 from dhelix.passes.timeline import simulate
@@ -71,6 +71,19 @@ def test_compute_may_wait_for_a_collective() -> None:
     assert plan.seconds == 4.0
 
 
+def test_what_travels_with_a_collective_runs_beneath_the_next() -> None:
+    """What reads a gather takes too little to be an operator; it need not wait for the gather that comes after."""
+    light = [Op(f"x{n}", 1e-5, (f"x{n - 1}" if n else "slice", "g0_done")) for n in range(20)]
+    gathers = [Start("g0", 4e-3, "p"), Start("g1", 4e-3, "p"), Op("slice", 1e-5, ("p",)), Op("y", 1e-3, ("p",))]
+    module, costs = build([*gathers, Done("g0"), Done("g1"), *light], ["x19", "y", "g1_done"])
+    alike = dataclasses.replace(H200_NO_P2P, compute_rate=1.0, communication_rate=1.0)
+    memory = Memory(module)
+    limits = Limits(alike, 2 * memory.peak(module.entry, module.schedule[module.entry]), memory)
+    plan = plan_body(module.entry, module.schedule[module.entry], costs, limits)
+    assert plan.seconds_paired == pytest.approx(8e-3)
+    assert plan.seconds_xla == pytest.approx(8.2e-3)
+
+
 GATHERS = [
     *(Start(f"g{n}", 1.0, "p", size=50) for n in range(4)),
     Op("x", 6.0, ("p",)),
@@ -108,6 +121,22 @@ def test_an_end_that_waits_for_the_next_start_stays() -> None:
     assert in_flight(few_in_flight(order, before, costs, 1)) == 1
     before[by_name["g0_done"]].append(by_name["g1"])
     assert few_in_flight(order, before, costs, 1) == order
+
+
+def test_collectives_keep_their_order_where_xla_makes_one_synchronous() -> None:
+    """XLA runs a pair with nothing between start and end at the end's place, after what was started between."""
+    module, costs = build(GATHERS, ["y", "x"])
+    by_name = {i.name: i for i in module.schedule[module.entry]}
+    before = {i: list(i.operands) for i in by_name.values()}
+
+    def kept(names: str) -> str:
+        order = starts_behind_ends([by_name[n] for n in names.split()], before, costs)
+        return " ".join(i.name for i in order)
+
+    assert kept("p g0 g1 g0_done x g1_done") == "p g0 g0_done g1 x g1_done"
+    assert kept("p g0 g1 g2 g1_done g0_done x g2_done") == "p g0 g1 g1_done g0_done g2 x g2_done"
+    for unchanged in ("p g0 x g1 g0_done g1_done", "p g0 g1 x g0_done g1_done", "p g0 g0_done g1 g1_done x"):
+        assert kept(unchanged) == unchanged
 
 
 def test_ends_move_up_where_memory_is_short() -> None:
