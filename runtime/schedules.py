@@ -31,7 +31,7 @@ from dhelix.errors import DhelixError
 from dhelix.passes import exchange, jax_compat, pairing_plan_json
 from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
-from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.collective_matmul_pattern import Placed
 from dhelix.passes.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.costs import CostModel
 from dhelix.passes.exclusive_kernels import ExclusiveKernels
@@ -44,6 +44,7 @@ from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing, pairing_order
+from dhelix.passes.strand_prefetch import StrandPrefetch
 from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
 from dhelix.profiles.collective_matmul import Form
@@ -95,7 +96,7 @@ def default_passes(
 def _strands(pairing: str = "forward-backward") -> tuple[Pass, ...]:
     """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`)."""
     structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
-    return *structure, StrandSeparation()
+    return *structure, StrandPrefetch(), StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
@@ -147,7 +148,7 @@ class Choice:
     compiler_options: Mapping[str, Any] | None = None
     pipelined: bool = False
     collective_matmul: str | Form = OFF
-    paired: tuple[Pattern, ...] = ()
+    paired: tuple[Placed, ...] = ()
 
     @classmethod
     def of(
