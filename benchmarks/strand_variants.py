@@ -112,6 +112,7 @@ SETTINGS: dict[str, Setting] = {
     )
 }
 
+CHOSEN = "chosen"
 XLA, OURS, BOUND = "XLA", "ours", "bound"
 _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
@@ -128,7 +129,8 @@ class Variant:
         program counts as XLA's with them too, so that XLA has every implementation that ours uses.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
-      collective_matmul: the form that stands in place of collectives beside products.
+      collective_matmul: the form that stands in place of collectives beside products; CHOSEN: the fastest, where the
+        decorator finds that the step is faster by it. It is the decorator as users have it, decompositions too.
       misled: our schedule is the one for another link (no-p2p for NVLink, NVLink for the others): what it costs not
         to adapt (DHelix figure 10).
     """
@@ -202,11 +204,14 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
     Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
     Variant("strands, dp, best matmuls", "strands", "dp", collective_matmul="auto"),
+    Variant("strands, dp, chosen matmuls", "strands", "dp", collective_matmul=CHOSEN),
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
     Variant("strands, not in lockstep", "not in lockstep"),
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
+    Variant("strands, dp, nothing prefetched", "nothing prefetched", "dp"),
+    Variant("strands, dp, decomposed, nothing prefetched", "nothing prefetched", "dp", decomposed=True),
 )
 _WITHOUT = tuple(replace(v, name=either(v.name)[1], options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
 VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT)}
@@ -242,6 +247,7 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
+    "nothing prefetched": _less("strand-prefetch"),
     **{pairing: _paired(pairing) for pairing in PAIRINGS if pairing != "forward-backward"},
 }
 _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {

@@ -27,7 +27,7 @@ import optax
 from dhelix import strand_interleave
 from dhelix.benchmarks.gpu_clocks import Clocks
 from dhelix.benchmarks.strand_results import Result, Run
-from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.benchmarks.strand_variants import CHOSEN, GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.models import preset
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
@@ -125,6 +125,8 @@ class Worker:
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
         example = self.training.abstract_state(), self.training.abstract_batch(self.options.microbatches)
+        if variant.collective_matmul == CHOSEN:
+            return self.build_by_decorator(variant, options, example)
         passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
         if not passes:
             lowered = jax.jit(self.training.train_step, donate_argnums=0).lower(*example)
@@ -134,6 +136,18 @@ class Worker:
         key = repr(replace(variant, name="", options={}))
         new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
         step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
+        return self.build_by_passes(step, options, example)
+
+    def build_by_decorator(self, variant: Variant, options: dict[str, Any], example: Any) -> Any:
+        """What users get who leave it to the decorator which collectives become collective matmuls."""
+        profile = self.setting.costs().profile
+        step = strand_interleave(
+            self.training.train_step, schedule=variant.order, profile=profile, collective_matmul="auto", strict=True,
+            donate_argnums=0, compiler_options=options,
+        )  # fmt: skip
+        return self.build_by_passes(step, options, example)
+
+    def build_by_passes(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
         compiled = self.xla(step.lower(*example), options)
         on_gpus = self.training.mesh.devices.flat[0].platform == "gpu"
         report = step.report(*example) if on_gpus else step.plan(*example)
