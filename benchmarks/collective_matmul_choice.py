@@ -49,9 +49,9 @@ def rows(lowered: "jax.stages.Lowered", choice: "Choice") -> Iterator[tuple[str,
     yield "strands, dp", replace(choice, collective_matmul=OFF).manager(lowered)
     yield "strands, dp, collective matmuls at all sites", choice.manager(lowered)
     chosen = choice.weighed(lowered)
-    yield f"strands, dp, chosen: all but {len(chosen.paired)} kinds of sites", chosen.manager(lowered)
-    for pattern in chosen.paired:
-        print(f"stays: {pattern.site.key}")
+    yield f"strands, dp, chosen: all but {len(chosen.paired)} patterns at a place", chosen.manager(lowered)
+    for placed in chosen.paired:
+        print(f"stays: {placed.key}")
 
 
 def model_of(lowered: "jax.stages.Lowered", choice: "Choice") -> "CostModel":

@@ -35,7 +35,7 @@ from typing import Protocol
 
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_matmul_kernels import named
-from dhelix.passes.collective_matmul_pattern import Match, Pattern, Product
+from dhelix.passes.collective_matmul_pattern import Match, Pattern, Placed, Product, co_executes
 from dhelix.passes.collective_matmul_sites import find
 from dhelix.passes.dimension_factors import dense
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
@@ -53,7 +53,7 @@ class Forms(Protocol):
     Both methods raise DhelixError where a form cannot be had.
     """
 
-    def choose(self, pattern: Pattern) -> Form:
+    def choose(self, placed: Placed) -> Form:
         """The form that takes the place of collective and matmul; the monolithic one leaves them as they are."""
         ...
 
@@ -91,8 +91,8 @@ class CollectiveMatmul:
         splicer = Splicer(module)
         for computation, matches in find_all(module, left):
             stands_for: dict[Instruction, Instruction] = {}
-            for match in matches:
-                found = self._program(match.pattern, left, made, context.strict)
+            for match, placed in matches:
+                found = self._program(placed, left, made, context.strict)
                 if found is not None:
                     stands_for.update(_splice(match, *found, splicer))
             if stands_for:
@@ -104,11 +104,11 @@ class CollectiveMatmul:
         return bool(made)
 
     def _program(
-        self, pattern: Pattern, left: Counter[str], made: Counter[tuple[str, str]], strict: bool
+        self, placed: Placed, left: Counter[str], made: Counter[tuple[str, str]], strict: bool
     ) -> tuple[Form, HloModule] | None:
-        """What takes the place of a pattern; None where nothing does, and why not is counted."""
+        """What takes the place of a pattern's matches; None where nothing does, and why not is counted."""
         try:
-            form = self.forms.choose(pattern)
+            form = self.forms.choose(placed)
         except DhelixError as error:  # not every site can have the form that was asked for
             left[str(error)] += 1
             return None
@@ -116,17 +116,17 @@ class CollectiveMatmul:
             left["no other form is known to be faster"] += 1
             return None
         try:
-            program = self.forms.program(pattern, form)
+            program = self.forms.program(placed.pattern, form)
         except DhelixError as error:
             if strict:
                 raise
             left[str(error)] += 1
             return None
-        made[pattern.site.key, form.key] += 1
+        made[placed.key, form.key] += 1
         return form, program
 
 
-def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computation, list[Match]]]:
+def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computation, list[tuple[Match, Placed]]]]:
     """Computations that run, and what of each could be replaced at once; why the rest could not is counted in `left`.
 
     A computation may be changed when the next one is asked for.
@@ -134,7 +134,9 @@ def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computatio
     for computation in list(executed(module.entry)):
         found = list(find(computation))
         left.update(reason for reason in found if isinstance(reason, str))
-        yield computation, _without_overlap([match for match in found if isinstance(match, Match)], left)
+        matches = _without_overlap([match for match in found if isinstance(match, Match)], left)
+        co_executed = co_executes(computation)
+        yield computation, [(match, Placed(match.pattern, co_executed)) for match in matches]
 
 
 def executed(entry: Computation) -> Iterator[Computation]:

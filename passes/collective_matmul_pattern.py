@@ -3,8 +3,9 @@
     x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
 
 A `Pattern` is all that decides what takes the place of a match, besides the form: matches that are alike have one, so
-that it is lowered once. `passes/collective_matmul_sites.py` finds matches; what is here tells which collectives and
-which products may be part of one.
+that it is lowered once. Whether it pays depends on what could run beside its collective as well, so matches of one
+pattern are decided for by place (`Placed`). `passes/collective_matmul_sites.py` finds matches; what is here tells which
+collectives and which products may be part of one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dhelix.passes.collectives import Groups, device_groups
 from dhelix.passes.dimension_factors import Rearrangement
-from dhelix.passes.hlo import Instruction, shapes
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.profiles.collective_matmul import Site
 
 MARK = "collective_matmul"
@@ -50,6 +52,23 @@ class Pattern:
     gathered: bool
     transposed: bool
     axis: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Matches that one decision is for: those of a pattern at a place.
+
+    Attributes:
+      co_executed: they stand where two strands run (`co_executes`), so the other one could hide their collectives.
+    """
+
+    pattern: Pattern
+    co_executed: bool = False
+
+    @property
+    def key(self) -> str:
+        """The site's key, with the place where that is not the usual one of a program without strands."""
+        return self.pattern.site.key + ", co-executed" * self.co_executed
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +123,16 @@ class Match:
         if self.collective.opcode != "all-gather":
             return [self.collective]
         return [p.dot for p in self.products] + [self.collective] * self.pattern.gathered
+
+
+def co_executes(computation: Computation) -> bool:
+    """Whether products of both strands stand in a computation itself, as in the loop over layers where they meet.
+
+    Not so in the first forward and the last backward pass, in the head, nor in the body of the loop over micro-batches,
+    where what multiplies is called: there, products of one strand are all that could hide a collective.
+    """
+    names = [i.op_name for i in computation.instructions if i.opcode == "dot"]
+    return all(any(f"{strand}/" in name for name in names) for strand in (ALPHA, BETA))
 
 
 class Unfit(Exception):

@@ -21,7 +21,7 @@ from absl import logging
 
 from dhelix.passes.collective_matmul import CollectiveMatmul
 from dhelix.passes.collective_matmul_choice import Candidate, Trial, Weighed, choose, mark
-from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.collective_matmul_pattern import Placed
 from dhelix.passes.collective_schedule import list_order
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
@@ -36,7 +36,7 @@ class Weighing:
 
     Args:
       lowered: the step as its function lowers.
-      passes: makes the passes that it is to go through; its argument: patterns whose sites stay collectives.
+      passes: makes the passes that it is to go through; its argument: patterns and places whose sites stay.
       model: costs.
       order: that of the passes.
       memory_limit, max_in_flight: of the order.
@@ -45,7 +45,7 @@ class Weighing:
     def __init__(
         self,
         lowered: jax.stages.Lowered,
-        passes: Callable[[tuple[Pattern, ...]], PassManager],
+        passes: Callable[[tuple[Placed, ...]], PassManager],
         model: CostModel,
         order: Scheduler,
         memory_limit: int | None = None,
@@ -57,7 +57,7 @@ class Weighing:
     def weighed(self) -> Weighed | None:
         """None where there is nothing to decide, or what there is cannot be looked at."""
         trial = self._trial()
-        if trial is None or not trial.patterns:
+        if trial is None or not trial.placed:
             return None
         found = choose(trial, list_order, self._order)
         if found.taken:

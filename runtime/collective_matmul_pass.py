@@ -35,7 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_canonicalization import CollectiveCanonicalization
 from dhelix.passes.collective_matmul import CollectiveMatmul
-from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.collective_matmul_pattern import Pattern, Placed
 from dhelix.passes.exclusive_kernels import ExclusiveKernels
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Pass, Stage, say_once
@@ -50,7 +50,8 @@ from dhelix.runtime.launch_settings import NO_GRAPHS, graphs_hold_calls, link_of
 from dhelix.runtime.lowering import hlo_bytes
 
 OFF = "off"
-PAIRED = "its collective is predicted to cost less under the other strand's compute"
+PAIRED = "co-executed, and its collective is predicted to cost less under the other strand's compute"
+ALONE = "not co-executed, and its collective is predicted to cost less all the same"
 _AXES = ("outside", "axis", "inside")
 _BODY = "xla.sdy.manual_computation_body"
 
@@ -60,7 +61,7 @@ def collective_matmul_passes(
     form: str | Form = "auto",
     stage: Stage = Stage.PRE_SCHEDULER,
     options: Mapping[str, Any] | None = None,
-    paired: tuple[Pattern, ...] = (),
+    paired: tuple[Placed, ...] = (),
 ) -> tuple[Pass, ...]:
     """The passes that put collective matmuls into a program, in their order; none for form "off" or one device.
 
@@ -74,7 +75,7 @@ def collective_matmul_passes(
       options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program without CUDA
         graphs.
       stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
-      paired: sites of these patterns stay as they are (`runtime/collective_matmul_choice.py`).
+      paired: sites of these patterns at these places stay as they are (`runtime/collective_matmul_choice.py`).
 
     Raises:
       DhelixError: there is no such form.
@@ -130,7 +131,7 @@ class JaxForms:
       times: what "auto" goes by; None: nothing was measured, and no site takes another form.
       graphs: whether custom calls become part of CUDA graphs.
       devices: those of the program, in the order of its partitions.
-      paired: patterns whose sites stay, since the other strand's compute hides their collectives.
+      paired: patterns at places where their sites stay, such as where the other strand's compute hides collectives.
       sources: digest of the files that make the forms; a compiled program depends on them.
     """
 
@@ -138,17 +139,18 @@ class JaxForms:
     times: Times | None
     graphs: bool
     devices: InitVar[Sequence[Any]]
-    paired: tuple[Pattern, ...] = ()
+    paired: tuple[Placed, ...] = ()
     sources: str = field(init=False)
 
     def __post_init__(self, devices: Sequence[Any]) -> None:
         object.__setattr__(self, "sources", _sources())
         object.__setattr__(self, "_devices", tuple(devices))
 
-    def choose(self, pattern: Pattern) -> Form:
-        """The form that a pattern takes. Raises DhelixError where it stays, or cannot have what was asked for."""
-        if pattern in self.paired:
-            raise DhelixError(PAIRED)
+    def choose(self, placed: Placed) -> Form:
+        """The form that sites take. Raises DhelixError where they stay, or cannot have what was asked for."""
+        if placed in self.paired:
+            raise DhelixError(PAIRED if placed.co_executed else ALONE)
+        pattern = placed.pattern
         rows = pattern.site.rows // pattern.batch
         own = rows if pattern.site.kind == "matmul_all_reduce" else rows // pattern.site.axis_size
         place = Place(pattern.site, _AXES[1], own)

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collective_matmul_pattern import Pattern
+from dhelix.passes.collective_matmul_pattern import Pattern, Placed
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.splicing import prepare
 from dhelix.profiles.collective_matmul import Form
@@ -21,14 +21,18 @@ SUM = "sum {{ a = {0}[] parameter(0)\n  b = {0}[] parameter(1)\n  ROOT c = {0}[]
 
 @dataclass(frozen=True)
 class TextForms:
-    """One form for all sites with at least so many rows; `refuse`: what it says of every other form."""
+    """One form for all sites with at least so many rows; `refuse`: what it says of every other form; `paired`: none
+    where two strands run."""
 
     form: Form = Form("ring")
     least_rows: int = 0
     refuse: str = ""
+    paired: bool = False
 
-    def choose(self, pattern: Pattern) -> Form:
-        return self.form if pattern.site.rows >= self.least_rows else Form("monolithic")
+    def choose(self, placed: Placed) -> Form:
+        if self.paired and placed.co_executed:
+            raise DhelixError("paired")
+        return self.form if placed.pattern.site.rows >= self.least_rows else Form("monolithic")
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:
         if self.refuse:
@@ -42,8 +46,8 @@ class Seen:
 
     patterns: list[Pattern] = dataclasses.field(default_factory=list)
 
-    def choose(self, pattern: Pattern) -> Form:
-        self.patterns.append(pattern)
+    def choose(self, placed: Placed) -> Form:
+        self.patterns.append(placed.pattern)
         return Form("monolithic")
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:

@@ -61,6 +61,23 @@ def test_whatever_is_made_has_a_layout() -> None:
         assert all(len(s.layout.minor_to_major) == len(s.dimensions) for s in shapes)
 
 
+@pytest.mark.parametrize(
+    ("names", "co_executed"),
+    [("alpha alpha", False), ("beta beta", False), ("alpha beta", True), ("beta alpha", True)],
+)
+def test_sites_are_told_apart_by_whether_both_strands_multiply_beside_them(names: str, co_executed: bool) -> None:
+    """A site needs no name of its own: what counts is what its computation holds."""
+    text = golden.read(FORWARD)
+    products = "up = bf16[16,8] dot(rows, w_up)", "down = bf16[16,16] dot(both, w_down)"
+    for product, strand in zip(products, names.split(), strict=True):
+        line = f"{product}, lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+        assert line in text
+        text = text.replace(line, f'{line}, metadata={{op_name="strand_{strand}/jit(step)/dot"}}')
+    found = notes(text)
+    assert len(found) == 2 and all((" over 4, co-executed)" in note) is co_executed for note in found)
+    assert (notes(text, TextForms(paired=True)) == ["left alone: paired (count=2)"]) is co_executed
+
+
 def test_equal_input_gives_equal_bytes() -> None:
     source = HloModule.from_text(golden.read(BACKWARD)).to_bytes()
     first, second = (PassManager((lowered(),)).run(Stage.LOWERED, source)[0] for _ in range(2))

@@ -80,7 +80,8 @@ def test_each_kind_of_site_is_decided_for_itself(training: Training, monkeypatch
     )
     settled = choice(schedule="list", memory_limit=1 << 40).weighed(lowered)
     (found,) = decided
-    assert ([p.site for p in found.taken], [p.site for p in settled.paired]) == ([QKV], [DOWN])
+    sites = [[(p.pattern.site, p.co_executed) for p in part] for part in (found.taken, settled.paired)]
+    assert sites == [[(site, False), (site, True)] for site in (QKV, DOWN)]
     assert found.seconds < real[0] < 2 * found.seconds and found.checked(real[0]).taken == ()
     (forms,) = [one.forms for one in settled.manager(lowered).passes if isinstance(one, CollectiveMatmul)]
     assert forms.choose(found.taken[0]) == Form("ring")
