@@ -13,14 +13,18 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.models import Training, make_train_step, preset
 from dhelix.passes import manager
-from dhelix.passes.collective_matmul import CollectiveMatmul
+from dhelix.passes.collective_matmul import CollectiveMatmul, executed
+from dhelix.passes.collective_matmul_pattern import MARK, Pattern, Placed
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.manager import Stage
 from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.profiles import collective_matmul_times
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import collective_matmul_choice, deviceless, registration
+from dhelix.runtime import broken_off, collective_matmul_choice, deviceless, lowering, registration
 from dhelix.runtime.collective_matmul_choice import Weighing, predicted
-from dhelix.runtime.collective_matmul_pass import PAIRED
+from dhelix.runtime.collective_matmul_pass import ALONE, PAIRED, JaxForms
 from dhelix.runtime.schedules import Choice
 
 CONFIG = preset("llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048)
@@ -62,10 +66,11 @@ def choice(**options: Any) -> Choice:
 
 
 @pytest.mark.deviceless
-def test_each_kind_of_site_is_decided_for_itself(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that is said to take 20 times as long as its GEMM is left out, one that takes a tenth is not; but a ring's
-    program is in fact no faster, and without a word to the contrary that would count."""
-    known(monkeypatch, times(qkv=0.1, down=20.0))
+def test_each_site_is_decided_for_where_it_stands(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form that is said to take 20 times as long as its GEMM is left out everywhere. One that takes twice as long is
+    taken where nothing else hides the collective; but a ring's program is in fact no faster, and without a word to the
+    contrary that would count."""
+    known(monkeypatch, times(qkv=2.0, down=20.0))
     real: list[float] = []
 
     def recorded(*arguments: Any) -> float:
@@ -81,12 +86,36 @@ def test_each_kind_of_site_is_decided_for_itself(training: Training, monkeypatch
     settled = choice(schedule="list", memory_limit=1 << 40).weighed(lowered)
     (found,) = decided
     sites = [[(p.pattern.site, p.co_executed) for p in part] for part in (found.taken, settled.paired)]
-    assert sites == [[(site, False), (site, True)] for site in (QKV, DOWN)]
+    assert sites == [[(QKV, False)], [(QKV, True), (DOWN, False), (DOWN, True)]]
     assert found.seconds < real[0] < 2 * found.seconds and found.checked(real[0]).taken == ()
-    (forms,) = [one.forms for one in settled.manager(lowered).passes if isinstance(one, CollectiveMatmul)]
-    assert forms.choose(found.taken[0]) == Form("ring")
-    with pytest.raises(DhelixError, match=PAIRED):
-        forms.choose(found.paired[0])
+    assert strands_beside_matmuls(lowered, settled) == [{ALPHA}], "in the first forward pass"
+
+
+def strands_beside_matmuls(lowered: jax.stages.Lowered, settled: Choice) -> list[set[str]]:
+    """Of each computation of the scheduled step that holds collective matmuls: the strands that run in it."""
+    passes = settled.manager(lowered)
+    source = passes.run(Stage.LOWERED, lowering.hlo_bytes(lowered))[0]
+    assert source is not None
+    scheduled = broken_off.scheduled(lowered, source, "test", lambda one: passes.run(Stage.PRE_SCHEDULER, one)[0])
+    assert scheduled is not None
+    module = HloModule.from_bytes(scheduled)
+    names = [[i.op_name for i in computation.instructions] for computation in executed(module.entry)]
+    return [
+        {strand for strand in (ALPHA, BETA) if any(f"{strand}/" in name for name in one)}
+        for one in names
+        if any(f"/{MARK}/" in name for name in one)
+    ]
+
+
+def test_why_a_site_stays_depends_on_where_it_stands() -> None:
+    pattern = Pattern(QKV, 1, (1024,), (512,), False, False, (1, 4, 1))
+    both, one = Placed(pattern, True), Placed(pattern, False)
+    devices = list(deviceless.mesh({"tp": 4}).devices.flat)
+    for stays, other, reason in ((both, one, PAIRED), (one, both, ALONE)):
+        forms = JaxForms(Form("ring"), None, False, devices, (stays,))
+        with pytest.raises(DhelixError, match=f"^{reason}$"):
+            forms.choose(stays)
+        assert forms.choose(other) == Form("ring")
 
 
 @pytest.mark.deviceless
