@@ -210,8 +210,6 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, not in lockstep", "not in lockstep"),
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
-    Variant("strands, dp, nothing prefetched", "nothing prefetched", "dp"),
-    Variant("strands, dp, decomposed, nothing prefetched", "nothing prefetched", "dp", decomposed=True),
 )
 _WITHOUT = tuple(replace(v, name=either(v.name)[1], options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
 VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT)}
@@ -247,7 +245,6 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
-    "nothing prefetched": _less("strand-prefetch"),
     **{pairing: _paired(pairing) for pairing in PAIRINGS if pairing != "forward-backward"},
 }
 _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {

@@ -45,8 +45,7 @@ from dhelix.passes.strand_partition import BACKWARD_NAME, Partition, partition
 from dhelix.passes.work import loop_work
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
-STRANDS = "strands"  # name of the loop over micro-batches
-LAYERS = "strand_layers"  # name of a merged loop over layers
+LAYERS = "strand_layers"  # name of a merged loop
 PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
 Copies = dict[Instruction, Instruction]
 
@@ -176,7 +175,7 @@ def _no_loop(module: HloModule) -> PassRefusal:
 def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
     """The new loop body: backward(i-1) and forward(i), with the maps from old instructions to both."""
     loop = parts.loop
-    builder = Builder(loop.body.module.new_computation(STRANDS))
+    builder = Builder(loop.body.module.new_computation("strands"))
     old = loop.instruction.shape.tuple_shapes
     state = builder.parameter(0, shapes.tuple_of([*old, *(v.shape for v in parts.crossing)]))
     common = _emit_shared(builder, parts, state)
@@ -232,7 +231,7 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
         elements.append(builder.element(initial, k) if k in parts.written_by_backward else forward[value])
     start = builder.tuple(elements + [forward[v] for v in parts.crossing])
     condition = _widen_condition(loop, start)
-    strands = builder.while_loop(start, body.computation, condition, old, STRANDS)
+    strands = builder.while_loop(start, body.computation, condition, old, "strands")
     common = _emit_shared(builder, parts, strands)
     backward = _emit_backward(builder, parts, common, strands)
     result = [
@@ -243,7 +242,7 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
 
 
 def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
-    builder = Builder(loop.body.module.new_computation(f"{STRANDS}_condition"))
+    builder = Builder(loop.body.module.new_computation("strands_condition"))
     copies = {loop.condition.parameters[0]: builder.parameter(0, start.shape)}
     copy_instructions(builder, loop.condition.instructions, copies)
     return builder.finish(copies[loop.condition.root])
@@ -261,7 +260,7 @@ def _hand_over(computation: Computation, old: Instruction, result: Instruction) 
 def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[tuple[Copies, Copies]]]:
     """A loop body of two micro-batches, with what is to merge: what the second one made, and the first."""
     loop = parts.loop
-    builder = Builder(loop.body.module.new_computation(STRANDS))
+    builder = Builder(loop.body.module.new_computation("strands"))
     parameter = builder.parameter(0, loop.instruction.shape)
     state = [builder.element(parameter, k) for k in range(loop.size)]
     first = _micro_batch(builder, parts, state, ALPHA)
@@ -291,7 +290,7 @@ def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Bui
     if parts.trip_count % 2:
         first = _micro_batch(builder, parts, [builder.element(start, k) for k in range(loop.size)], ALPHA)
         start = builder.tuple([first[value] for value in loop.body.root.operands])
-    strands = builder.while_loop(start, body.computation, loop.condition, old, STRANDS)
+    strands = builder.while_loop(start, body.computation, loop.condition, old, "strands")
     _hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
 
 

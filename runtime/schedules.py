@@ -44,7 +44,6 @@ from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing, pairing_order
-from dhelix.passes.strand_prefetch import StrandPrefetch
 from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.profiles import storage
 from dhelix.profiles.collective_matmul import Form
@@ -96,7 +95,7 @@ def default_passes(
 def _strands(pairing: str = "forward-backward") -> tuple[Pass, ...]:
     """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`)."""
     structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
-    return *structure, StrandPrefetch(), StrandSeparation()
+    return *structure, StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
