@@ -41,6 +41,7 @@ from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.slice_separation import SliceSeparation
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing, pairing_order
@@ -95,7 +96,7 @@ def default_passes(
 def _strands(pairing: str = "forward-backward") -> tuple[Pass, ...]:
     """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`)."""
     structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
-    return *structure, StrandSeparation()
+    return *structure, SliceSeparation(), StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:

@@ -1,0 +1,64 @@
+"""Each strand slices its layer's weights by itself, so that XLA copies them beside compute.
+
+Before, in the merged layer loop:               After:
+    a = dynamic-slice(w, l)      of beta            a  = dynamic-slice(w, l)
+    b = dynamic-slice(w, L-1-l)  of alpha           w' = opt-barrier(w)
+                                                    b  = dynamic-slice(w', L-1-l)
+
+A slice that starts where the host can say becomes an asynchronous copy on a stream of its own, as in the plain step.
+Two slices of one array become one kernel, in line with the products that wait for it: 113 us of 6.2 ms of a layer of
+Llama-8B, forward and backward, on 4 H200s.
+
+Contract
+    Consumes  the loop that strand-duplication made of the layers of both strands.
+    Makes     a barrier before slices of strand alpha, for each array that the loop does not change and both slice.
+    Leaves    everything else: residuals are sliced where a micro-batch says, which no host can tell in advance.
+
+Why it is legal: a barrier is its operand. It copies nothing, since the loop changes neither.
+Cost: copies and products share the memory's bandwidth. Measured on 4 H200s over NVLink: 922.1 instead of 928.6 ms.
+"""
+
+from dataclasses import dataclass
+
+from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strand_duplication import ALPHA, BETA, LAYERS
+
+
+@dataclass(frozen=True)
+class SliceSeparation:
+    """No options."""
+
+    name = "slice-separation"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        changed = False
+        for computation in list(module.computations):
+            for loop in [i for i in computation.instructions if i.opcode == "while" and i.name.startswith(LAYERS)]:
+                count = _separate(WhileLoop(loop))
+                if count:
+                    context.note("both strands slice these by themselves", loop, arrays=count)
+                    changed = True
+        return changed
+
+
+def _separate(loop: WhileLoop) -> int:
+    """Returns how many arrays both strands sliced."""
+    users = loop.body.users()
+    count = 0
+    for element in sorted(loop.invariants):
+        sliced = [(r, u) for r, k in loop.reads.items() if k == element for u in users[r] if _slices(u, r)]
+        alpha, beta = ([(r, u) for r, u in sliced if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA))
+        if not alpha or not beta:
+            continue
+        count += 1
+        (behind,) = Builder(loop.body).barrier([alpha[0][0]])
+        for read, one in alpha:
+            one.operands = [behind if operand is read else operand for operand in one.operands]
+    loop.body.sort()
+    return count
+
+
+def _slices(user: Instruction, read: Instruction) -> bool:
+    return user.opcode == "dynamic-slice" and user.operands[0] is read
