@@ -6,7 +6,8 @@ Before, in the merged layer loop (L layers; residuals of each kind are stacked, 
 After:
     slot    = flip ? l : L-1-l                     every other micro-batch is stored the other way round
     a       = dynamic-slice(stack, slot)
-    a, stack = opt-barrier(a, stack)               or copy insertion would copy the whole stack (facts below)
+    x       = f(a, dy)                             elementwise, for products alone: read where it is, not copied first
+    x, stack = opt-barrier(x, stack)               or copy insertion would copy the whole stack (facts below)
     stack   = dynamic-update-slice(stack, r, slot)
 
 Contract
@@ -21,8 +22,9 @@ Why it is legal: the index tables of both accesses are computed from the proved 
 is a permutation of the slots and the write table is its mirror image, so that with the mirror of one strand
 the two coincide: each slot is read, then written, once per pair of micro-batches; what is read was stored by
 the same rule.
-Costs: a slice of each residual is materialised by the barrier. Copy insertion cannot see that a slot is read
-before it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it.
+Costs: what stands at the barrier is materialised: what elementwise operations make of residuals where products alone
+read that, since it is then an array anyhow; otherwise a slice of each residual, which is a copy. Copy insertion cannot
+see that a slot is read before it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it.
 DHelix section 4.3.
 """
 
@@ -30,10 +32,16 @@ from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
-from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import LAYERS
+
+_ELEMENTWISE = frozenset(
+    "abs add and clamp compare convert cosine divide erf exponential exponential-minus-one log log-plus-one logistic "
+    "maximum minimum multiply negate not or power reshape rsqrt select sign sine sqrt subtract tanh".split()
+)
+_MOST_MADE = 2  # bytes that stand at a barrier, in units of what the residuals have
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,19 @@ class _Stack:
     last: int
     """Its element."""
     slots: int
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """What must be there before slots of these stacks are written.
+
+    Attributes:
+      made: residuals and what was made of them; it may read what the barrier guards.
+    """
+
+    stacks: tuple[_Stack, ...]
+    values: tuple[Instruction, ...]
+    made: frozenset[Instruction]
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,9 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
     freed = sum(shapes.byte_size(layers.shape.tuple_shapes[s.new]) for s in stacks)
     flip = _add_flip(strands, layers)
     for stack in stacks:
-        _use_one_stack(WhileLoop(layers), stack, flip)
+        _use_one_slot(WhileLoop(layers), stack, flip)
+    for guard in _guards(layers.called[0], stacks):
+        _put_up(guard, WhileLoop(layers))
     _give_old_stack_to_both(strands, layers, stacks)
     drop_dead(strands.computation)
     if trips % 2 == 1:  # F(0) is stored the plain way; the strand loop runs M - 1 times
@@ -242,26 +265,70 @@ def _add_flip(strands: Instruction, layers: Instruction) -> Instruction:
     return add_element(layers, flip)
 
 
-def _use_one_stack(layers: WhileLoop, stack: _Stack, flip: Instruction) -> None:
-    """Reads and writes the old stack at the mirrored slot, each read before the write."""
+def _use_one_slot(layers: WhileLoop, stack: _Stack, flip: Instruction) -> None:
+    """Reads and writes at the mirrored slot, still of two stacks."""
     builder = Builder(layers.body)
-    source = stack.reads[0].operands[0]
     index = stack.reads[0].operands[1]
     slot = builder.make("select", index.shape, [flip, _mirror(builder, index, stack.slots), index])
     for read in stack.reads:
         read.operands[1] = slot
-    *read_values, buffer = builder.barrier([*stack.reads, source])
-    fence = buffer.operands[0].operands[0]
-    for before, after in zip(stack.reads, read_values, strict=True):
-        replace_uses(layers.body, before, after)
-    fence.operands = [*stack.reads, source]  # the barrier itself reads what it guards
-    stack.write.operands[0] = buffer
     stack.write.operands[2] = slot
-    layers.body.root.operands[stack.old] = stack.write
-    layers.body.root.operands[stack.new] = next(
-        (r for r, k in layers.reads.items() if k == stack.new), None
-    ) or builder.element(layers.body.parameters[0], stack.new)
     layers.body.sort()
+
+
+def _guards(body: Computation, stacks: list[_Stack]) -> list[_Guard]:
+    """One for each stack, or for several whose residuals meet in what is made of them."""
+    users = body.users()
+    found: list[_Guard] = []
+    for stack in stacks:
+        one = _behind_products(stack, users) or _behind_reads(stack)
+        for other in [g for g in found if not set(g.values).isdisjoint(one.values)]:
+            found.remove(other)
+            values = tuple(dict.fromkeys(other.values + one.values))
+            one = _Guard(other.stacks + one.stacks, values, other.made | one.made)
+        found.append(one)
+    return [g for guard in found for g in ([guard] if _is_small(guard) else map(_behind_reads, guard.stacks))]
+
+
+def _behind_reads(stack: _Stack) -> _Guard:
+    return _Guard((stack,), stack.reads, frozenset())
+
+
+def _behind_products(stack: _Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
+    """Behind what elementwise operations make of residuals, if products alone read that."""
+    made, pending = set(stack.reads), list(stack.reads)
+    while pending:
+        new = [u for u in users[pending.pop()] if u.opcode in _ELEMENTWISE and u not in made]
+        made.update(new)
+        pending += new
+    values = [i for i in users if i in made and any(u not in made for u in users[i])]
+    readers = [u for i in values for u in users[i] if u not in made]
+    if any(read in values for read in stack.reads) or any(u.opcode != "dot" for u in readers):
+        return None
+    return _Guard((stack,), tuple(values), frozenset(made))
+
+
+def _is_small(guard: _Guard) -> bool:
+    read = sum(shapes.byte_size(read.shape) for stack in guard.stacks for read in stack.reads)
+    return sum(shapes.byte_size(value.shape) for value in guard.values) <= _MOST_MADE * read
+
+
+def _put_up(guard: _Guard, layers: WhileLoop) -> None:
+    """Whatever reads the values does so behind a barrier, and so does each write of the stacks."""
+    body = layers.body
+    readers = [i for i in body.instructions if i not in guard.made]
+    builder = Builder(body)
+    behind = builder.barrier([*guard.values, *(stack.reads[0].operands[0] for stack in guard.stacks)])
+    stands_for = dict(zip(guard.values, behind, strict=False))
+    for reader in readers:
+        reader.operands = [stands_for.get(o, o) for o in reader.operands]
+    for stack, buffer in zip(guard.stacks, behind[len(guard.values) :], strict=True):
+        stack.write.operands[0] = buffer
+        body.root.operands[stack.old] = stack.write
+        body.root.operands[stack.new] = next(
+            (r for r, k in layers.reads.items() if k == stack.new), None
+        ) or builder.element(body.parameters[0], stack.new)
+    body.sort()
 
 
 def _mirror(builder: Builder, index: Instruction, slots: int) -> Instruction:
