@@ -70,6 +70,7 @@ VARIANTS: dict[str, Variant] = {
         Variant("DualPipeV", "dualpipev"),
         Variant("DualPipeV, shared ends", "dualpipev", shared_ends=True),
         Variant("DualPipeV, dp", "dualpipev", "dp"),
+        Variant("DualPipeV, shared ends, dp", "dualpipev", "dp", shared_ends=True),
         Variant("no pipeline"),
         Variant("no pipeline, GSPMD", sharding="auto"),
         Variant("no pipeline, DP 2, GSPMD", sharding="auto", dp=2),
@@ -79,7 +80,7 @@ VARIANTS: dict[str, Variant] = {
 
 ESSENTIAL = (
     "W, dp; W, own ends, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; interleaved, shared ends; "
-    "DualPipeV; DualPipeV, shared ends; DualPipeV, dp; "
+    "DualPipeV; DualPipeV, shared ends; DualPipeV, dp; DualPipeV, shared ends, dp; "
     "no pipeline; no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
 )
 
