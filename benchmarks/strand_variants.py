@@ -169,6 +169,7 @@ _PIPELINING = {
 }
 _COPIES = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 _NO_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
+_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 _GUIDED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("plain"),
@@ -210,6 +211,11 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, not in lockstep", "not in lockstep"),
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
+    Variant("strands, dp, slices together", "slices together", "dp"),
+    Variant("strands, dp, decomposed, slices together", "slices together", "dp", decomposed=True),
+    Variant("plain, decomposed, cuBLAS", decomposed=True, options=_CUBLAS),
+    Variant("strands, dp, cuBLAS", "strands", "dp", options=_CUBLAS),
+    Variant("strands, dp, decomposed, cuBLAS", "strands", "dp", decomposed=True, options=_CUBLAS),
 )
 _WITHOUT = tuple(replace(v, name=either(v.name)[1], options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
 VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT)}
@@ -245,6 +251,7 @@ _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),
+    "slices together": _less("slice-separation"),
     **{pairing: _paired(pairing) for pairing in PAIRINGS if pairing != "forward-backward"},
 }
 _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
