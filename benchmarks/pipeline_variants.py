@@ -67,6 +67,7 @@ VARIANTS: dict[str, Variant] = {
         Variant("1F1B, shared ends", "1f1b", shared_ends=True),
         Variant("interleaved", "interleaved"),
         Variant("interleaved, shared ends", "interleaved", shared_ends=True),
+        Variant("interleaved, shared ends, dp", "interleaved", "dp", shared_ends=True),
         Variant("DualPipeV", "dualpipev"),
         Variant("DualPipeV, shared ends", "dualpipev", shared_ends=True),
         Variant("DualPipeV, dp", "dualpipev", "dp"),
