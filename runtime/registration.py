@@ -47,6 +47,7 @@ GPU_PLATFORMS = ("cuda",)
 _lock = threading.RLock()
 _sessions: dict[str, Session] = {}
 _registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
+_temporary: dict[str, Callable[[Stage, bytes], bytes | None]] = {}  # by what modules' names hold
 
 
 def enabled() -> bool:
@@ -202,26 +203,25 @@ def clear() -> None:
 def temporary_hook(
     transform: Callable[[Stage, bytes], bytes | None], module_name: str, platforms: Sequence[str] = GPU_PLATFORMS
 ) -> Iterator[None]:
-    """Compilations inside go through `transform` if the module's name holds `module_name`; nothing stays behind."""
-
-    def hook(stage: Stage, module: bytes) -> bytes | None:
-        return transform(stage, module) if module_name in fingerprint.module_name(module) else None
-
-    with contextlib.ExitStack() as registered:
-        for stage, number in _HOOK_STAGES.items():
-            for platform in platforms:
-                name = f"{_hook_name(stage)}-{module_name}"
-                xla.register_hlo_module_transformation(
-                    partial(hook, stage), name=name, stage=number, platforms=platform
-                )
-                registered.callback(xla.clear_hlo_module_transformation, name, stage=number, platforms=platform)
+    """Compilations inside go through `transform` if the module's name holds `module_name`, after the passes of its
+    session if any. XLA is told nothing of it: to take a hook back while another thread compiles crashes."""
+    for stage in _HOOK_STAGES:
+        register(stage, platforms)
+    _temporary[module_name] = transform
+    try:
         yield
+    finally:
+        del _temporary[module_name]
 
 
 def _hook(stage: Stage, module: bytes) -> bytes | None:
     marker = fingerprint.marker_of(module)
     session = None if marker is None else _sessions.get(marker)
-    return session.run_hook(stage, module) if session is not None and enabled() else None
+    changed = session.run_hook(stage, module) if session is not None and enabled() else None
+    name = fingerprint.module_name(module) if _temporary else ""
+    for transform in [transform for wanted, transform in list(_temporary.items()) if wanted in name]:
+        changed = transform(stage, changed or module) or changed
+    return changed
 
 
 def _hook_name(stage: Stage) -> str:
