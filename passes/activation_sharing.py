@@ -31,7 +31,7 @@ DHelix section 4.3.
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.manager import PassContext, Stage
@@ -113,7 +113,8 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
     for stack in stacks:
         _use_one_slot(WhileLoop(layers), stack, flip)
     for guard in _guards(layers.called[0], stacks):
-        _put_up(guard, WhileLoop(layers))
+        for one in [guard] if _can_stand(guard, layers.called[0]) else map(_behind_reads, guard.stacks):
+            _put_up(one, WhileLoop(layers))
     _give_old_stack_to_both(strands, layers, stacks)
     drop_dead(strands.computation)
     if trips % 2 == 1:  # F(0) is stored the plain way; the strand loop runs M - 1 times
@@ -306,6 +307,13 @@ def _behind_products(stack: _Stack, users: dict[Instruction, list[Instruction]])
     if any(read in values for read in stack.reads) or any(u.opcode != "dot" for u in readers):
         return None
     return _Guard((stack,), tuple(values), frozenset(made))
+
+
+def _can_stand(guard: _Guard, body: Computation) -> bool:
+    """Whether none of the values waits for what comes behind the barrier, as where a layer is computed again."""
+    users = body.users()
+    behind = [u for value in guard.values for u in users[value] if u not in guard.made]
+    return not guard.made or graph.descendants(body, behind).isdisjoint(guard.values)
 
 
 def _is_small(guard: _Guard) -> bool:

@@ -36,6 +36,35 @@ def test_results_are_the_same_for_any_number_of_layers_and_micro_batches(layers:
     golden.assert_same_results(before, after)
 
 
+DW = 'dw = f32[4] multiply(dy, old_x), metadata={op_name="strand_alpha/dw"}'
+SQUARE = "square = f32[4,4] broadcast(dy), dimensions={0}\n"
+DOT = "f32[4] dot({}, square), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}"
+
+# What reads the residual -> whether it stands at the barrier itself, and so is copied first.
+READERS = {
+    "a product of what is made of it": ("h = f32[4] multiply(dy, old_x)\n" + "dw = " + DOT.format("h"), False),
+    "two, and one waits for the other's product": (
+        "h = f32[4] multiply(dy, old_x)\n" + f"p = {DOT.format('h')}\n"
+        "g = f32[4] multiply(p, old_x)\n" + "dw = " + DOT.format("g"), True),
+    "a product": ("dw = " + DOT.format("old_x"), True),
+    "more than products": ("h = f32[4] multiply(dy, old_x)\n" + f"p = {DOT.format('h')}\n" + "dw = f32[4] reverse(h), "
+                           "dimensions={0}", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_residuals_that_products_read_behind_elementwise_operations_are_read_in_place(case: str) -> None:
+    readers, is_copied = READERS[case]
+    before, after, report = golden.run(golden.read(ONE_BUFFER, {DW: SQUARE + readers}), ActivationSharing())
+    assert report.outcome == CHANGED
+    golden.assert_same_results(before, after)
+    (barrier,) = (i for c in after.computations for i in c.instructions if i.opcode == "opt-barrier")
+    guarded = barrier.operands[0].operands[0]
+    while guarded.opcode == "reshape":
+        guarded = guarded.operands[0]
+    assert (guarded.opcode == "dynamic-slice") == is_copied
+
+
 READ = "old_slot = f32[1,4] dynamic-slice(old_stack, r, zero), dynamic_slice_sizes={1,4}"
 WRITE = 'saved = f32[2,4] dynamic-update-slice(new_stack, x_slot, l, zero), metadata={op_name="strand_beta/save"}'
 BODY_ROOT = "tuple(next, y, saved, w, dx, more_sums, old_stack)"
