@@ -112,7 +112,6 @@ SETTINGS: dict[str, Setting] = {
     )
 }
 
-CHOSEN = "chosen"
 XLA, OURS, BOUND = "XLA", "ours", "bound"
 _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
@@ -129,8 +128,9 @@ class Variant:
         program counts as XLA's with them too, so that XLA has every implementation that ours uses.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
-      collective_matmul: the form that stands in place of collectives beside products; CHOSEN: the fastest, where the
-        decorator finds that the step is faster by it. It is the decorator as users have it, decompositions too.
+      collective_matmul: the form that stands in place of collectives beside products.
+      as_used: the decorator chooses, as it does for users: collective matmuls where the step is predicted to be faster
+        by them, and decompositions.
       misled: our schedule is the one for another link (no-p2p for NVLink, NVLink for the others): what it costs not
         to adapt (DHelix figure 10).
     """
@@ -144,6 +144,7 @@ class Variant:
     guided: bool = False
     misled: bool = False
     collective_matmul: str = OFF
+    as_used: bool = False
 
     @property
     def kind(self) -> str:
@@ -205,7 +206,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, list by profile, decomposed", "strands", "list by profile", decomposed=True),
     Variant("strands, dp, decomposed", "strands", "dp", decomposed=True),
     Variant("strands, dp, best matmuls", "strands", "dp", collective_matmul="auto"),
-    Variant("strands, dp, chosen matmuls", "strands", "dp", collective_matmul=CHOSEN),
+    Variant("strands, dp, chosen matmuls", "strands", "dp", collective_matmul="auto", as_used=True),
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
     Variant("strands, not in lockstep", "not in lockstep"),

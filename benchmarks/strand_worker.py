@@ -27,7 +27,7 @@ import optax
 from dhelix import strand_interleave
 from dhelix.benchmarks.gpu_clocks import Clocks
 from dhelix.benchmarks.strand_results import Result, Run
-from dhelix.benchmarks.strand_variants import CHOSEN, GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.models import preset
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
@@ -125,7 +125,7 @@ class Worker:
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
         example = self.training.abstract_state(), self.training.abstract_batch(self.options.microbatches)
-        if variant.collective_matmul == CHOSEN:
+        if variant.as_used:
             return self.build_by_decorator(variant, options, example)
         passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
         if not passes:
@@ -139,11 +139,10 @@ class Worker:
         return self.build_by_passes(step, options, example)
 
     def build_by_decorator(self, variant: Variant, options: dict[str, Any], example: Any) -> Any:
-        """What users get who leave it to the decorator which collectives become collective matmuls."""
-        profile = self.setting.costs().profile
+        """What users get who leave to the decorator what it can choose."""
         step = strand_interleave(
-            self.training.train_step, schedule=variant.order, profile=profile, collective_matmul="auto", strict=True,
-            donate_argnums=0, compiler_options=options,
+            self.training.train_step, schedule=variant.order, profile=self.setting.costs().profile,
+            collective_matmul=variant.collective_matmul, strict=True, donate_argnums=0, compiler_options=options,
         )  # fmt: skip
         return self.build_by_passes(step, options, example)
 
