@@ -71,6 +71,10 @@ class StrandDuplication:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         """True when at least one micro-batch loop became two strands. Raises PassRefusal when none could."""
+        if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
+            raise PassRefusal(
+                "the program holds two strands already; give the step as it was before it was interleaved"
+            )
         refusals: list[PassRefusal] = []
         done = 0
         for computation, loop in list(_outermost_loops(module.entry)):
@@ -79,10 +83,6 @@ class StrandDuplication:
             for refusal in refusals:
                 context.note(refusal.reason, refusal.instruction)
             return True
-        if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
-            raise PassRefusal(
-                "the program holds two strands already; give the step as it was before it was interleaved"
-            )
         raise refusals[0] if refusals else _no_loop(module)
 
     def _transform_first(
