@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import xla
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +28,7 @@ from dhelix.passes.operator_keys import key_of
 from dhelix.passes.replay import Item, Program, instance_name, parse_name, placeholder_name
 from dhelix.passes.replay_library_calls import LibraryCalls
 from dhelix.passes.replay_operators import Buffer, Operator, find_operators
-from dhelix.runtime import deviceless, lowering, trace
+from dhelix.runtime import deviceless, lowering, registration, trace
 from dhelix.runtime.profiling import measure
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measure import GpuMeasurer, Outcome, Sample, samples_of
@@ -384,22 +383,9 @@ def attention(paper_mesh: Mesh) -> tuple[Operator, ...]:
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """The hooks that are registered with XLA and not taken back."""
-    there: list[tuple[object, ...]] = []
-    register, clear = xla.register_hlo_module_transformation, xla.clear_hlo_module_transformation
-
-    def registering(callback: Any, *, name: str, stage: Any, platforms: Any) -> None:
-        register(callback, name=name, stage=stage, platforms=platforms)
-        there.append((name, stage, platforms))
-
-    def clearing(name: str, *, stage: Any, platforms: Any) -> None:
-        clear(name, stage=stage, platforms=platforms)
-        there.remove((name, stage, platforms))
-
-    monkeypatch.setattr(xla, "register_hlo_module_transformation", registering)
-    monkeypatch.setattr(xla, "clear_hlo_module_transformation", clearing)
-    return there
+def hooks() -> Mapping[str, object]:
+    """Who wants modules of a compilation, by their name."""
+    return registration._temporary
 
 
 def instances(compiled: jax.stages.Compiled) -> set[tuple[int, str]]:
@@ -411,7 +397,7 @@ def instances(compiled: jax.stages.Compiled) -> set[tuple[int, str]]:
 
 @pytest.mark.deviceless
 def test_attention_and_collectives_compile_alone_and_in_pairs(
-    attention: tuple[Operator, ...], paper_mesh: Mesh, hooks: list[tuple[object, ...]]
+    attention: tuple[Operator, ...], paper_mesh: Mesh, hooks: Mapping[str, object]
 ) -> None:
     kinds = [o.key.kind for o in attention]
     assert {"attention", "attention-backward", "all-gather"} <= set(kinds)
@@ -421,7 +407,7 @@ def test_attention_and_collectives_compile_alone_and_in_pairs(
     compiled = measure.compile_program(Program(tuple(items), 2, marks=True), paper_mesh, deviceless.COMPILER_OPTIONS)
     sides = {(n, side) for n, item in enumerate(items) for side in ("first", "second")[: len(item.operators)]}
     assert {(n, side) for n, side in instances(compiled) if side in ("first", "second")} == sides
-    assert hooks == [] and dict(os.environ) == before
+    assert not hooks and dict(os.environ) == before
 
 
 @pytest.mark.deviceless
@@ -429,7 +415,7 @@ def test_attention_and_collectives_compile_alone_and_in_pairs(
 def test_nothing_stays_behind_after_an_error(
     attention: tuple[Operator, ...],
     paper_mesh: Mesh,
-    hooks: list[tuple[object, ...]],
+    hooks: Mapping[str, object],
     error: Exception,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -445,7 +431,7 @@ def test_nothing_stays_behind_after_an_error(
         patch.setattr(LibraryCalls, "run", run)
         with pytest.raises(DhelixError, match=str(error)):
             measure.compile_program(program, paper_mesh, deviceless.COMPILER_OPTIONS)
-    assert seen == [2] and hooks == [] and dict(os.environ) == before
+    assert seen == [1] and not hooks and dict(os.environ) == before
     assert instances(measure.compile_program(program, paper_mesh, deviceless.COMPILER_OPTIONS)) >= {(0, "first")}
 
 
