@@ -96,7 +96,7 @@ def sites(module: bytes, canonical: bool) -> Counter[str]:
     if canonical:
         CollectiveCanonicalization().run(view, PassContext())
     for _, matches in find_all(view, Counter()):
-        for match in matches:
+        for match, _ in matches:
             if match.pattern.site.kind in _KINDS:
                 name = match.collective.op_name
                 layer = "layer" if name.count("while/body") > 1 else "head"
