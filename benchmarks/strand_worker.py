@@ -136,17 +136,19 @@ class Worker:
         key = repr(replace(variant, name="", options={}))
         new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
         step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
-        return self.build_by_passes(step, options, example)
+        return self.compile_step(step, options, example)
 
-    def build_by_decorator(self, variant: Variant, options: dict[str, Any], example: Any) -> Any:
+    def build_by_decorator(
+        self, variant: Variant, options: dict[str, Any], example: Any
+    ) -> tuple[Any, dict[str, str], float]:
         """What users get who leave to the decorator what it can choose."""
         step = strand_interleave(
             self.training.train_step, schedule=variant.order, profile=self.setting.costs().profile,
             collective_matmul=variant.collective_matmul, strict=True, donate_argnums=0, compiler_options=options,
         )  # fmt: skip
-        return self.build_by_passes(step, options, example)
+        return self.compile_step(step, options, example)
 
-    def build_by_passes(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
+    def compile_step(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
         compiled = self.xla(step.lower(*example), options)
         on_gpus = self.training.mesh.devices.flat[0].platform == "gpu"
         report = step.report(*example) if on_gpus else step.plan(*example)

@@ -35,7 +35,7 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Whil
 from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strand_duplication import LAYERS
+from dhelix.passes.strand_duplication import merged_loops
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp compare convert cosine divide erf exponential exponential-minus-one log log-plus-one logistic "
@@ -87,14 +87,9 @@ class ActivationSharing:
         changed = False
         for computation in list(module.computations):
             for loop in [i for i in computation.instructions if i.opcode == "while"]:
-                for layers in _merged_loops(loop):
+                for layers in merged_loops(loop.called[0]):
                     changed |= _share(loop, layers, context)
         return changed
-
-
-def _merged_loops(loop: Instruction) -> list[Instruction]:
-    """Loops in the body of `loop` that hold layers of both strands."""
-    return [i for i in loop.called[0].instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
 
 
 def _share(strands: Instruction, layers: Instruction, context: PassContext) -> bool:
@@ -288,7 +283,7 @@ def _guards(body: Computation, stacks: list[_Stack]) -> list[_Guard]:
             values = tuple(dict.fromkeys(other.values + one.values))
             one = _Guard(other.stacks + one.stacks, values, other.made | one.made)
         found.append(one)
-    return [g for guard in found for g in ([guard] if _is_small(guard) else map(_behind_reads, guard.stacks))]
+    return found
 
 
 def _behind_reads(stack: _Stack) -> _Guard:
@@ -310,15 +305,14 @@ def _behind_products(stack: _Stack, users: dict[Instruction, list[Instruction]])
 
 
 def _can_stand(guard: _Guard, body: Computation) -> bool:
-    """Whether none of the values waits for what comes behind the barrier, as where a layer is computed again."""
+    """Whether the values are not much more than what was read, and none of them waits for what comes behind the
+    barrier, as where a layer is computed again."""
+    read = sum(shapes.byte_size(read.shape) for stack in guard.stacks for read in stack.reads)
+    if sum(shapes.byte_size(value.shape) for value in guard.values) > _MOST_MADE * read:
+        return False
     users = body.users()
     behind = [u for value in guard.values for u in users[value] if u not in guard.made]
     return not guard.made or graph.descendants(body, behind).isdisjoint(guard.values)
-
-
-def _is_small(guard: _Guard) -> bool:
-    read = sum(shapes.byte_size(read.shape) for stack in guard.stacks for read in stack.reads)
-    return sum(shapes.byte_size(value.shape) for value in guard.values) <= _MOST_MADE * read
 
 
 def _put_up(guard: _Guard, layers: WhileLoop) -> None:

@@ -20,9 +20,9 @@ Cost: copies and products share the memory's bandwidth. Measured on 4 H200s over
 
 from dataclasses import dataclass
 
-from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop
+from dhelix.passes.hlo import Builder, HloModule, WhileLoop
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strand_duplication import ALPHA, BETA, LAYERS
+from dhelix.passes.strand_duplication import ALPHA, BETA, merged_loops
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SliceSeparation:
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
         for computation in list(module.computations):
-            for loop in [i for i in computation.instructions if i.opcode == "while" and i.name.startswith(LAYERS)]:
+            for loop in merged_loops(computation):
                 count = _separate(WhileLoop(loop))
                 if count:
                     context.note("both strands slice these by themselves", loop, arrays=count)
@@ -48,17 +48,14 @@ def _separate(loop: WhileLoop) -> int:
     users = loop.body.users()
     count = 0
     for element in sorted(loop.invariants):
-        sliced = [(r, u) for r, k in loop.reads.items() if k == element for u in users[r] if _slices(u, r)]
-        alpha, beta = ([(r, u) for r, u in sliced if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA))
+        reads = [read for read, k in loop.reads.items() if k == element]
+        sliced = [u for r in reads for u in users[r] if u.opcode == "dynamic-slice" and u.operands[0] is r]
+        alpha, beta = ([u for u in sliced if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA))
         if not alpha or not beta:
             continue
         count += 1
-        (behind,) = Builder(loop.body).barrier([alpha[0][0]])
-        for read, one in alpha:
-            one.operands = [behind if operand is read else operand for operand in one.operands]
+        (behind,) = Builder(loop.body).barrier([alpha[0].operands[0]])
+        for one in alpha:
+            one.operands[0] = behind
     loop.body.sort()
     return count
-
-
-def _slices(user: Instruction, read: Instruction) -> bool:
-    return user.opcode == "dynamic-slice" and user.operands[0] is read

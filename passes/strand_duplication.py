@@ -140,6 +140,11 @@ def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, In
                 yield from _outermost_loops(called)
 
 
+def merged_loops(computation: Computation) -> list[Instruction]:
+    """Loops of `computation` that hold layers of both strands."""
+    return [i for i in computation.instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
+
+
 def _loops(computation: Computation) -> list[Instruction]:
     return [i for i in computation.instructions if i.opcode == "while"]
 

@@ -8,6 +8,7 @@ tuned; on GPUs tuning makes the difference larger). Products that tuning would g
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import jax
@@ -17,6 +18,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
 from dhelix.passes.manager import Stage
 from dhelix.runtime import deviceless, lowering, registration
+
+_lock = threading.Lock()  # two threads may ask about one program, and each module is for one of them
 
 
 class _BrokenOffError(Exception):
@@ -50,7 +53,7 @@ def scheduled(
 
     try:
         renamed = lowering.with_hlo(lowered, source, name)
-        with registration.temporary_hook(record, name):
+        with _lock, registration.temporary_hook(record, name):
             renamed.compile(dict(deviceless.COMPILER_OPTIONS))
     except (jax.errors.JaxRuntimeError, DhelixError) as error:
         if not found:

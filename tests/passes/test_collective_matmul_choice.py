@@ -33,16 +33,20 @@ CALL = (
     '{{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],'
     '"rhs_contracting_dimensions":["0"]}}}}}}'
 )
+
+
+def gather(name: str, k: int, number: int) -> str:
+    """A computation that gathers an operand of K columns, of the site with that number."""
+    return f"""{name} {{
+  q = bf16[4096,{k}] parameter(0)
+  ROOT g = bf16[8192,{k}] all-gather(q), dimensions={{0}}, replica_groups={{{{0,1}}}}, channel_id={number + 1}, use_global_device_ids=true, metadata={{op_name="jit(step)/all_gather/dhelix_site_{number}"}}
+}}"""  # noqa: E501
+
+
 # One strand gathers twice, each time for the product that follows; the other only multiplies, as long as one gather.
 TEXT = f"""HloModule m, is_scheduled=true
-wide {{
-  q = bf16[4096,8192] parameter(0)
-  ROOT g = bf16[8192,8192] all-gather(q), dimensions={{0}}, replica_groups={{{{0,1}}}}, channel_id=1, use_global_device_ids=true, metadata={{op_name="jit(step)/all_gather/dhelix_site_0"}}
-}}
-narrow {{
-  q = bf16[4096,4096] parameter(0)
-  ROOT g = bf16[8192,4096] all-gather(q), dimensions={{0}}, replica_groups={{{{0,1}}}}, channel_id=2, use_global_device_ids=true, metadata={{op_name="jit(step)/all_gather/dhelix_site_1"}}
-}}
+{gather("wide", 8192, 0)}
+{gather("narrow", 4096, 1)}
 ENTRY e {{
   x = bf16[4096,8192] parameter(0)
   w = bf16[8192,4096] parameter(1)
@@ -61,14 +65,8 @@ ENTRY e {{
 CANDIDATES = [Candidate(WIDE, KERNEL), Candidate(NARROW, KERNEL)]
 # The same gather and product in a first layer, alone, and in a loop where the other strand multiplies.
 PLACES = f"""HloModule m, is_scheduled=true
-first {{
-  q = bf16[4096,4096] parameter(0)
-  ROOT g = bf16[8192,4096] all-gather(q), dimensions={{0}}, replica_groups={{{{0,1}}}}, channel_id=1, use_global_device_ids=true, metadata={{op_name="jit(step)/all_gather/dhelix_site_0"}}
-}}
-second {{
-  q = bf16[4096,4096] parameter(0)
-  ROOT g = bf16[8192,4096] all-gather(q), dimensions={{0}}, replica_groups={{{{0,1}}}}, channel_id=2, use_global_device_ids=true, metadata={{op_name="jit(step)/all_gather/dhelix_site_1"}}
-}}
+{gather("first", 4096, 0)}
+{gather("second", 4096, 1)}
 body {{
   state = (s32[], bf16[4096,4096], bf16[4096,4096], bf16[2048,4096]) parameter(0)
   i = s32[] get-tuple-element(state), index=0
