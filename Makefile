@@ -23,6 +23,7 @@ test: venv
 
 lint: venv
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --project $(VENV)/dhelix_path --pythonpath $(VENV)/bin/python
 
 clean:

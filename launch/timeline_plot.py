@@ -107,9 +107,7 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
     zoomed = [picture for picture in pictures if picture.zoom]
     rows = [*(sum(0.55 for _ in p.lanes) + 0.55 for p in (*pictures, *zoomed))]
     with matplotlib.rc_context({"font.size": 9.5, "font.family": "DejaVu Sans", "text.color": _INK}):
-        figure = Figure(
-            figsize=(_WIDTH, sum(rows) + 1.15 + 0.3 * bool(headline)), dpi=_DPI, layout="constrained"
-        )
+        figure = Figure(figsize=(_WIDTH, sum(rows) + 1.15 + 0.3 * bool(headline)), dpi=_DPI, layout="constrained")
         axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
         span = max(picture.end for picture in pictures)
         for axis, picture in zip(axes, pictures, strict=False):
@@ -201,9 +199,7 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
         axis.axhspan(-row - 0.4, -row + 0.4, color=_FAINT, lw=0)
         for key, intervals in pieces(picture, lane).items():
             top = bottom + 0.8 * _shares(intervals, edges)
-            axis.fill_between(
-                edges[:-1], bottom, top, step="post", color=_COLOURS[key][0], lw=0, rasterized=True
-            )
+            axis.fill_between(edges[:-1], bottom, top, step="post", color=_COLOURS[key][0], lw=0, rasterized=True)
             bottom = top
     _finish(axis, picture, span)
     axis.set_title(picture.title, loc="left", fontweight="bold", fontsize=11.5)
@@ -241,9 +237,7 @@ def _draw_zoom(axis: Any, picture: Picture, span: float, named: bool) -> None:
     axis.axvspan(offset, span, color="white", lw=0)
 
 
-def _draw_bars(
-    axis: Any, picture: Picture, lane: str, y: float, window: Window, shift: float, span: float
-) -> None:
+def _draw_bars(axis: Any, picture: Picture, lane: str, y: float, window: Window, shift: float, span: float) -> None:
     axis.axhspan(y - 0.4, y + 0.4, color=_FAINT, lw=0, zorder=0)
     for key, intervals in pieces(picture, lane).items():
         shown = list(_clip(intervals, window))

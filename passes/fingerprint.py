@@ -134,15 +134,11 @@ def plain(value: object, fallback: Callable[[object], object] | None = None) -> 
         options = {f.name: plain(getattr(value, f.name), fallback) for f in dataclasses.fields(value)}
         return {"type": type(value).__name__, **dict(sorted(options.items()))}
     if isinstance(value, Mapping):
-        return {
-            str(key): plain(item, fallback) for key, item in sorted(value.items(), key=lambda kv: str(kv[0]))
-        }
+        return {str(key): plain(item, fallback) for key, item in sorted(value.items(), key=lambda kv: str(kv[0]))}
     if isinstance(value, (list, tuple)):
         return [plain(item, fallback) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(
-            (plain(item, fallback) for item in value), key=lambda item: json.dumps(item, sort_keys=True)
-        )
+        return sorted((plain(item, fallback) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
     if callable(getattr(value, "tolist", None)):  # NumPy scalars and arrays
         return plain(value.tolist(), fallback)  # type: ignore[attr-defined]
     if fallback is not None:

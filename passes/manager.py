@@ -98,14 +98,10 @@ class PassManager:
         self.dump_to = dump_to
         names = [p.name for p in passes]
         for name in sorted(self.disabled - set(names)):
-            raise UnknownPassError(
-                f"no pass {name!r} to disable; the passes are {', '.join(names) or '(none)'}"
-            )
+            raise UnknownPassError(f"no pass {name!r} to disable; the passes are {', '.join(names) or '(none)'}")
         for name in names:
             if names.count(name) > 1:
-                raise DhelixError(
-                    f"two passes are called {name!r}; names must differ so that one can be disabled"
-                )
+                raise DhelixError(f"two passes are called {name!r}; names must differ so that one can be disabled")
 
     @property
     def enabled(self) -> tuple[Pass, ...]:
@@ -128,9 +124,7 @@ class PassManager:
         )
         return StageReport(stage.value, module_name, entries)
 
-    def run(
-        self, stage: Stage, module: bytes, module_name: str | None = None
-    ) -> tuple[bytes | None, StageReport]:
+    def run(self, stage: Stage, module: bytes, module_name: str | None = None) -> tuple[bytes | None, StageReport]:
         """Runs the passes of `stage` over a serialized HloModuleProto.
 
         Args:
@@ -211,9 +205,7 @@ class _Attempt:
         if not _same_signature(signature, _signature(view)):
             raise HloVerifyError("the entry computation takes or returns other shapes than before")
         if view.is_scheduled != scheduled:
-            raise HloVerifyError(
-                "the module lost its schedule" if scheduled else "the module gained a schedule"
-            )
+            raise HloVerifyError("the module lost its schedule" if scheduled else "the module gained a schedule")
         self._dump("after", after, view)
         return after
 

@@ -55,9 +55,7 @@ def device_count(lowered: jax.stages.Lowered) -> int:
     return math.prod(ir.IntegerAttr(attributes[name]).value for name in names if name in attributes)
 
 
-def with_hlo(
-    lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None
-) -> jax.stages.Lowered:
+def with_hlo(lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None) -> jax.stages.Lowered:
     """A `Lowered` that compiles the changed module and is otherwise like `lowered`, which stays as it was.
 
     Args:

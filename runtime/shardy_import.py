@@ -161,9 +161,7 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
             op.erase()
 
 
-def _move_body(
-    module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]
-) -> None:
+def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]) -> None:
     """Fill the region of `manual` with a copy of the called function that returns its results `returned`."""
     name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     function = next(op.operation for op in module.body.operations if _is_function(op.operation, name))

@@ -193,9 +193,7 @@ def collective_instructions(module: HloModule) -> frozenset[str]:
     )
 
 
-def _kernel(
-    event: Any, stream: str, communication: frozenset[str] | None, wanted: str | None
-) -> _Kernel | None:
+def _kernel(event: Any, stream: str, communication: frozenset[str] | None, wanted: str | None) -> _Kernel | None:
     stats = {key: value for key, value in event.stats if key in ("hlo_op", "hlo_module")}
     owner = str(stats.get("hlo_module", ""))
     if wanted and owner and owner != wanted:

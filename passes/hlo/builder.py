@@ -43,9 +43,7 @@ class Builder:
         del proto.control_predecessor_ids[:]
         return self._append(proto, operands, original.called if called is None else called)
 
-    def _append(
-        self, proto: Any, operands: Iterable[Instruction], called: Iterable[Computation]
-    ) -> Instruction:
+    def _append(self, proto: Any, operands: Iterable[Instruction], called: Iterable[Computation]) -> Instruction:
         instruction = Instruction(proto, self.computation)
         instruction.operands = list(operands)
         instruction.called = list(called)

@@ -7,8 +7,7 @@ from dhelix.passes.hlo.module import Computation, Instruction
 
 # Opcodes whose called computation is a scalar function of its operands; several instructions may share it.
 _APPLIED = frozenset(
-    "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter "
-    "sort".split()
+    "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter sort".split()
 )
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 

@@ -9,9 +9,7 @@ def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[I
     """The seeds and everything that depends on them. Instructions stand operands first, so one sweep does."""
     found = set(seeds)
     for instruction in computation.instructions:
-        if not found.isdisjoint(instruction.operands) or not found.isdisjoint(
-            instruction.control_predecessors
-        ):
+        if not found.isdisjoint(instruction.operands) or not found.isdisjoint(instruction.control_predecessors):
             found.add(instruction)
     return found
 
@@ -36,9 +34,7 @@ def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
     return found
 
 
-def walk(
-    computation: Computation, into: Callable[[Instruction], bool] = lambda i: True
-) -> Iterator[Instruction]:
+def walk(computation: Computation, into: Callable[[Instruction], bool] = lambda i: True) -> Iterator[Instruction]:
     """Instructions of `computation` and of everything it calls where `into(caller)`; callers come first."""
     for instruction in computation.instructions:
         yield instruction

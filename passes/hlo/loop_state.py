@@ -146,9 +146,7 @@ def _copy_condition(loop: WhileLoop, initial: Instruction, name: str) -> Computa
     return builder.finish(copies[loop.condition.root])
 
 
-def _redirect(
-    computation: Computation, old: Instruction, new: Instruction, place: Callable[[int], int]
-) -> None:
+def _redirect(computation: Computation, old: Instruction, new: Instruction, place: Callable[[int], int]) -> None:
     """Readers of `old`'s result read `new`'s; a reader of the whole tuple gets one rebuilt from it."""
     whole: Instruction | None = None
     for user in computation.users()[old]:
@@ -158,7 +156,5 @@ def _redirect(
             continue
         if whole is None:
             builder = Builder(computation)
-            whole = builder.tuple(
-                [builder.element(new, place(k)) for k in range(len(old.shape.tuple_shapes))]
-            )
+            whole = builder.tuple([builder.element(new, place(k)) for k in range(len(old.shape.tuple_shapes))])
         user.operands = [whole if o is old else o for o in user.operands]

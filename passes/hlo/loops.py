@@ -59,10 +59,7 @@ class WhileLoop:
             not shapes.is_tuple(loop.shape)
             or len(parameters) != 1
             or self.body.root.opcode != "tuple"
-            or any(
-                parameters[0] in i.operands and i.opcode != "get-tuple-element"
-                for i in self.body.instructions
-            )
+            or any(parameters[0] in i.operands and i.opcode != "get-tuple-element" for i in self.body.instructions)
         ):
             raise PassRefusal("the loop does not carry a tuple that its body takes apart and rebuilds", loop)
 
@@ -179,9 +176,7 @@ def _reads_parameter(instruction: Instruction) -> bool:
     return instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "parameter"
 
 
-def evaluate(
-    value: Instruction, state: Mapping[int, int], known: Mapping[Instruction, int] | None = None
-) -> int:
+def evaluate(value: Instruction, state: Mapping[int, int], known: Mapping[Instruction, int] | None = None) -> int:
     """A scalar integer or predicate, given elements of the loop state and other values. Raises Unknown."""
     memo: dict[Instruction, int] = dict(known or {})
     stack = [value]

@@ -95,9 +95,7 @@ class Computation:
     def sort(self) -> None:
         """Operands and control predecessors before users, otherwise keeping the present order."""
         where = f"instructions of {self.name} depend on each other"
-        self.instructions = _needed_first(
-            self.instructions, lambda i: i.operands + i.control_predecessors, where
-        )
+        self.instructions = _needed_first(self.instructions, lambda i: i.operands + i.control_predecessors, where)
 
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.instructions)} instructions>"
@@ -110,9 +108,7 @@ class HloModule:
         try:
             self.proto = schema.ModuleProto.FromString(source)
         except DecodeError as error:
-            raise DhelixError(
-                f"{origin} is no serialized HloModuleProto, or it is cut short: {error}"
-            ) from None
+            raise DhelixError(f"{origin} is no serialized HloModuleProto, or it is cut short: {error}") from None
         self._source = source
         self._source_rewritten: bytes | None = None
         self._names: dict[str, int] | None = None
@@ -152,9 +148,7 @@ class HloModule:
         """Reads a file of an XLA dump: text (.txt, .hlo), HloModuleProto (.pb) or HloProto (.hlo.pb)."""
         path = Path(path)
         if not path.is_file():
-            raise DhelixError(
-                f"{path}: no such file; name one .hlo.pb or .txt file of an --xla_dump_to folder"
-            )
+            raise DhelixError(f"{path}: no such file; name one .hlo.pb or .txt file of an --xla_dump_to folder")
         data = path.read_bytes()
         if path.suffix in (".txt", ".hlo"):
             try:
@@ -212,9 +206,7 @@ class HloModule:
     def new_computation(self, base: str) -> Computation:
         """An empty computation, to be filled by a Builder. `to_bytes` drops it if nothing calls it."""
         self._last_computation += 1
-        computation = Computation(
-            schema.ComputationProto(name=self.unique_name(base), id=self._last_computation), self
-        )
+        computation = Computation(schema.ComputationProto(name=self.unique_name(base), id=self._last_computation), self)
         self.computations.append(computation)
         return computation
 

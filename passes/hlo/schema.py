@@ -154,9 +154,7 @@ def _build() -> dict[str, type]:
                 entry = message.nested_type.add(name=f"{field_name.title().replace('_', '')}Entry")
                 entry.options.map_entry = True
                 for n, part in enumerate((key, value), 1):
-                    _set_type(
-                        entry.field.add(name=("key", "value")[n - 1], number=n, label=_F.LABEL_OPTIONAL), part
-                    )
+                    _set_type(entry.field.add(name=("key", "value")[n - 1], number=n, label=_F.LABEL_OPTIONAL), part)
                 field.label, field.type = _F.LABEL_REPEATED, _F.TYPE_MESSAGE
                 field.type_name = f".dhelix.{name}.{entry.name}"
                 continue

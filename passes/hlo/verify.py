@@ -46,16 +46,13 @@ def verify_sequence(computation: Computation, sequence: list[Instruction]) -> No
     done: set[Instruction] = set()
     for instruction in sequence:
         if instruction not in members:
-            raise HloVerifyError(
-                f"schedule of {computation.name} holds {instruction.name}, which is not in it"
-            )
+            raise HloVerifyError(f"schedule of {computation.name} holds {instruction.name}, which is not in it")
         if instruction in done:
             raise HloVerifyError(f"schedule of {computation.name} holds {instruction.name} twice")
         for needed in (*instruction.operands, *instruction.control_predecessors):
             if needed not in done:
                 raise HloVerifyError(
-                    f"schedule of {computation.name}: {instruction.name} runs before {needed.name}, "
-                    "which it needs"
+                    f"schedule of {computation.name}: {instruction.name} runs before {needed.name}, which it needs"
                 )
         done.add(instruction)
     if len(done) != len(members):
@@ -74,9 +71,7 @@ def _check_coverage(module: HloModule) -> None:
         done.add(computation)
         if computation not in module.schedule:
             who = f"{caller.name} ({caller.opcode})" if caller else "the module"
-            raise HloVerifyError(
-                f"{who} runs {computation.name}, which has no schedule in a scheduled module"
-            )
+            raise HloVerifyError(f"{who} runs {computation.name}, which has no schedule in a scheduled module")
         for instruction in computation.instructions:
             if instruction.opcode in ("while", "conditional", "call"):
                 pending.extend((called, instruction) for called in instruction.called)
@@ -184,9 +179,7 @@ def _check_conditional(instruction: Instruction) -> None:
 def _check_passed(instruction: Instruction, arguments: list[Instruction], callee: Computation) -> None:
     parameters = callee.parameters
     if len(parameters) != len(arguments):
-        raise _error(
-            instruction, f"gives {len(arguments)} arguments for {len(parameters)} parameters of {callee.name}"
-        )
+        raise _error(instruction, f"gives {len(arguments)} arguments for {len(parameters)} parameters of {callee.name}")
     for argument, parameter in zip(arguments, parameters, strict=True):
         _expect(instruction, argument.shape, parameter.shape, f"{argument.name} for {callee.name}")
 

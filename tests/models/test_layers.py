@@ -52,9 +52,7 @@ def test_rope_factor_stretches_low_frequencies_only() -> None:
     config = LlamaConfig(head_dim=128)
     plain, stretched = (
         np.arctan2(sin[1], cos[1])[0]
-        for cos, sin in (
-            rotation(dataclasses.replace(config, rope_factor=factor), 2) for factor in (1.0, 8.0)
-        )
+        for cos, sin in (rotation(dataclasses.replace(config, rope_factor=factor), 2) for factor in (1.0, 8.0))
     )
     wavelength = 2 * np.pi / plain
     np.testing.assert_allclose(stretched[wavelength < 2048], plain[wavelength < 2048], rtol=1e-6)
@@ -122,9 +120,7 @@ def test_cross_entropy_and_its_gradient_are_optaxs(tp: int) -> None:
 
     mapped = jax.shard_map(ours, mesh=mesh, in_specs=sharded, out_specs=(P(), sharded), check_vma=False)
     losses, gradient = jax.jit(mapped)(logits)
-    expected, pullback = jax.vjp(
-        lambda x: optax.softmax_cross_entropy_with_integer_labels(x, targets), logits
-    )
+    expected, pullback = jax.vjp(lambda x: optax.softmax_cross_entropy_with_integer_labels(x, targets), logits)
     np.testing.assert_allclose(losses, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, pullback(weights)[0], rtol=1e-5, atol=1e-6)
 

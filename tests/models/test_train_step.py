@@ -157,9 +157,7 @@ def test_training_lowers_the_loss_and_keeps_types_and_shardings() -> None:
 def test_sixteen_bit_compute_has_a_float32_optimizer_state(param_dtype: str) -> None:
     config = dataclasses.replace(CONFIG, dtype="bfloat16", param_dtype=param_dtype)
     training = make_train_step(config, make_mesh(2, 4), optax.adamw(1e-3), MICROBATCHES)
-    state, metrics = jax.eval_shape(
-        training.train_step, training.abstract_state(), training.abstract_batch(ROWS)
-    )
+    state, metrics = jax.eval_shape(training.train_step, training.abstract_state(), training.abstract_batch(ROWS))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(param_dtype)}
     assert {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {jnp.dtype("float32")}
     assert metrics["loss"].dtype == jnp.float32

@@ -124,9 +124,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, list[str]]:
             readable.append(f"{start.name}_done")
         elif kind == "start":
             lane = draw(st.sampled_from([Lane.COMM, Lane.COMM, Lane.COMM_INTER]))
-            start = Start(
-                f"c{n}", draw(seconds), draw(st.sampled_from(readable)), draw(st.integers(1, 4)), lane
-            )
+            start = Start(f"c{n}", draw(seconds), draw(st.sampled_from(readable)), draw(st.integers(1, 4)), lane)
             under_way.append(start)
             program.append(start)
         else:

@@ -105,10 +105,7 @@ def test_no_marker_no_error(data: bytes) -> None:
 
 def test_marker_is_found_where_the_name_does_not_stand_first() -> None:
     name = fingerprint.mark("jit_step", "0123456789abcdef").encode()
-    assert (
-        fingerprint.marker_of(b"\x28\x96\x01\x12\x04main\x0a" + bytes([len(name)]) + name)
-        == "0123456789abcdef"
-    )
+    assert fingerprint.marker_of(b"\x28\x96\x01\x12\x04main\x0a" + bytes([len(name)]) + name) == "0123456789abcdef"
 
 
 def test_inputs_change_the_fingerprint() -> None:
@@ -144,9 +141,7 @@ def test_versions_change_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_name_and_source_lines_are_no_content(old: str, new: str) -> None:
     assert old in TEXT
-    assert fingerprint.module_fingerprint(module(TEXT.replace(old, new))) == fingerprint.module_fingerprint(
-        module()
-    )
+    assert fingerprint.module_fingerprint(module(TEXT.replace(old, new))) == fingerprint.module_fingerprint(module())
 
 
 def test_plain_values() -> None:
@@ -171,9 +166,7 @@ def test_another_process_finds_the_same() -> None:
         "PYTHONHASHSEED": "7",
         "JAX_PLATFORMS": "cpu",
     }
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.split()[-1] == here
 
 
@@ -184,9 +177,7 @@ def test_collective_order_goes_through_loops() -> None:
 
 
 def test_collective_order_is_that_of_the_schedule() -> None:
-    first, second = (
-        line for line in COLLECTIVES.splitlines() if "channel_id=1" in line or "channel_id=3" in line
-    )
+    first, second = (line for line in COLLECTIVES.splitlines() if "channel_id=1" in line or "channel_id=3" in line)
     swapped = COLLECTIVES.replace(f"{first}\n{second}", f"{second}\n{first}")
     assert swapped != COLLECTIVES
     assert of_collectives(swapped) != of_collectives(COLLECTIVES)

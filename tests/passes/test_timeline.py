@@ -35,9 +35,7 @@ def test_a_collective_runs_under_compute() -> None:
 
 
 def test_compute_waits_for_a_done() -> None:
-    timeline = play(
-        [Start("g", 3.0, "p"), Op("x", 1.0, ("p",)), Done("g"), Op("y", 1.0, ("g_done", "x"))], ["y"]
-    )
+    timeline = play([Start("g", 3.0, "p"), Op("x", 1.0, ("p",)), Done("g"), Op("y", 1.0, ("g_done", "x"))], ["y"])
     assert spans(timeline) == {"x": (0.0, 1.0), "g": (0.0, 3.0), "y": (3.0, 4.0)}
     assert (timeline.hidden, timeline.exposed) == (1.0, 2.0)
 

@@ -88,9 +88,7 @@ class _LinenLayer(linen.Module):
 class _LinenModel(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        layers = linen.scan(
-            _LinenLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
-        )
+        layers = linen.scan(_LinenLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
         return linen.Dense(WIDTH)(layers()(x, None)[0])
 
 

@@ -54,6 +54,7 @@ def test_own_loop_is_used_as_it_stands_to_the_last_bit() -> None:
 
 def test_step_without_a_backward_pass_runs_as_it_is(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "_said", set())  # another test may have been told the same
+
     def evaluate(w: jax.Array, batches: Any) -> jax.Array:
         return jax.lax.map(lambda one: squared_error(w, one), batches)
 

@@ -111,9 +111,7 @@ def test_name_of_the_module_is_what_passes_see() -> None:
     assert seen == ["jit_f__dhelix_1"]
 
 
-def test_name_of_the_module_keys_the_compilation_cache(
-    tmp_path: Path, configure: Callable[[str, Any], None]
-) -> None:
+def test_name_of_the_module_keys_the_compilation_cache(tmp_path: Path, configure: Callable[[str, Any], None]) -> None:
     configure("jax_compilation_cache_dir", str(tmp_path))
     configure("jax_persistent_cache_min_compile_time_secs", 0)
     configure("jax_persistent_cache_min_entry_size_bytes", -1)

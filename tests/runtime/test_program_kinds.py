@@ -133,9 +133,7 @@ def make_step(kind: Kind, mesh: Mesh):
         return jax.tree.map(lambda x: lax.pmean(x, "dp"), accumulate(kind, params, tokens))
 
     whole = partial(accumulate, kind)
-    manual = jax.shard_map(
-        local, mesh=mesh, in_specs=(SPECS, P("dp")), out_specs=(SPECS, P(), P()), check_vma=False
-    )
+    manual = jax.shard_map(local, mesh=mesh, in_specs=(SPECS, P("dp")), out_specs=(SPECS, P(), P()), check_vma=False)
 
     def step(state: Any, tokens: jax.Array):
         params, opt_state = state

@@ -48,9 +48,7 @@ def step(x: jax.Array) -> jax.Array:
     return jnp.sin(x) @ x
 
 
-def compile_step(
-    passes: Any, size: int = 4, strict: bool = False, platforms: tuple[str, ...] = ("cpu",)
-) -> Session:
+def compile_step(passes: Any, size: int = 4, strict: bool = False, platforms: tuple[str, ...] = ("cpu",)) -> Session:
     """One program through a session of its own."""
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
     module = lowering.hlo_bytes(lowered)

@@ -41,9 +41,7 @@ def profile(*kernels: Kernel, device: str = "/device:GPU:0") -> trace.Profile:
         for _, name, start, end, stats in (k for k in kernels if k[0] == stream):
             text = "".join(f'stats {{ metadata_id: {ids[k]} str_value: "{v}" }}' for k, v in stats.items())
             offset, duration = round(start * 1e9), round((end - start) * 1e9)  # picoseconds
-            events.append(
-                f"events {{ metadata_id: {ids[name]} offset_ps: {offset} duration_ps: {duration} {text} }}"
-            )
+            events.append(f"events {{ metadata_id: {ids[name]} offset_ps: {offset} duration_ps: {duration} {text} }}")
         lines.append(f'lines {{ id: {number} name: "{stream}" {" ".join(events)} }}')
     kinds = "".join(
         f'{kind} {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
@@ -194,9 +192,7 @@ def test_the_newest_trace_of_a_folder(tmp_path: Path) -> None:
 def test_overlap_against_counting() -> None:
     source = random.Random(0)
     for _ in range(50):
-        a, b = (
-            [(start, start + source.randint(0, 4)) for start in source.sample(range(30), 8)] for _ in range(2)
-        )
+        a, b = ([(start, start + source.randint(0, 4)) for start in source.sample(range(30), 8)] for _ in range(2))
         ticks_a, ticks_b = ({t for s, e in spans for t in range(s, e)} for spans in (a, b))
         assert trace.length(trace.merge(a)) == len(ticks_a)
         assert trace.overlap(trace.merge(a), trace.merge(b)) == len(ticks_a & ticks_b)

@@ -22,9 +22,7 @@ def test_wrong_pass_is_caught_before_it_touches_donated_arguments() -> None:
         return {"kept": state["kept"] * 2, "wrong": jnp.sin(state["wrong"])}
 
     state = {"kept": jnp.ones(3), "wrong": jnp.ones(3)}
-    with pytest.raises(
-        VerificationError, match=r"output\['wrong'\] differs by 0.301, where 8.41e-07 is allowed"
-    ):
+    with pytest.raises(VerificationError, match=r"output\['wrong'\] differs by 0.301, where 8.41e-07 is allowed"):
         step(state)
     assert not state["wrong"].is_deleted()
 

@@ -35,9 +35,7 @@ def _train_step(mesh: Mesh, micro_batches: int):
 
     weights, batch = PartitionSpec(None, None, "tp"), PartitionSpec(None, "dp", None)
     scalar = PartitionSpec()
-    step = jax.shard_map(
-        local_step, mesh=mesh, in_specs=(weights, batch), out_specs=(weights, scalar), check_vma=False
-    )
+    step = jax.shard_map(local_step, mesh=mesh, in_specs=(weights, batch), out_specs=(weights, scalar), check_vma=False)
     return partial(jax.jit, donate_argnums=0)(step), NamedSharding(mesh, weights), NamedSharding(mesh, batch)
 
 
@@ -55,9 +53,7 @@ def test_a_round_trip_through_hlo_changes_no_bit() -> None:
             losses.append(float(loss))
         return losses, np.asarray(state)
 
-    lowered = step.lower(
-        jax.device_put(weights, weights_sharding), jax.device_put(batches[0], batch_sharding)
-    )
+    lowered = step.lower(jax.device_put(weights, weights_sharding), jax.device_put(batches[0], batch_sharding))
     module = HloModule.from_bytes(lowering.hlo_bytes(lowered))
     _add_something_unused(module)
     changed = lowering.with_hlo(lowered, module.to_bytes(), module_name="smoke")

@@ -123,9 +123,7 @@ def _values(
         return draw(st.sampled_from(values))
 
     if kind == "binary":
-        return [
-            builder.binary(draw(st.sampled_from(["add", "subtract", "multiply", "maximum"])), pick(), pick())
-        ]
+        return [builder.binary(draw(st.sampled_from(["add", "subtract", "multiply", "maximum"])), pick(), pick())]
     if kind == "constant":
         return [vector(builder, draw(st.integers(-3, 3)))]
     if kind == "effect":

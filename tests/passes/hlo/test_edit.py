@@ -329,9 +329,7 @@ def test_calls_that_share_functions_cost_no_more_than_there_are_functions(depth:
         builder = Builder(module.new_computation("function"))
         p = builder.parameter(0, VECTOR)
         called = [] if function is None else [function]
-        left, right = (
-            builder.make("call" if called else "negate", VECTOR, [p], called=called) for _ in range(2)
-        )
+        left, right = (builder.make("call" if called else "negate", VECTOR, [p], called=called) for _ in range(2))
         function = builder.finish(builder.binary("add", left, right))
     assert function is not None
     call = Builder(module.entry).make("call", VECTOR, [module.entry.root], called=[function])

@@ -45,9 +45,7 @@ def counted(
     condition = Builder(builder.module.new_computation("condition"))
     counter = condition.element(condition.parameter(0, initial.shape), 0)
     bound = condition.scalar(first + step * trips, shapes.S32)
-    condition.finish(
-        condition.make("compare", shapes.scalar(shapes.PRED), [counter, bound], comparison_direction="LT")
-    )
+    condition.finish(condition.make("compare", shapes.scalar(shapes.PRED), [counter, bound], comparison_direction="LT"))
     called = [body.computation, condition.computation]
     return builder.make("while", initial.shape, [initial], called=called)
 

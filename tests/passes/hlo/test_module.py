@@ -73,9 +73,7 @@ def test_an_edit_that_is_taken_back_returns_the_bytes_too() -> None:
 def test_fields_that_the_schema_does_not_know_are_kept(part: str) -> None:
     unknown = bytes([0xC2, 0x3E, 3]) + b"abc"  # field 1000, three bytes
     proto = schema.ModuleProto.FromString(HloModule.from_text(SCHEDULED).to_bytes())
-    owner = {"module": proto, "computation": proto.computations[0]}.get(
-        part, proto.computations[0].instructions[0]
-    )
+    owner = {"module": proto, "computation": proto.computations[0]}.get(part, proto.computations[0].instructions[0])
     owner.MergeFromString(unknown)
     source = proto.SerializeToString()
     module = HloModule.from_bytes(source)
@@ -119,12 +117,8 @@ def edited() -> bytes:
     module = made.computation.module
     builder = Builder(module.entry)
     function = Builder(module.new_computation("function"))
-    function.finish(
-        function.binary("add", function.parameter(0, VECTOR), function.computation.instructions[0])
-    )
-    calls = [
-        builder.make("call", VECTOR, [module.entry.root], called=[function.computation]) for _ in range(4)
-    ]
+    function.finish(function.binary("add", function.parameter(0, VECTOR), function.computation.instructions[0]))
+    calls = [builder.make("call", VECTOR, [module.entry.root], called=[function.computation]) for _ in range(4)]
     for call in calls:
         effect(builder, call).control_predecessors.extend(calls)
     for instruction in module.entry.instructions:

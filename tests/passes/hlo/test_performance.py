@@ -75,9 +75,7 @@ def read_check_write(source: bytes) -> HloModule:
     return module
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: one_long_computation(100_000), lambda: many_computations(10_000, 4)]
-)
+@pytest.mark.parametrize("make", [lambda: one_long_computation(100_000), lambda: many_computations(10_000, 4)])
 def test_parsing_verifying_and_writing_a_large_module(make: Callable[[], HloModule]) -> None:
     source = make().to_bytes()
     assert HloModule.from_bytes(source).instruction_count >= 50_000

@@ -69,9 +69,7 @@ class Good:
     def __init__(self) -> None:
         self.module = HloModule.from_text(GOOD)
         self.computation = {c.name: c for c in self.module.computations}
-        self.instruction = {
-            i.name: i for c in self.module.computations for i in c.instructions if i.name != "add"
-        }
+        self.instruction = {i.name: i for c in self.module.computations for i in c.instructions if i.name != "add"}
 
     def __getitem__(self, name: str) -> Instruction:
         return self.instruction[name]
@@ -110,9 +108,7 @@ def adopt(good: Good) -> None:
 
 def shared_loop(good: Good) -> None:
     builder = Builder(good.module.entry)
-    again = builder.make(
-        "while", good["loop"].shape, [good["init"]], name="again", called=good["loop"].called
-    )
+    again = builder.make("while", good["loop"].shape, [good["init"]], name="again", called=good["loop"].called)
     again.proto.metadata.op_name = "again"
 
 
