@@ -78,9 +78,10 @@ _ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 _NO_P2P = {"NCCL_P2P_DISABLE": "1"}
 
 
-def _as_profiled(name: str, profiled: str, **changes: Any) -> Setting:
+def _as_profiled(name: str, profiled: str, environment: Mapping[str, str] = _EMPTY, **changes: Any) -> Setting:
     known = profile.SETTINGS[profiled]
-    return replace(Setting(name, known.environment, known.xla_flags, profiled=profiled), **changes)
+    own = {**known.environment, **environment}
+    return replace(Setting(name, own, known.xla_flags, profiled=profiled), **changes)
 
 
 def _without_graph_flags(setting: Setting) -> Setting:
@@ -107,8 +108,10 @@ SETTINGS: dict[str, Setting] = {
         _without_graph_flags(_as_profiled("user_buffers", "user-buffers")),
         Setting("no_p2p", _NO_P2P, link="no-p2p"),
         Setting("no_p2p_connections1", {**_NO_P2P, **_ONE}, link="no-p2p", profiled="connections1"),
+        _without_graph_flags(_as_profiled("no_p2p_small_buffers", "small-buffers", _NO_P2P, link="no-p2p")),
         Setting("two_nodes", link="two-nodes", nodes=2),
         Setting("two_nodes_connections1", _ONE, link="two-nodes", profiled="connections1", nodes=2),
+        _without_graph_flags(_as_profiled("two_nodes_sockets", "sockets", link="two-nodes", nodes=2)),
     )
 }
 

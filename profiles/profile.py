@@ -106,6 +106,13 @@ class LaunchSetting:
 
 
 _NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+_ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def _channels(collectives: int, all_to_alls: int) -> dict[str, str]:
+    """As many at least, and thread blocks: NCCL takes few where it does not see NVLink."""
+    return {"NCCL_MIN_NCHANNELS": str(collectives), "NCCL_MIN_P2P_NCHANNELS": str(all_to_alls)}
+
 
 SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
     s.name: s
@@ -124,6 +131,13 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
                       "the same over one connection", "symmetric"),
         LaunchSetting("user-buffers", {}, (_NO_GRAPHS, "--xla_gpu_enable_nccl_user_buffers=true"),
                       "NCCL reads and writes the program's buffers", "user-buffers"),
+        LaunchSetting("small-buffers", {**_ONE, **_channels(16, 32), "NCCL_BUFFSIZE": "262144"}, (_NO_GRAPHS,),
+                      "one connection; NCCL's buffers fit a processor's cache, and there are more of them: for host"
+                      " memory"),
+        LaunchSetting("sockets",
+                      {**_ONE, **_channels(8, 8), "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"},
+                      (_NO_GRAPHS,),
+                      "one connection; several TCP streams for each channel, and more channels: for sockets"),
     )
 })  # fmt: skip
 

@@ -25,12 +25,17 @@ _LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
 _USUAL: Mapping[str, str] = MappingProxyType({
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     "NCCL_CTA_POLICY": "0",
+    "NCCL_BUFFSIZE": "",
+    "NCCL_MIN_NCHANNELS": "",
+    "NCCL_MIN_P2P_NCHANNELS": "",
+    "NCCL_SOCKET_NTHREADS": "",
+    "NCCL_NSOCKS_PERTHREAD": "",
     "xla_gpu_graph_min_graph_size": "5",
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": "false",
     "xla_gpu_enable_nccl_user_buffers": "false",
 })  # fmt: skip
 """What tells launch settings apart, with the values of a process that says nothing of it. XLA's usual CUDA graphs count
-as none: what measures switches them off."""
+as none: what measures switches them off. "" stands for what NCCL takes then."""
 
 
 def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> LaunchSetting:
