@@ -115,7 +115,7 @@ class Trial:
     ) -> None:
         self._module, self._costs = module, model.costs()
         self._original = dict(module.schedule)
-        self._limits = memory_limit, 0.03, 0.01, max_in_flight
+        self._limits = memory_limit, 0.03, 0.02, max_in_flight
         self._orders: dict[tuple[Scheduler, Computation, frozenset[Instruction]], list[Instruction]] = {}
         self._kernels: dict[_Scheduled, Kernel] = {}
         for site in _scheduled(module, candidates):

@@ -48,8 +48,9 @@ class CollectiveSchedule:
       memory_limit: bytes of temporaries and results that the module may need by the pass's own estimate; by
         default what the order it got needs and `memory_slack` of that.
       memory_slack: 3 %, which is what all passes together may cost (DHelix section 6).
-      min_gain: share of a computation's time that a new order must be predicted to save. Less is within the
-        roofline's error: two strands took 1041 ms under a list schedule where XLA's order took 1025.
+      min_gain: share of what overlap could save at most that a new order must be predicted to save, as of
+        `orders.apply_order`. Less is within the error of costs: two strands took 1041 ms under a list schedule by a
+        roofline where XLA's order took 1025.
       model: measured costs and rates.
       max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
     """
@@ -57,7 +58,7 @@ class CollectiveSchedule:
     hardware: Hardware = H200
     memory_limit: int | None = None
     memory_slack: float = 0.03
-    min_gain: float = 0.01
+    min_gain: float = 0.02
     model: CostModel | None = None
     max_in_flight: int | None = None
 

@@ -183,7 +183,9 @@ def apply_order(
     Callees come before their callers, so that a loop's body is settled when the loop is placed.
 
     Args:
-      min_gain: None takes every order that fits, also where it is predicted to be slower: a baseline.
+      min_gain: share of what overlap could save at most that an order must save: of a computation's own compute or
+        communication, whichever is less. None takes every order that fits, also where it is predicted to be slower: a
+        baseline.
       max_in_flight: as of `Limits`; an order that keeps to it is taken instead of one that does not, slower or not.
 
     Returns:
@@ -266,8 +268,7 @@ def _improve(
         "bytes": peak,
         "bytes_limit": limits.bytes,
     }
-    called = sum(i.end - i.start for i in before.intervals if i.body is not None)  # their orders are settled
-    faster = min_gain is None or after.seconds <= before.seconds - min_gain * (before.seconds - called)
+    faster = min_gain is None or after.seconds <= before.seconds - min_gain * _overlappable(before)
     if peak > max(peak_before, limits.bytes):
         context.note("stood down: the order needs more memory than allowed", **facts)
         return
@@ -276,3 +277,11 @@ def _improve(
         return
     schedule[computation] = new
     context.note("reordered", **facts)
+
+
+def _overlappable(timeline: Timeline) -> float:
+    """Seconds of the computation's own compute or communication, whichever is less. Those of loops in it count there."""
+    loops = [(i.body, i.count) for i in timeline.intervals if i.body is not None]
+    compute = timeline.compute_alone - sum(body.compute_alone * count for body, count in loops)
+    communication = timeline.communication - sum(body.communication * count for body, count in loops)
+    return max(min(compute, communication), 0.0)

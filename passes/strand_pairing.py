@@ -59,7 +59,7 @@ class StrandPairing:
     hardware: Hardware = H200
     memory_limit: int | None = None
     memory_slack: float = 0.03
-    min_gain: float = 0.01
+    min_gain: float = 0.02
     model: CostModel | None = None
     max_segment: int = 3
     max_in_flight: int | None = None
