@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures what profiles/data ships, from nothing, into the folder $1. Every line can be interrupted and run again, and
 # measures only what its file lacks. The shipped files come from the same requests, made one by one in several calls on
-# four machines of 4 x H200 and on one H100; this script has not been run as a whole.
+# six machines of 4 x H200 and on one H100; this script has not been run as a whole.
 #
 #   benchmarks/shipped_profiles.sh OUT          on 4 GPUs joined by NVLink
 #   benchmarks/shipped_profiles.sh OUT alone    on one GPU, from the step that a run on 4 kept in OUT/step
@@ -27,6 +27,8 @@ dhelix profile $step8 $nvlink --settings command-buffers,copy-engine,copy-engine
 dhelix profile --collectives $nvlink --settings default,copy-engine,copy-engine1,user-buffers
 p2p="--link no-p2p --out $out/$gpu-no-p2p.json"
 dhelix profile $step8 $p2p --settings default,connections1
-dhelix profile --collectives $p2p
-dhelix profile --collectives --link two-nodes --out "$out/$gpu-two-nodes.json"
+dhelix profile $step8 $p2p --settings small-buffers --interleave
+dhelix profile --preset llama-8b --layers 4 --mesh dp=2,tp=2 --microbatches 4 $p2p --settings small-buffers --interleave
+dhelix profile --collectives $p2p --settings default,small-buffers
+dhelix profile --collectives --link two-nodes --settings default,sockets --out "$out/$gpu-two-nodes.json"
 python -m dhelix.runtime.autotune_results "$out/$gpu.autotune.pbtxt" "$out/$gpu-nvlink.autotune.pbtxt" "$out/$gpu-no-p2p.autotune.pbtxt"
