@@ -280,7 +280,7 @@ def _improve(
 
 
 def _overlappable(timeline: Timeline) -> float:
-    """Seconds of the computation's own compute or communication, whichever is less. Those of loops in it count there."""
+    """Seconds of the computation's own compute or communication, whichever is less; loops in it have theirs."""
     loops = [(i.body, i.count) for i in timeline.intervals if i.body is not None]
     compute = timeline.compute_alone - sum(body.compute_alone * count for body, count in loops)
     communication = timeline.communication - sum(body.communication * count for body, count in loops)

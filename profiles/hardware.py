@@ -80,8 +80,8 @@ A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwid
 # Without peer-to-peer access (`NCCL_P2P_DISABLE=1`) collectives go through host memory, a PCIe-class network.
 H200_NO_P2P = replace(H200, name="H200-no-p2p", intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
-# Two processes of one server that NCCL takes for nodes: sockets of the loopback device (facts in docs/profiles.md). What
-# waits for a socket holds few SMs and loses little beside compute.
+# Two processes of one server that NCCL takes for nodes: sockets of the loopback device (facts in docs/profiles.md).
+# What waits for a socket holds few SMs and loses little beside compute.
 H200_TWO_NODES = replace(
     H200, name="H200-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2, communication_rate=0.95, compute_rate=0.9
 )

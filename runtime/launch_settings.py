@@ -60,6 +60,32 @@ def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None
     )
 
 
+def nearest(
+    measured: Iterable[str], environment: Mapping[str, str], options: Mapping[str, Any] | None = None
+) -> tuple[str | None, str]:
+    """The launch setting whose costs count for a process, and one line if it is not the process's own.
+
+    That is the one with the most of what is special about the process and nothing else, the first of several: a process
+    with one connection and a number of channels of its own has the costs of `connections1`.
+
+    Args:
+      measured: names to take of.
+      environment, options: as of `setting_of`.
+
+    Returns:
+      The name, None if there is none, and the line, "" for the process's own setting.
+    """
+    here = _of_process(environment, options)
+    names = [name for name in SETTINGS if name in set(measured)]
+    special = {name: _unusual(SETTINGS[name].environment, _flags(SETTINGS[name].xla_flags)) for name in names}
+    fitting = [name for name in names if special[name].items() <= here.items()]
+    found = max(fitting, key=lambda name: len(special[name]), default=None)
+    if found is not None and special[found] == here:
+        return found, ""
+    costs = "a roofline's" if found is None else f"those of the launch setting {found!r}"
+    return found, f"no times of a process started with {_words(here)}: costs are {costs}; run `dhelix profile`"
+
+
 def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
     """How GPUs reach each other, by NCCL's environment unless `link` says. Raises DhelixError if it cannot be that."""
     disabled = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")

@@ -265,26 +265,27 @@ class Choice:
         """Measured costs on GPUs of a kind, as this process is started; None where there are none."""
         if self.profile is None:
             return None
-        try:
-            setting = launch_settings.setting_of(os.environ, self.compiler_options).name
-        except DhelixError as error:
-            say_once(f"costs are those of the launch setting 'default': {error}", ("launch setting",))
-            setting = "default"
-        if isinstance(self.profile, Profile):
-            if unlike := _unlike(self.profile.hardware, self.profile.link, kind):
+        found = self.profile
+        if isinstance(found, Profile):
+            if unlike := _unlike(found.hardware, found.link, kind):
                 say_once(f"costs are those of {unlike}", (unlike,))
-            return CostModel(self.profile, setting, times_on(kind))
-        gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
-        try:
-            found = storage.find(gpu, link)
-        except DhelixError as error:  # a file that nobody named must not stop a job
-            say_once(f"costs are a roofline's: {error}", ("profile",))
-            return None
-        if found is None or setting not in found.sections:
-            what = f"{gpu} with link {link}" + ("" if found is None else f" under the launch setting {setting!r}")
-            say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))
-            return None
-        return CostModel(found, setting, times_on(kind))
+        else:
+            gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
+            try:
+                found = storage.find(gpu, link)
+            except DhelixError as error:  # a file that nobody named must not stop a job
+                say_once(f"costs are a roofline's: {error}", ("profile",))
+                return None
+            if found is None:
+                what = f"{gpu} with link {link}"
+                say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))
+                return None
+        setting, line = launch_settings.nearest(found.sections, os.environ, self.compiler_options)
+        if setting is None and isinstance(self.profile, Profile):  # it was asked for, and is of no use
+            setting = launch_settings.setting_of(os.environ, self.compiler_options).name
+        elif line:
+            say_once(f"{found.hardware} with link {found.link}: {line}", ("launch setting",))
+        return None if setting is None else CostModel(found, setting, times_on(kind))
 
     def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
         """Says how the process should have been started, and what else is not what the plan was made for."""

@@ -4,7 +4,7 @@ import pytest
 
 from dhelix.passes.pairing_plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS
-from dhelix.runtime.launch_settings import NO_GRAPHS, difference, graphs_hold_calls, without_graphs
+from dhelix.runtime.launch_settings import NO_GRAPHS, difference, graphs_hold_calls, nearest, without_graphs
 
 
 def target(setting: str) -> PlanTarget:
@@ -16,6 +16,27 @@ def test_a_process_that_was_started_as_the_plan_says_is_told_nothing(setting: st
     known = SETTINGS[setting]
     environment = {**known.environment, "XLA_FLAGS": " ".join(known.xla_flags)}
     assert difference(target(setting), environment) is None
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_nearest_of_all_settings_is_the_process_own(setting: str) -> None:
+    known = SETTINGS[setting]
+    assert nearest(SETTINGS, {**known.environment, "XLA_FLAGS": " ".join(known.xla_flags)}) == (setting, "")
+
+
+@pytest.mark.parametrize(
+    ("measured", "environment", "name"),
+    [
+        (("default", "connections1"), {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_BUFFSIZE": "65536"}, "connections1"),
+        (("default", "connections1"), {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, "default"),
+        (("connections1",), {}, None),
+    ],
+)
+def test_another_setting_has_the_nearest_and_is_told_so(
+    measured: tuple[str, ...], environment: dict[str, str], name: str | None
+) -> None:
+    found, line = nearest(measured, environment)
+    assert found == name and "no times of a process started with" in line and "\n" not in line
 
 
 def test_one_line_says_what_to_set() -> None:

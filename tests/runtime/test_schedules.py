@@ -137,7 +137,19 @@ def test_a_setting_without_profile_is_said_once(
     for _ in range(2):
         assert post(choice().manager(lowered).passes).model is None
     (record,) = caplog.records
-    assert "under the launch setting 'default': costs are a roofline's; run `dhelix profile`" in record.getMessage()
+    for words in ("H200 with link nvlink: no times of a process", "costs are a roofline's; run `dhelix profile`"):
+        assert words in record.getMessage()
+
+
+@pytest.mark.deviceless
+def test_a_setting_that_nobody_measured_has_the_costs_of_the_nearest(
+    lowered: jax.stages.Lowered, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "4")
+    assert post(choice().manager(lowered).passes).model.setting == "connections1"
+    (record,) = caplog.records
+    assert "costs are those of the launch setting 'connections1'" in record.getMessage()
 
 
 @pytest.mark.deviceless
