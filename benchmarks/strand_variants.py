@@ -86,8 +86,7 @@ def _as_profiled(name: str, profiled: str, environment: Mapping[str, str] = _EMP
 
 def _without_graph_flags(setting: Setting) -> Setting:
     """With XLA's own choice of command buffers, which is what a user gets."""
-    kept = tuple(flag for flag in setting.xla_flags if "command_buffer" not in flag)
-    return replace(setting, xla_flags=kept)
+    return replace(setting, xla_flags=profile.SETTINGS[setting.profiled].training_flags)
 
 
 def _copy_engines(connections: int) -> Setting:

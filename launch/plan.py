@@ -121,7 +121,7 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         )
         candidates = _candidates(programs, find, work, console)
         if options is None:
-            best = min(candidates, key=lambda c: c.seconds)
+            best = min(candidates, key=Candidate.rank)
             memory = best.program.memory
         else:
             best, memory = _confirmed(candidates, options, limit, work, console)
@@ -155,7 +155,7 @@ def _confirmed(
 ) -> tuple[Candidate, Memory]:
     """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`."""
     refused: list[OverLimitError] = []
-    for candidate in sorted(candidates, key=lambda c: c.seconds):
+    for candidate in sorted(candidates, key=Candidate.rank):
         memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan)
         if limit.bytes is None or memory.peak <= limit.bytes:
             return candidate, memory

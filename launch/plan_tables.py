@@ -105,7 +105,7 @@ def _settings(view: PlanView) -> Table:
     table.add_column("all-to-alls for")
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
-    for candidate in sorted(view.candidates, key=lambda c: c.seconds):
+    for candidate in sorted(view.candidates, key=Candidate.rank):
         target, timeline = candidate.plan.target, candidate.timeline
         plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
         table.add_row(

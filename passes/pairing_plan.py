@@ -124,7 +124,7 @@ class PlanTarget:
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
-        start = tuple(sorted(known.environment.items())), known.xla_flags
+        start = tuple(sorted(known.environment.items())), known.training_flags
         limits = memory_limit or 0, max_in_flight or 0
         return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
 

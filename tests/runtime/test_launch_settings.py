@@ -43,7 +43,7 @@ def test_one_line_says_what_to_set() -> None:
     said = difference(target("connections1"), {"XLA_FLAGS": "--xla_dump_to=x --xla_gpu_graph_min_graph_size=1"})
     assert said is not None and "\n" not in said
     assert "this process was started with --xla_gpu_graph_min_graph_size=1" in said
-    command = "CUDA_DEVICE_MAX_CONNECTIONS=1 XLA_FLAGS='--xla_dump_to=x --xla_gpu_enable_command_buffer='"
+    command = "CUDA_DEVICE_MAX_CONNECTIONS=1 XLA_FLAGS='--xla_dump_to=x'"
     assert f"start it with {command} without xla_gpu_graph_min_graph_size" in said
 
 
