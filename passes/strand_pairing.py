@@ -34,7 +34,7 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.layer_search import orders_by_layer
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.order_search import Order, OrderSearch
-from dhelix.passes.orders import Limits, apply_order, few_in_flight, starts_behind_ends
+from dhelix.passes.orders import Limits, apply_order, few_in_flight, least_gain, starts_behind_ends
 from dhelix.passes.pairing_table import pair
 from dhelix.passes.strand_sequences import Operator, Strand, find_strands
 from dhelix.passes.timeline import simulate
@@ -77,7 +77,7 @@ class StrandPairing:
     def run(self, module: HloModule, context: PassContext) -> bool:
         costs = costs_of(self.hardware, self.model)
         order = partial(pairing_order, max_segment=self.max_segment, strands=self.strands, context=context)
-        limits = self.memory_limit, self.memory_slack, self.min_gain, self.max_in_flight
+        limits = self.memory_limit, self.memory_slack, least_gain(self.min_gain, costs), self.max_in_flight
         return apply_order(module, context, order, costs, *limits)
 
 
