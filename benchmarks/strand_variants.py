@@ -74,43 +74,37 @@ def _costs(link: str, profiled: str) -> CostModel:
         return CostModel.find(GPU, link, "default")
 
 
-_ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 _NO_P2P = {"NCCL_P2P_DISABLE": "1"}
 
 
-def _as_profiled(name: str, profiled: str, environment: Mapping[str, str] = _EMPTY, **changes: Any) -> Setting:
+def _as_profiled(name: str, profiled: str, environment: Mapping[str, str] = _EMPTY, **places: Any) -> Setting:
+    """A launch setting of profiles, with XLA's own choice of CUDA graphs, which is what a user gets."""
     known = profile.SETTINGS[profiled]
     own = {**known.environment, **environment}
-    return replace(Setting(name, own, known.xla_flags, profiled=profiled), **changes)
-
-
-def _without_graph_flags(setting: Setting) -> Setting:
-    """With XLA's own choice of command buffers, which is what a user gets."""
-    return replace(setting, xla_flags=profile.SETTINGS[setting.profiled].training_flags)
+    return Setting(name, own, known.training_flags, profiled=profiled, **places)
 
 
 def _copy_engines(connections: int) -> Setting:
     """Copy engines over so many connections: over one, what they are given delays what is launched after it."""
-    setting = _without_graph_flags(_as_profiled(f"copy_engine{connections}", "copy-engine1"))
-    return replace(setting, environment={**setting.environment, "CUDA_DEVICE_MAX_CONNECTIONS": str(connections)})
+    return _as_profiled(f"copy_engine{connections}", "copy-engine1", {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)})
 
 
 SETTINGS: dict[str, Setting] = {
     s.name: s
     for s in (
         Setting("default"),
-        Setting("connections1", _ONE, profiled="connections1"),
-        _without_graph_flags(_as_profiled("copy_engine", "copy-engine")),
+        _as_profiled("connections1", "connections1"),
+        _as_profiled("copy_engine", "copy-engine"),
         *(_copy_engines(connections) for connections in (1, 2, 4)),
-        _as_profiled("no_command_buffers", "default"),
+        Setting("no_command_buffers", xla_flags=profile.SETTINGS["default"].xla_flags),
         _as_profiled("command_buffers", "command-buffers"),
-        _without_graph_flags(_as_profiled("user_buffers", "user-buffers")),
+        _as_profiled("user_buffers", "user-buffers"),
         Setting("no_p2p", _NO_P2P, link="no-p2p"),
-        Setting("no_p2p_connections1", {**_NO_P2P, **_ONE}, link="no-p2p", profiled="connections1"),
-        _without_graph_flags(_as_profiled("no_p2p_small_buffers", "small-buffers", _NO_P2P, link="no-p2p")),
+        _as_profiled("no_p2p_connections1", "connections1", _NO_P2P, link="no-p2p"),
+        _as_profiled("no_p2p_small_buffers", "small-buffers", _NO_P2P, link="no-p2p"),
         Setting("two_nodes", link="two-nodes", nodes=2),
-        Setting("two_nodes_connections1", _ONE, link="two-nodes", profiled="connections1", nodes=2),
-        _without_graph_flags(_as_profiled("two_nodes_sockets", "sockets", link="two-nodes", nodes=2)),
+        _as_profiled("two_nodes_connections1", "connections1", link="two-nodes", nodes=2),
+        _as_profiled("two_nodes_sockets", "sockets", link="two-nodes", nodes=2),
     )
 }
 

@@ -32,6 +32,8 @@ from dhelix.runtime.schedules import default_passes
 
 SLACK = 0.03
 _DECOMPOSED = 1.01
+"""Two strands over NVLink took 0.8 % longer with all-to-alls (docs/benchmarks.md), where 0.3 % less are predicted:
+pauses grow. Where they pay, without peer-to-peer, they save a sixth."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class Candidate:
         return self.timeline.seconds
 
     def rank(self) -> float:
-        """Seconds, and 1 % more with all-to-alls. Two strands over NVLink took 0.8 % longer with them where 0.4 % less
-        was predicted (docs/benchmarks.md): pauses grow. Where they pay, without peer-to-peer, they save a sixth."""
+        """Seconds, and 1 % more with all-to-alls."""
         return self.seconds * (_DECOMPOSED if self.plan.target.decomposed else 1.0)
 
     @cached_property

@@ -9,7 +9,7 @@ process is looked at when its first step is lowered, and one line says how to st
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -61,7 +61,7 @@ def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None
 
 
 def nearest(
-    measured: Iterable[str], environment: Mapping[str, str], options: Mapping[str, Any] | None = None
+    measured: Container[str], environment: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> tuple[str | None, str]:
     """The launch setting whose costs count for a process, and one line if it is not the process's own.
 
@@ -76,9 +76,9 @@ def nearest(
       The name, None if there is none, and the line, "" for the process's own setting.
     """
     here = _of_process(environment, options)
-    names = [name for name in SETTINGS if name in set(measured)]
-    special = {name: _unusual(SETTINGS[name].environment, _flags(SETTINGS[name].xla_flags)) for name in names}
-    fitting = [name for name in names if special[name].items() <= here.items()]
+    known = [setting for name, setting in SETTINGS.items() if name in measured]
+    special = {setting.name: _unusual(setting.environment, _flags(setting.xla_flags)) for setting in known}
+    fitting = [name for name, values in special.items() if values.items() <= here.items()]
     found = max(fitting, key=lambda name: len(special[name]), default=None)
     if found is not None and special[found] == here:
         return found, ""
