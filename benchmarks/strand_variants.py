@@ -167,6 +167,7 @@ _PIPELINING = {
 _COPIES = {"xla_gpu_experimental_enable_selective_memcpy_overlap": True}
 _NO_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+_SKEWS = (1, 2, 3)
 _GUIDED = {"xla_gpu_enable_latency_hiding_scheduler": True}
 _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("plain"),
@@ -205,6 +206,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, dp, chosen matmuls", "strands", "dp", collective_matmul="auto", as_used=True),
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
+    *(Variant(f"strands, dp, skewed {k}", f"skewed {k}", "dp") for k in _SKEWS),
     Variant("strands, not in lockstep", "not in lockstep"),
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
@@ -245,6 +247,7 @@ def _paired(pairing: str) -> tuple[Any, ...]:
 _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "": (),
     "strands": _STRANDS,
+    **{f"skewed {k}": default_passes("xla", skew=k) for k in _SKEWS},
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),

@@ -66,6 +66,9 @@ def define_flags(values: flags.FlagValues) -> None:
     limit = "GiB that the step may need on a GPU, arguments and all (default: what the plain step needs, and 3 %)"
     flags.DEFINE_float("memory_limit", None, limit, lower_bound=0.0, flag_values=values)
     number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)")
+    flags.DEFINE_list(
+        "skew", [], "layers that the strands are apart, each number one more try (default: 0)", flag_values=values
+    )
     text("out", None, "write the plan to this file")
     text("picture", None, "draw the pairing to this file, a PNG")
     flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
@@ -96,6 +99,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     if len(arguments) + bool(chosen["preset"]) != 1:
         raise DhelixError("give one step: --preset NAME, or a dump (a file or folder of --xla_dump_to)")
+    if arguments and chosen["skew"]:
+        raise DhelixError("a dump is a step as it was compiled; leave out --skew, or plan a --preset")
+    if not all(number.isdecimal() for number in chosen["skew"]):
+        raise DhelixError(f"--skew {','.join(chosen['skew'])}: give numbers of layers, such as 0,2")
     unknown = [name for name in chosen["setting"] if name not in SETTINGS]
     if unknown:
         raise DhelixError(f"--setting {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
@@ -110,10 +117,14 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         plain, programs = None, [(model, dump) for model in models]
     else:
         say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
-        with _Work(console, 2) as work:
+        skews = list(dict.fromkeys(map(int, chosen["skew"]))) or [0]
+        with _Work(console, 1 + len(skews)) as work:
             plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
-            whole = work.do("both strands are compiled", plan_step.of_preset, options)
-        programs = _with_decomposed(options, whole, models, console)
+            wholes = [
+                work.do(f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew)
+                for skew in skews
+            ]
+        programs = [pair for whole in wholes for pair in _with_decomposed(options, whole, models, console)]
     limit = MemoryLimit.of(chosen["memory_limit"], plain)
     with _Work(console, len(programs) + (options is not None)) as work:
         find = functools.partial(
@@ -140,7 +151,7 @@ def _candidates(
     refused: list[OverLimitError] = []
     for model, program in programs:
         try:
-            found.append(work.do(f"{model.setting} is planned", find, program, model))
+            found.append(work.do(f"{model.setting} is planned{_apart(program.skew)}", find, program, model))
         except OverLimitError as error:
             refused.append(error)
     if not found:
@@ -174,9 +185,13 @@ def _with_decomposed(
     programs: dict[tuple[str, ...], Program] = {(): whole}
     with _Work(console, len(others)) as work:
         for of_some in others:
-            words = f"both strands are compiled with all-to-alls for {'s and '.join(of_some)}s"
-            programs[of_some] = work.do(words, plan_step.of_preset, options, of_some)
+            words = f"both strands are compiled{_apart(whole.skew)} with all-to-alls for {'s and '.join(of_some)}s"
+            programs[of_some] = work.do(words, plan_step.of_preset, options, of_some, skew=whole.skew)
     return [(m, programs[k]) for m in models for k in dict.fromkeys([(), kinds[m.setting]])]
+
+
+def _apart(skew: int) -> str:
+    return f", {skew} layers apart," if skew else ""
 
 
 def _models(chosen: dict[str, Any], gpu: str) -> list[CostModel]:

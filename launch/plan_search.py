@@ -200,7 +200,7 @@ def _search(
             one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
     profile = model.profile
-    limits = memory_limit, max_in_flight
+    limits = memory_limit, max_in_flight, program.skew
     target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, *limits)
     found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)

@@ -44,6 +44,7 @@ class Program:
       hardware: the GPU it was compiled for; None if a dump does not say.
       memory: of one GPU, in XLA's order; None if a dump does not say.
       decomposed: kinds of collectives that all-to-alls take the place of.
+      skew: layers that the strands are apart.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Program:
     hardware: str | None
     memory: Memory | None
     decomposed: tuple[str, ...] = ()
+    skew: int = 0
 
 
 def of_dump(path: str | Path) -> Program:
@@ -61,15 +63,17 @@ def of_dump(path: str | Path) -> Program:
     return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory)
 
 
-def of_preset(options: trainer.Options, decomposed: tuple[str, ...] = (), target: str = "h200") -> Program:
+def of_preset(
+    options: trainer.Options, decomposed: tuple[str, ...] = (), target: str = "h200", skew: int = 0
+) -> Program:
     """The step that `dhelix train` runs with these options, plain or with interleaved strands.
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    passes = () if options.plain else (*default_passes("xla"), *decompositions(decomposed))
+    passes = () if options.plain else (*default_passes("xla", skew=skew), *decompositions(decomposed))
     found = _compile(options, passes, target, strict=True)
     name = profile_step.name_of(options, found.training)
-    return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, decomposed)
+    return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, decomposed, skew)
 
 
 def confirmed(options: trainer.Options, plan: PairingPlan, target: str = "h200") -> Memory:

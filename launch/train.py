@@ -51,6 +51,7 @@ def define_flags(values: flags.FlagValues) -> None:
     choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: dp)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
+    number("skew", None, "layers that the strands are apart, so that both ends of the step overlap, too", 1)
     text("collective_matmul", None, "for collectives beside products: auto, off or a form (default: the schedule's)")
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")
@@ -105,7 +106,7 @@ def _check(chosen: dict[str, Any]) -> None:
             "--verify compares with the step without strands, and a pipeline has none; leave out --verify, and compare "
             "losses with those of a run without --pp"
         )
-    for name in ("plan", "schedule", "max_in_flight", "collective_matmul"):
+    for name in ("plan", "schedule", "max_in_flight", "skew", "collective_matmul"):
         if chosen["plain"] and chosen[name]:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:

@@ -62,6 +62,7 @@ class Options:
     schedule: str | None = None
     plan: str | None = None
     max_in_flight: int | None = None
+    skew: int | None = None
     collective_matmul: str | None = None
     data: str | None = None
     checkpoint_dir: str | None = None
@@ -191,7 +192,8 @@ def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
 
 
 def _step(training: Training, options: Options) -> Any:
-    given = {name: getattr(options, name) for name in ("schedule", "plan", "max_in_flight", "collective_matmul")}
+    names = ("schedule", "plan", "max_in_flight", "skew", "collective_matmul")
+    given = {name: getattr(options, name) for name in names}
     chosen = {name: value for name, value in given.items() if value is not None}
     return make_step(training, options.plain, verify=options.verify, **chosen)
 

@@ -28,12 +28,21 @@ see that a slot is read before it is written and would copy 1 GiB per layer iter
 DHelix section 4.3.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
+from dhelix.passes.hlo.stacks import (
+    last_reader,
+    mirror_reads,
+    mirrored,
+    resize,
+    resized,
+    slot_reads,
+    slot_write,
+)
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import merged_loops
 
@@ -45,22 +54,24 @@ _MOST_MADE = 2  # bytes that stand at a barrier, in units of what the residuals 
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """One kind of residual: where it lives in the strand loop, in the merged loop, and in B(M-1)."""
+class Stack:
+    """One kind of residual in a merged loop.
 
-    outer: int
-    """Element of the strand loop."""
+    Attributes:
+      old: element of the merged loop that backward reads.
+      new: element that forward writes.
+      outer: element of the strand loop that enters as `old`.
+      waiting: element of the strand loop that `new` is handed to, where it waits for one more micro-batch before it
+        becomes `outer`: of skewed strands. None: it is `outer`.
+    """
+
     old: int
-    """Element of the merged loop that backward reads."""
     new: int
-    """Element of the merged loop that forward writes."""
     reads: tuple[Instruction, ...]
     write: Instruction
-    last_loop: Instruction
-    """The loop of B(M-1)."""
-    last: int
-    """Its element."""
     slots: int
+    outer: int = -1
+    waiting: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ class _Guard:
       made: residuals and what was made of them; it may read what the barrier guards.
     """
 
-    stacks: tuple[_Stack, ...]
+    stacks: tuple[Stack, ...]
     values: tuple[Instruction, ...]
     made: frozenset[Instruction]
 
@@ -93,10 +104,13 @@ class ActivationSharing:
 
 
 def _share(strands: Instruction, layers: Instruction, context: PassContext) -> bool:
-    stacks: list[_Stack] = []
-    for outer, (old, new) in _candidates(strands, layers).items():
+    stacks: list[Stack] = []
+    for outer, (old, new, waiting) in _candidates(strands, layers).items():
         try:
-            stacks.append(_match(WhileLoop(strands), WhileLoop(layers), outer, old, new))
+            stack = _match(WhileLoop(strands), WhileLoop(layers), outer, old, new)
+            if waiting is not None:
+                _check_turns(strands, layers, stack, waiting)
+            stacks.append(replace(stack, waiting=waiting))
         except PassRefusal as refusal:
             context.note(f"residual stack not shared: {refusal.reason}", refusal.instruction)
     if not stacks:
@@ -104,60 +118,53 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
     trips = WhileLoop(strands).trip_count
     assert trips is not None  # strand_duplication proved it
     freed = sum(shapes.byte_size(layers.shape.tuple_shapes[s.new]) for s in stacks)
-    flip = _add_flip(strands, layers)
+    flips = {skewed: _add_flip(strands, layers, skewed) for skewed in sorted({s.waiting is not None for s in stacks})}
     for stack in stacks:
-        _use_one_slot(WhileLoop(layers), stack, flip)
-    for guard in _guards(layers.called[0], stacks):
-        for one in [guard] if _can_stand(guard, layers.called[0]) else map(_behind_reads, guard.stacks):
-            _put_up(one, WhileLoop(layers))
-    _give_old_stack_to_both(strands, layers, stacks)
+        _use_one_slot(WhileLoop(layers), stack, flips[stack.waiting is not None])
+        _mirror_last_reads(strands, stack, trips)
+    if skewed := [s for s in stacks if s.waiting is not None]:
+        _take_turns(strands, layers, skewed, trips)
+    write_in_place(layers, stacks)
     drop_dead(strands.computation)
-    if trips % 2 == 1:  # F(0) is stored the plain way; the strand loop runs M - 1 times
-        _mirror_last_reads(stacks)
     context.note("residuals of both strands share one buffer", layers, stacks=len(stacks), bytes_freed=freed)
     return True
 
 
-def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int]]:
+def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int, int | None]]:
     """Stacks of one slot per layer that enter the merged loop from the strand loop, and leave it replaced.
 
-    Element of the strand loop -> elements of the merged loop: the one that enters, the one that replaces it.
+    Element of the strand loop -> elements of the merged loop: the one that enters, the one that replaces it; and the
+    element of the strand loop that the latter waits in for one more micro-batch.
     """
     body = WhileLoop(strands).body
     trips = WhileLoop(layers).trip_count
-    entering = {}
+    entering: dict[int, int] = {}
     for k, start in enumerate(layers.operands[0].operands):
         if start.opcode == "get-tuple-element" and start.operands[0] is body.parameters[0]:
             if list(start.shape.dimensions[:1]) == [trips]:
                 entering.setdefault(start.tuple_index, k)
-    found = {}
-    for outer, value in enumerate(body.root.operands):
-        if value.opcode == "get-tuple-element" and value.operands[0] is layers and outer in entering:
+    found: dict[int, tuple[int, int, int | None]] = {}
+    reads, users = WhileLoop(strands).reads, body.users()
+    for outer in sorted(entering):
+        value = body.root.operands[outer]
+        waiting = reads.get(value, outer)
+        if waiting != outer and all(users[r] == [body.root] for r, k in reads.items() if k == waiting):
+            value = body.root.operands[waiting]
+        if value.opcode == "get-tuple-element" and value.operands[0] is layers:
             if value.tuple_index != entering[outer]:
-                found[outer] = (entering[outer], value.tuple_index)
+                found[outer] = (entering[outer], value.tuple_index, None if waiting == outer else waiting)
     return found
 
 
-def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> _Stack:
+def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> Stack:
     """Proves that the two stacks can be one. Raises PassRefusal naming what stands in the way."""
     _refuse_other_readers(strands, layers, outer, old)
     _refuse_early_readers(strands, layers, new)
     shape = layers.instruction.shape.tuple_shapes[old]
-    users = layers.body.users()
-    reads = _slices(layers, old, users)
+    reads = slot_reads(layers, old)
     if old not in layers.invariants:
         raise PassRefusal("the backward pass changes it", layers.body.root.operands[old])
-    root = layers.body.root
-    write = root.operands[new]
-    targets = [r for r, k in layers.reads.items() if k == new]
-    if write.opcode != "dynamic-update-slice" or write.operands[0] not in targets:
-        raise PassRefusal("the forward pass does not write it slot by slot", write)
-    if any(u is not write for t in targets for u in users[t]) or users[write] != [root]:
-        raise PassRefusal("the forward pass reads what it has written", write)
-    if root.operands.count(write) > 1:
-        raise PassRefusal("the forward pass hands it on twice", write)
-    if not _one_slot(write.operands[1].shape, shape) or not _starts_at_zero(write.operands[3:]):
-        raise PassRefusal("the forward pass writes more or less than one slot", write)
+    write = slot_write(layers, new)
     tables = [layers.index_table(r.operands[1]) for r in reads]
     written = layers.index_table(write.operands[2])
     slots = shape.dimensions[0]
@@ -167,8 +174,8 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
     mirrored = [slots - 1 - s for s in tables[0]]
     if sorted(written) != list(range(slots)) or mirrored != written:
         raise PassRefusal("backward does not walk the slots in the opposite order of forward", write)
-    last_loop, last = _last_use(strands, outer, tables[0])
-    return _Stack(outer, old, new, tuple(reads), write, last_loop, last, slots)
+    _check_last_use(strands.instruction, outer, tables[0])
+    return Stack(old, new, tuple(reads), write, slots, outer)
 
 
 def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old: int) -> None:
@@ -198,81 +205,76 @@ def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> No
         raise PassRefusal("the strand loop carries it twice", layers.instruction)
 
 
-def _slices(loop: WhileLoop, index: int, users: dict[Instruction, list[Instruction]]) -> list[Instruction]:
-    """The dynamic slices of one slot that read element `index`; refuses any other reader but the root."""
-    stack = loop.instruction.shape.tuple_shapes[index]
-    if sum(loop.reads.get(value) == index for value in loop.body.root.operands) > 1:
-        raise PassRefusal("the backward pass hands it on twice", loop.instruction)
-    found = []
-    for read, k in loop.reads.items():
-        for user in users[read] if k == index else ():
-            if user is loop.body.root:
-                continue
-            if user.opcode != "dynamic-slice" or not _one_slot(user.shape, stack):
-                raise PassRefusal("the backward pass reads more or less than one slot at a time", user)
-            if not _starts_at_zero(user.operands[2:]):
-                raise PassRefusal("the backward pass reads a part of a slot", user)
-            found.append(user)
-    return found
-
-
-def _one_slot(part: object, stack: object) -> bool:
-    wanted = [1, *stack.dimensions[1:]]  # type: ignore[attr-defined]
-    return list(part.dimensions) == wanted  # type: ignore[attr-defined]
-
-
-def _starts_at_zero(indices: list[Instruction]) -> bool:
-    for index in indices:
-        values = [*index.proto.literal.s32s, *index.proto.literal.s64s, *index.proto.literal.u32s]
-        if index.opcode != "constant" or values != [0]:
-            return False
-    return True
-
-
-def _last_use(strands: WhileLoop, outer: int, table: list[int]) -> tuple[Instruction, int]:
-    """The loop of B(M-1) and its element that holds the stack; read slot for slot as in the merged loop."""
-    computation = strands.instruction.computation
-    users = computation.users()
-    reads = [r for r in users[strands.instruction] if r.tuple_index == outer and users[r]]
-    starts = [u for r in reads for u in users[r]]
-    loops = [w for s in starts for w in users[s] if s.opcode == "tuple" and w.opcode == "while"]
-    if len(starts) != 1 or len(loops) != 1 or users[starts[0]] != loops:
-        raise PassRefusal("the last backward pass reads it outside its layer loop", strands.instruction)
-    loop = WhileLoop(loops[0])
-    index = starts[0].operands.index(reads[0])
-    if starts[0].operands.count(reads[0]) > 1:
-        raise PassRefusal("it enters the last layer loop twice", loop.instruction)
-    slices = _slices(loop, index, loop.body.users())
+def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
+    """The last loop reads the stack slot for slot as the merged loop does."""
+    loop, index = last_reader(strands, outer)
+    slices = slot_reads(loop, index)
     if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
         raise PassRefusal("the last backward pass reads other slots than the ones before", loop.instruction)
+    users = strands.computation.users()
     for result in users[loop.instruction]:
         if result.opcode != "get-tuple-element" or (result.tuple_index == index and users[result]):
             raise PassRefusal("it is read after the last backward pass", result)
-    return loop.instruction, index
 
 
-def _add_flip(strands: Instruction, layers: Instruction) -> Instruction:
-    """`flip`, false for F(0)'s residuals and turned by every micro-batch; returns it in the merged loop."""
+def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waiting: int) -> None:
+    """Of two stacks that take turns both can be one array from the beginning, and are read alike in the end."""
+    table = WhileLoop(layers).index_table(stack.reads[0].operands[1])
+    _check_last_use(strands, waiting, table or [])
+    for made in (strands.operands[0].operands[k] for k in (stack.outer, waiting)):
+        source = made.operands[0] if made.opcode == "get-tuple-element" else made
+        if source.opcode != "while" or len(made.computation.users()[made]) != 1:
+            raise PassRefusal("it is not made by a loop over the first layers alone", made)
+        slot_write(WhileLoop(source), made.tuple_index)
+        _refuse_filled(WhileLoop(source), made.tuple_index)
+    _refuse_filled(WhileLoop(layers), stack.new)
+
+
+def _refuse_filled(loop: WhileLoop, element: int) -> None:
+    start = loop.initial(element)
+    if start is None or start.opcode != "broadcast":
+        raise PassRefusal("the forward pass does not start with an empty one", loop.instruction)
+
+
+def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instruction:
+    """`flip`, false for F(0)'s residuals and turned by every micro-batch, or with two stacks that take turns by every
+    second one; returns it in the merged loop."""
     start = Builder(strands.computation).scalar(False, shapes.PRED)
-    flip = add_element(strands, start)
+    flips = [add_element(strands, start) for _ in range(1 + skewed)]
     body = strands.called[0]
-    body.root.operands[-1] = Builder(body).make("not", flip.shape, [flip])
+    turned = Builder(body).make("not", flips[0].shape, [flips[0]])
+    body.root.operands[-len(flips) :] = [*flips[1:], turned]
     body.sort()
-    return add_element(layers, flip)
+    return add_element(layers, flips[0])
 
 
-def _use_one_slot(layers: WhileLoop, stack: _Stack, flip: Instruction) -> None:
+def _use_one_slot(layers: WhileLoop, stack: Stack, flip: Instruction) -> None:
     """Reads and writes at the mirrored slot, still of two stacks."""
     builder = Builder(layers.body)
     index = stack.reads[0].operands[1]
-    slot = builder.make("select", index.shape, [flip, _mirror(builder, index, stack.slots), index])
+    slot = builder.make("select", index.shape, [flip, mirrored(builder, index, stack.slots), index])
     for read in stack.reads:
         read.operands[1] = slot
     stack.write.operands[2] = slot
     layers.body.sort()
 
 
-def _guards(body: Computation, stacks: list[_Stack]) -> list[_Guard]:
+def write_in_place(layers: Instruction, stacks: list[Stack]) -> None:
+    """Each old stack takes what the new one got, behind a barrier, and its readers; the new ones go."""
+    body = layers.called[0]
+    for guard in _guards(body, stacks):
+        for one in [guard] if _can_stand(guard, body) else map(_behind_reads, guard.stacks):
+            _put_up(one, WhileLoop(layers))
+    moved = {s.new: s.old for s in stacks}
+    for user in layers.computation.users()[layers]:
+        if user.tuple_index in moved:
+            user.proto.tuple_index = moved[user.tuple_index]
+    drop_dead(body)
+    drop_elements(layers, moved)
+    drop_dead(layers.computation)
+
+
+def _guards(body: Computation, stacks: list[Stack]) -> list[_Guard]:
     """One for each stack, or for several whose residuals meet in what is made of them."""
     users = body.users()
     found: list[_Guard] = []
@@ -286,11 +288,11 @@ def _guards(body: Computation, stacks: list[_Stack]) -> list[_Guard]:
     return found
 
 
-def _behind_reads(stack: _Stack) -> _Guard:
+def _behind_reads(stack: Stack) -> _Guard:
     return _Guard((stack,), stack.reads, frozenset())
 
 
-def _behind_products(stack: _Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
+def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
     """Behind what elementwise operations make of residuals, if products alone read that."""
     made, pending = set(stack.reads), list(stack.reads)
     while pending:
@@ -333,28 +335,42 @@ def _put_up(guard: _Guard, layers: WhileLoop) -> None:
     body.sort()
 
 
-def _mirror(builder: Builder, index: Instruction, slots: int) -> Instruction:
-    last = builder.scalar(slots - 1, index.shape.element_type)
-    return builder.binary("subtract", last, index)
+def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
+    """Residuals that the strand loop leaves may be stored the other way round. F(0)'s are stored the plain way."""
+    stored = {stack.outer: trips % 2}
+    if stack.waiting is not None:
+        stored = {stack.outer: trips // 2 % 2, stack.waiting: (trips + 1) // 2 % 2}
+    for outer, turned in stored.items():
+        if turned:
+            mirror_reads(*last_reader(strands, outer))
 
 
-def _give_old_stack_to_both(strands: Instruction, layers: Instruction, stacks: list[_Stack]) -> None:
-    """Readers of the new stacks read the old ones, which hold the new residuals now; the new ones go."""
-    body: Computation = strands.called[0]
-    moved = {s.new: s.old for s in stacks}
-    for user in body.users()[layers]:
-        if user.tuple_index in moved:
-            user.proto.tuple_index = moved[user.tuple_index]
-    drop_dead(layers.called[0])
-    drop_elements(layers, moved)
+def _take_turns(strands: Instruction, layers: Instruction, stacks: list[Stack], trips: int) -> None:
+    """One array for two stacks that take turns, which would have to be copied: `base` says where the one in turn is."""
+    slots, body = stacks[0].slots, strands.called[0]
+    turns = [(stack, (stack.outer, stack.waiting)) for stack in stacks if stack.waiting is not None]
+    makers = [[strands.operands[0].operands[k] for k in both] for _, both in turns]
+    readers = [[last_reader(strands, k) for k in both] for _, both in turns]
+    outside, inside = Builder(strands.computation), Builder(body)
+    base = add_element(strands, outside.scalar(0, shapes.S32))
+    body.root.operands[-1] = inside.binary("subtract", inside.scalar(slots, shapes.S32), base)
+    body.sort()
+    base = add_element(layers, base)
+    for (stack, (outer, waiting)), made, last in zip(turns, makers, readers, strict=True):
+        (first, at), (second, then) = ((value.operands[0], value.tuple_index) for value in made)
+        filler = WhileLoop(first).initial(at)
+        assert filler is not None  # _check_turns
+        resize(first, at, resized(outside, filler, 2 * slots))
+        resize(second, then, outside.element(first, at), slots)
+        resize(strands, outer, outside.element(second, then))
+        resize(layers, stack.old, inside.element(body.parameters[0], outer), base)
+        resize(layers, stack.new, resized(inside, layers.operands[0].operands[stack.new], 2 * slots), base)
+        body.root.operands[outer] = inside.element(layers, stack.new)
+        body.root.operands[waiting] = inside.element(body.parameters[0], waiting)
+        body.sort()
+        for (loop, element), turn in zip(last, (trips % 2, (trips + 1) % 2), strict=True):
+            resize(loop.instruction, element, outside.element(strands, outer), turn * slots)
+    drop_dead(strands.computation)
     drop_dead(body)
-
-
-def _mirror_last_reads(stacks: list[_Stack]) -> None:
-    """B(M-1) reads residuals that are stored the other way round."""
-    for stack in stacks:
-        loop = WhileLoop(stack.last_loop)
-        builder = Builder(loop.body)
-        for read in _slices(loop, stack.last, loop.body.users()):
-            read.operands[1] = _mirror(builder, read.operands[1], stack.slots)
-        loop.body.sort()
+    drop_elements(strands, [waiting for _, (_, waiting) in turns])
+    drop_dead(strands.computation)

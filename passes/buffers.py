@@ -345,6 +345,11 @@ def _in_place(instruction: Instruction) -> list[tuple[int, int, int]]:
     return declared
 
 
+def is_update(instruction: Instruction) -> bool:
+    """Whether the result is an operand's array with a part of it written anew."""
+    return instruction.opcode in ("dynamic-update-slice", "fusion") and 0 in (n for n, _, _ in _in_place(instruction))
+
+
 def _fused_in_place(fused: Computation) -> list[tuple[int, int, int]]:
     outputs = fused.root.operands if fused.root.opcode == "tuple" else [fused.root]
     found = []

@@ -20,7 +20,7 @@ strand's logits, and its three trips through memory (zeros, write, read) per mic
 
 from dataclasses import dataclass
 
-from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
@@ -49,27 +49,33 @@ class GradientAccumulation:
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
         for computation in list(module.computations):
-            for loop in [i for i in computation.instructions if i.opcode == "while"]:
-                sums = _sums(loop)
-                if not sums:
-                    continue
-                freed = sum(shapes.byte_size(s.write.shape) for s in sums)
-                for one in sums:
-                    _accumulate_inside(loop, one)
-                drop_dead(loop.called[0])
-                drop_dead(computation)
-                drop_elements(loop, [s.element for s in sums])
-                drop_dead(computation)
-                done = "gradients accumulated layer by layer"
-                context.note(done, loop, stacks=len(sums), bytes_freed=freed)
-                changed = True
+            changed |= accumulate(computation, context, ALPHA)
         return changed
 
 
-def _sums(loop: Instruction) -> list[_Sum]:
+def accumulate(computation: Computation, context: PassContext, strand: str = "") -> bool:
+    """The same for the loops of one computation, of any strand or of none."""
+    changed = False
+    for loop in [i for i in computation.instructions if i.opcode == "while"]:
+        sums = _sums(loop, strand)
+        if not sums:
+            continue
+        freed = sum(shapes.byte_size(s.write.shape) for s in sums)
+        for one in sums:
+            _accumulate_inside(loop, one)
+        drop_dead(loop.called[0])
+        drop_dead(computation)
+        drop_elements(loop, [s.element for s in sums])
+        drop_dead(computation)
+        context.note("gradients accumulated layer by layer", loop, stacks=len(sums), bytes_freed=freed)
+        changed = True
+    return changed
+
+
+def _sums(loop: Instruction, strand: str) -> list[_Sum]:
     body = loop.called[0]
     writes = [r for r in body.root.operands if r.opcode == "dynamic-update-slice"]
-    writes = [r for r in writes if r.op_name.startswith(ALPHA)]
+    writes = [r for r in writes if r.op_name.startswith(strand)]
     if not writes:
         return []
     users = loop.computation.users()

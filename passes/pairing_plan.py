@@ -100,6 +100,7 @@ class PlanTarget:
       environment, xla_flags: the setting, spelled out.
       memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
       max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
+      skew: layers that the strands are apart.
     """
 
     hardware: str = "H200"
@@ -111,6 +112,7 @@ class PlanTarget:
     xla_flags: tuple[str, ...] = ()
     memory_limit: int = 0
     max_in_flight: int = 0
+    skew: int = 0
 
     @classmethod
     def of(
@@ -121,11 +123,12 @@ class PlanTarget:
         decomposed: tuple[str, ...] = (),
         memory_limit: int | None = None,
         max_in_flight: int | None = None,
+        skew: int = 0,
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         start = tuple(sorted(known.environment.items())), known.training_flags
-        limits = memory_limit or 0, max_in_flight or 0
+        limits = memory_limit or 0, max_in_flight or 0, skew
         return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
 
 

@@ -20,7 +20,7 @@ Cost: copies and products share the memory's bandwidth. Measured on 4 H200s over
 
 from dataclasses import dataclass
 
-from dhelix.passes.hlo import Builder, HloModule, WhileLoop
+from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import ALPHA, BETA, merged_loops
 
@@ -47,15 +47,19 @@ def _separate(loop: WhileLoop) -> int:
     """Returns how many arrays both strands sliced."""
     users = loop.body.users()
     count = 0
-    for element in sorted(loop.invariants):
-        reads = [read for read, k in loop.reads.items() if k == element]
-        sliced = [u for r in reads for u in users[r] if u.opcode == "dynamic-slice" and u.operands[0] is r]
-        alpha, beta = ([u for u in sliced if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA))
+    arrays: dict[Instruction | int, list[Instruction]] = {}
+    for read, k in loop.reads.items():
+        if k in loop.invariants and shapes.element_count(read.shape) > 1:
+            arrays.setdefault(loop.initial(k) or k, []).append(read)
+    for reads in arrays.values():
+        alpha, beta = (
+            [(u, r) for r in reads for u in users[r] if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA)
+        )
         if not alpha or not beta:
             continue
         count += 1
-        (behind,) = Builder(loop.body).barrier([alpha[0].operands[0]])
-        for one in alpha:
-            one.operands[0] = behind
+        behind = Builder(loop.body).barrier([alpha[0][1]])[0]
+        for user, read in alpha:
+            user.operands = [behind if o is read else o for o in user.operands]
     loop.body.sort()
     return count

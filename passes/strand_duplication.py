@@ -45,6 +45,7 @@ from dhelix.passes.strand_partition import BACKWARD_NAME, Partition, partition
 from dhelix.passes.work import loop_work
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
+STRANDS = "strands"  # name of a loop over micro-batches with two strands
 LAYERS = "strand_layers"  # name of a merged loop
 PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
 Copies = dict[Instruction, Instruction]
@@ -76,35 +77,15 @@ class StrandDuplication:
                 "the program holds two strands already; give the step as it was before it was interleaved"
             )
         refusals: list[PassRefusal] = []
-        done = 0
-        for computation, loop in list(_outermost_loops(module.entry)):
-            done += self._transform_first(computation, loop, refusals, context)
+        done = False
+        for computation, parts in partitions(module, refusals):
+            self._apply(computation, parts, context)
+            done = True
         if done:
             for refusal in refusals:
                 context.note(refusal.reason, refusal.instruction)
             return True
         raise refusals[0] if refusals else _no_loop(module)
-
-    def _transform_first(
-        self, computation: Computation, loop: Instruction, refusals: list[PassRefusal], context: PassContext
-    ) -> int:
-        """Transforms `loop`, or else what it holds: a loop over steps may hold one over micro-batches."""
-        if loop not in computation.instructions:
-            return 0  # in a function that is called twice, and done already
-        try:
-            inline_calls(WhileLoop(loop).body, keep=_must_stay_a_call)
-            drop_dead(WhileLoop(loop).body)
-            for inner in _loops(WhileLoop(loop).body):
-                _inline_nested(inner)
-            parts = partition(WhileLoop(loop))
-        except PassRefusal as refusal:
-            refusals.append(refusal)
-            parts = None
-        if parts is None:
-            inside = list(_outermost_loops(loop.called[0]))
-            return sum(self._transform_first(body, inner, refusals, context) for body, inner in inside)
-        self._apply(computation, parts, context)
-        return 1
 
     def _apply(self, computation: Computation, parts: Partition, context: PassContext) -> None:
         loop = parts.loop
@@ -128,6 +109,35 @@ class StrandDuplication:
             crossing_values=len(parts.crossing),
             crossing_bytes=sum(shapes.byte_size(v.shape) for v in parts.crossing),
         )
+
+
+def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
+    """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
+    that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
+    for computation, loop in list(_outermost_loops(module.entry)):
+        yield from _partitions(computation, loop, refusals)
+
+
+def _partitions(
+    computation: Computation, loop: Instruction, refusals: list[PassRefusal]
+) -> Iterator[tuple[Computation, Partition]]:
+    """Of `loop`, or else of what it holds: a loop over steps may hold one over micro-batches."""
+    if loop not in computation.instructions:
+        return  # in a function that is called twice, and done already
+    parts = None
+    try:
+        inline_calls(WhileLoop(loop).body, keep=_must_stay_a_call)
+        drop_dead(WhileLoop(loop).body)
+        for inner in _loops(WhileLoop(loop).body):
+            _inline_nested(inner)
+        parts = partition(WhileLoop(loop))
+    except PassRefusal as refusal:
+        refusals.append(refusal)
+    if parts is not None:
+        yield computation, parts
+        return
+    for body, inner in list(_outermost_loops(loop.called[0])):
+        yield from _partitions(body, inner, refusals)
 
 
 def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
@@ -183,7 +193,7 @@ def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
     builder = Builder(loop.body.module.new_computation("strands"))
     old = loop.instruction.shape.tuple_shapes
     state = builder.parameter(0, shapes.tuple_of([*old, *(v.shape for v in parts.crossing)]))
-    common = _emit_shared(builder, parts, state)
+    common = emit_shared(builder, parts, state)
     backward = _emit_backward(builder, parts, common, state)
     forward = _emit_forward(builder, parts, common, BETA)
     builder.finish(builder.tuple(_results(parts, forward, backward)))
@@ -196,7 +206,7 @@ def _results(parts: Partition, forward: Copies, backward: Copies) -> list[Instru
     return state + [forward[value] for value in parts.crossing]
 
 
-def _emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copies:
+def emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copies:
     """Reads of the old state from the tuple `state`, and what depends on invariants alone."""
     copies = {read: builder.element(state, k) for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
@@ -206,7 +216,7 @@ def _emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copi
 def _emit_forward(builder: Builder, parts: Partition, common: Copies, strand: str) -> Copies:
     copies = dict(common)
     copy_instructions(builder, parts.forward, copies)
-    _name(strand, (copies[i] for i in parts.forward))
+    name_strand(strand, (copies[i] for i in parts.forward))
     return copies
 
 
@@ -219,7 +229,7 @@ def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: In
     again = [i for i in parts.recomputed if i not in copies]
     copy_instructions(builder, again, copies)
     copy_instructions(builder, parts.backward, copies)
-    _name(ALPHA, (copies[i] for i in (*again, *parts.backward)))
+    name_strand(ALPHA, (copies[i] for i in (*again, *parts.backward)))
     return copies
 
 
@@ -229,21 +239,21 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
     old = loop.instruction
     builder = Builder(computation)
     initial = old.operands[0]
-    common = _emit_shared(builder, parts, initial)
+    common = emit_shared(builder, parts, initial)
     forward = _emit_forward(builder, parts, common, ALPHA)
     elements = []
     for k, value in enumerate(loop.body.root.operands):
         elements.append(builder.element(initial, k) if k in parts.written_by_backward else forward[value])
     start = builder.tuple(elements + [forward[v] for v in parts.crossing])
     condition = _widen_condition(loop, start)
-    strands = builder.while_loop(start, body.computation, condition, old, "strands")
-    common = _emit_shared(builder, parts, strands)
+    strands = builder.while_loop(start, body.computation, condition, old, STRANDS)
+    common = emit_shared(builder, parts, strands)
     backward = _emit_backward(builder, parts, common, strands)
     result = [
         backward[value] if k in parts.written_by_backward else builder.element(strands, k)
         for k, value in enumerate(loop.body.root.operands)
     ]
-    _hand_over(computation, old, builder.tuple(result))
+    hand_over(computation, old, builder.tuple(result))
 
 
 def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
@@ -253,7 +263,7 @@ def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
     return builder.finish(copies[loop.condition.root])
 
 
-def _hand_over(computation: Computation, old: Instruction, result: Instruction) -> None:
+def hand_over(computation: Computation, old: Instruction, result: Instruction) -> None:
     """Readers of the old loop read the elements of `result`; the old loop goes."""
     reads = [user for user in computation.users()[old] if user.opcode == "get-tuple-element"]
     replace_all_uses(computation, {old: result} | {read: result.operands[read.tuple_index] for read in reads})
@@ -283,7 +293,7 @@ def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], s
     copy_instructions(builder, parts.shared, copies)
     own = (*parts.forward, *parts.backward)
     copy_instructions(builder, own, copies)
-    _name(strand, (copies[i] for i in own))
+    name_strand(strand, (copies[i] for i in own))
     return copies
 
 
@@ -295,8 +305,8 @@ def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Bui
     if parts.trip_count % 2:
         first = _micro_batch(builder, parts, [builder.element(start, k) for k in range(loop.size)], ALPHA)
         start = builder.tuple([first[value] for value in loop.body.root.operands])
-    strands = builder.while_loop(start, body.computation, loop.condition, old, "strands")
-    _hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
+    strands = builder.while_loop(start, body.computation, loop.condition, old, STRANDS)
+    hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
 
 
 def _loops_of(copies: Copies) -> list[Instruction]:
@@ -337,11 +347,11 @@ def _independent(computation: Computation, a: Instruction, b: Instruction) -> bo
     return b not in graph.descendants(computation, [a]) and a not in graph.descendants(computation, [b])
 
 
-def _name(strand: str, instructions: Iterable[Instruction]) -> None:
+def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
     """Puts the strand before the name stack of instructions and of the loops and branches that they run."""
     for instruction in instructions:
         if instruction.op_name:
             instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"
         if instruction.opcode in ("while", "conditional", "call"):
             for called in instruction.called:
-                _name(strand, called.instructions)
+                name_strand(strand, called.instructions)

@@ -187,7 +187,12 @@ def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset
     needed = graph.ancestors(loop.body, [seed])
     for source, k in loop.reads.items():
         if k in written and source in needed:
-            readers = graph.descendants(loop.body, [source]) & needed
+            readers = {i for i in graph.descendants(loop.body, [source]) & needed if i.opcode != "tuple"} - {
+                source,
+                seed,
+            }
+            if not readers:
+                continue  # the first backward loop adds to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
             raise PassRefusal(
                 f"the forward pass reads {shapes.text(source.shape)}, which the backward pass of the micro-batch "

@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dhelix.passes.buffers import is_update
 from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import Computation, Instruction
@@ -208,7 +209,7 @@ def _independent_parts(sequence: Sequence[Instruction], costs: Mapping[Instructi
     for instruction in sequence:
         if instruction.opcode in FREE_OPCODES:
             continue
-        sources = dict.fromkeys(s for operand in instruction.operands for s in _sources(operand))
+        sources = dict.fromkeys(s for operand in instruction.operands for s in _sources(operand) if not is_update(s))
         joined = {id(part[s]): part[s] for s in sources if s in part}
         if not joined and not _is_work(instruction, costs):
             continue

@@ -43,9 +43,11 @@ from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecompositio
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
 from dhelix.passes.slice_separation import SliceSeparation
 from dhelix.passes.strand_duplication import StrandDuplication
+from dhelix.passes.strand_ends import StrandEnds
 from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing, pairing_order
 from dhelix.passes.strand_separation import StrandSeparation
+from dhelix.passes.strand_skew import StrandSkew
 from dhelix.profiles import storage
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
@@ -58,6 +60,8 @@ SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_ba
 DEFAULT = "dp"
 LIMITED = ("dp", "list")
 """Schedules that take no more memory than the plain step and 3 %; the others are to be compared with, as they are."""
+SKEWED = ("dp", "list", "xla", "round_robin")
+"""Schedules that pair forward with backward, whose strands can be kept some layers apart."""
 AUTO = "auto"
 
 
@@ -67,6 +71,7 @@ def default_passes(
     memory_limit: int | None = None,
     hardware: Hardware = H200,
     max_in_flight: int | None = None,
+    skew: int = 0,
 ) -> tuple[Pass, ...]:
     """The passes that `strand_interleave` runs.
 
@@ -76,16 +81,18 @@ def default_passes(
       memory_limit: bytes that the step may need beside its arguments; None: what XLA's order needs, and 3 %.
       hardware: whose roofline counts without a model.
       max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
+      skew: layers that strands are apart, where one goes forward beside the other's backward.
     """
     check_schedule(schedule)
     limits: dict[str, Any] = {"memory_limit": memory_limit, "model": model, "max_in_flight": max_in_flight}
     pairing = StrandPairing(hardware, **limits)
-    strands = (*_strands(), *decompositions(exchange.KINDS, model, overlapped=True))
+    apart = _strands(skew=skew)
+    strands = (*apart, *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(hardware, **limits)),
-        "xla": _strands(),
-        "round_robin": (*_strands(), RoundRobin(hardware, **limits)),
+        "xla": apart,
+        "round_robin": (*apart, RoundRobin(hardware, **limits)),
         "forward_forward": (*_strands("forward-forward"), pairing),
         "backward_backward": (*_strands("backward-backward"), pairing),
         "intra_batch": (IntraBatch(hardware, **limits),),
@@ -93,15 +100,17 @@ def default_passes(
     return passes[schedule]
 
 
-def _strands(pairing: str = "forward-backward") -> tuple[Pass, ...]:
-    """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`)."""
+def _strands(pairing: str = "forward-backward", skew: int = 0) -> tuple[Pass, ...]:
+    """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`), `skew` layers apart."""
+    before, behind = ((StrandSkew(skew),), (StrandEnds(),)) if skew else ((), ())
     structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
-    return *structure, SliceSeparation(), StrandSeparation()
+    return *before, *structure, *behind, SliceSeparation(), StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
     """The passes that carry out a plan."""
-    return (*_strands(), *decompositions(plan.target.decomposed), PlannedOrder(plan, memory_limit))
+    strands = _strands(skew=plan.target.skew)
+    return (*strands, *decompositions(plan.target.decomposed), PlannedOrder(plan, memory_limit))
 
 
 def decompositions(
@@ -149,6 +158,7 @@ class Choice:
     pipelined: bool = False
     collective_matmul: str | Form = OFF
     paired: tuple[Placed, ...] = ()
+    skew: int = 0
 
     @classmethod
     def of(
@@ -178,6 +188,7 @@ class Choice:
         if memory_limit is not None and plan is None and schedule == "xla":
             raise DhelixError("schedule='xla' keeps to no memory_limit: leave it out, or take another schedule")
         _check_in_flight(max_in_flight, schedule, plan, passes)
+        _check_skew(others.get("skew", 0), schedule, plan, passes, others.get("pipelined", False))
         found = None if passes is None else tuple(passes)
         return cls(schedule, profile, plan, memory_limit, max_in_flight, found, **others)
 
@@ -241,11 +252,12 @@ class Choice:
             if kind is not None:
                 self._compare_with_plan(self.plan, kind)
         else:
-            passes = default_passes(self.schedule, None, self.memory_limit, max_in_flight=self.max_in_flight)
+            limits = {"max_in_flight": self.max_in_flight, "skew": self.skew}
+            passes = default_passes(self.schedule, None, self.memory_limit, **limits)
             if kind is not None and self.schedule != "xla":
                 hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ))
                 model = self.model(kind)
-                passes = default_passes(self.schedule, model, self.memory_limit, hardware, self.max_in_flight)
+                passes = default_passes(self.schedule, model, self.memory_limit, hardware, **limits)
         if self.pipelined and self.passes is None:  # the executor has made the strands
             passes = [one for one in passes if one.stage is not Stage.LOWERED]
         if self.passes is None:
@@ -307,6 +319,21 @@ def _check_in_flight(most: int | None, schedule: str, plan: object, passes: obje
         raise DhelixError("a plan says what is in flight: leave out max_in_flight=, or plan with --max_in_flight")
     if schedule == "xla":
         raise DhelixError("schedule='xla' keeps to no max_in_flight: leave it out, or take another schedule")
+
+
+def _check_skew(skew: int, schedule: str, plan: object, passes: object, pipelined: bool) -> None:
+    if not isinstance(skew, int) or skew < 0:
+        raise DhelixError(f"skew={skew!r}: give how many layers the strands are apart, 0 or more")
+    if not skew:
+        return
+    if passes is not None:
+        raise DhelixError("passes= is all that runs, so skew= has no effect: add StrandSkew and StrandEnds to them")
+    if plan is not None:
+        raise DhelixError("a plan says how far strands are apart: leave out skew=, or plan with --skew")
+    if pipelined:
+        raise DhelixError("a pipeline pairs micro-batches by its own schedule: leave out skew=")
+    if schedule not in SKEWED:
+        raise DhelixError(f"schedule={schedule!r} keeps no strands apart: leave out skew=, or take {', '.join(SKEWED)}")
 
 
 def _unlike(hardware: str, link: str, kind: str) -> str:

@@ -60,6 +60,7 @@ def strand_interleave(
     plan: str | Path | PairingPlan | None = None,
     memory_limit: int | None = None,
     max_in_flight: int | None = None,
+    skew: int = 0,
     pipeline: Fold | None = None,
     collective_matmul: str | Form | None = None,
     strict: bool = False,
@@ -86,6 +87,9 @@ def strand_interleave(
         Where no order keeps to it the plain step runs, and a line says which limit would do.
       max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
         fastest.
+      skew: how many layers the strands are apart. First and last layers of the step then run beside another micro-batch
+        too, which pays where communication is slow and micro-batches are few, and so many more layers' residuals are
+        alive; takes at least 3 micro-batches (`passes/strand_skew.py`).
       pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model that
         is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
       collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",
@@ -108,7 +112,7 @@ def strand_interleave(
     if function is None:
         return functools.partial(
             strand_interleave, microbatches=microbatches, reduce=reduce, schedule=schedule, profile=profile,
-            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, pipeline=pipeline,
+            plan=plan, memory_limit=memory_limit, max_in_flight=max_in_flight, skew=skew, pipeline=pipeline,
             collective_matmul=collective_matmul, strict=strict, verify=verify, passes=passes, disable=disable,
             dump_to=dump_to, **jit_options,
         )  # fmt: skip
@@ -121,7 +125,7 @@ def strand_interleave(
     choice = Choice.of(
         schedule, profile, plan, memory_limit, max_in_flight, passes, disable=disable, strict=strict, dump_to=dump_to,
         compiler_options=jit_options.get("compiler_options"), pipelined=pipeline is not None,
-        collective_matmul=collective_matmul,
+        collective_matmul=collective_matmul, skew=skew,
     )  # fmt: skip
     even_on_one_device = strict or passes is not None
     return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device, pipeline)

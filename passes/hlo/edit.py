@@ -80,6 +80,26 @@ def replace_all_uses(computation: Computation, stands_for: Mapping[Instruction, 
     computation.root = stands_for.get(computation.root, computation.root)
 
 
+def share_equal(computation: Computation) -> None:
+    """Of instructions that compute the same from the same operands, one is left; calls and effects stay."""
+    computation.sort()
+    first: dict[tuple[bytes, tuple[Instruction, ...]], Instruction] = {}
+    stands_for: dict[Instruction, Instruction] = {}
+    for i in computation.instructions:
+        i.operands = [stands_for.get(o, o) for o in i.operands]
+        if i.called or i.control_predecessors or i.opcode == "parameter" or has_side_effect(i):
+            continue
+        what = type(i.proto)()
+        what.CopyFrom(i.proto)
+        for field in ("name", "id", "metadata", "operand_ids"):
+            what.ClearField(field)
+        kept = first.setdefault((what.SerializeToString(deterministic=True), tuple(i.operands)), i)
+        if kept is not i:
+            stands_for[i] = kept
+    computation.root = stands_for.get(computation.root, computation.root)
+    drop_dead(computation)
+
+
 def inline_calls(computation: Computation, keep: Callable[[Instruction], bool] = lambda call: False) -> int:
     """Replaces each `call` in `computation` by the body that it calls, recursively, unless `keep(call)`.
 

@@ -1,14 +1,17 @@
-"""Edits of a loop's state in place: elements added or dropped, and two loops made one.
+"""Edits of a loop in place: state elements added or dropped, two loops made one, and one made two.
 
 Each edit keeps the loop's other elements, their values and their readers; it renumbers what must
 be renumbered in the body, the condition, the initial tuple and the readers of the result.
 """
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder
-from dhelix.passes.hlo.edit import copy_instructions
+from dhelix.passes.hlo.edit import copy_computation, copy_instructions
 from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Computation, Instruction
 
@@ -72,15 +75,21 @@ def _elements(start: Instruction) -> list[Instruction]:
     return [builder.element(start, k) for k in range(len(start.shape.tuple_shapes))]
 
 
-def merge(first: Instruction, second: Instruction, name: str) -> tuple[Instruction, Copies, Copies]:
+def merge(
+    first: Instruction, second: Instruction, name: str, threaded: Mapping[int, int] | None = None
+) -> tuple[Instruction, Copies, Copies]:
     """One loop whose body does an iteration of both. The caller proved equal trip counts and independence.
+
+    `threaded` names elements of `second` that start as results of `first`, and the elements of these: both change one
+    buffer then, in each iteration `first` before `second`. The caller proved that they touch different slots of it.
 
     Elements of `second` that are the same as elements of `first` are carried once: invariants with the same
     initial value, and counters that go through the same values (the conditions then agree).
     Readers of both loops read the merged one. Returns it, and where each body's instructions went.
     """
     a, b = WhileLoop(first), WhileLoop(second)
-    place = _places(a, b)
+    threaded = threaded or {}
+    place = _places(a, b, threaded)
     size = 1 + max((*range(a.size), *place.values()))
     own = {n: k for k, n in place.items() if n >= a.size}
     computation = first.computation
@@ -91,9 +100,12 @@ def merge(first: Instruction, second: Instruction, name: str) -> tuple[Instructi
 
     body = Builder(first.computation.module.new_computation(name + "_body"))
     state = body.parameter(0, initial.shape)
-    copies_a = _copy_body(body, a, state, lambda k: k)
-    copies_b = _copy_body(body, b, state, lambda k: place[k])
+    copies_a = _copy_body(body, a, [body.element(state, k) for k in range(a.size)])
     roots = [copies_a[r] for r in a.body.root.operands]
+    elements = [roots[n] if k in threaded else body.element(state, n) for k, n in sorted(place.items())]
+    copies_b = _copy_body(body, b, elements)
+    for k, n in threaded.items():
+        roots[n] = copies_b[b.body.root.operands[k]]
     roots += [copies_b[b.body.root.operands[own[n]]] for n in range(a.size, size)]
     condition = _copy_condition(a, initial, name)
     merged = builder.while_loop(initial, body.finish(body.tuple(roots)), condition, first, name)
@@ -107,12 +119,15 @@ def merge(first: Instruction, second: Instruction, name: str) -> tuple[Instructi
     return merged, copies_a, copies_b
 
 
-def _places(a: WhileLoop, b: WhileLoop) -> dict[int, int]:
+def _places(a: WhileLoop, b: WhileLoop, threaded: Mapping[int, int]) -> dict[int, int]:
     """Element of `b` -> element of the merged state; those below `a.size` are `a`'s own."""
     known = {a.initial(k): k for k in sorted(a.invariants, reverse=True)}
     place: dict[int, int] = {}
     free = a.size
     for k in range(b.size):
+        if k in threaded:
+            place[k] = threaded[k]
+            continue
         same = known.get(b.initial(k)) if k in b.invariants and b.initial(k) is not None else None
         if same is None and k in b.condition_indices:
             same = next((j for j in sorted(a.condition_indices) if _same_course(a, j, b, k)), None)
@@ -130,11 +145,11 @@ def _same_course(a: WhileLoop, j: int, b: WhileLoop, k: int) -> bool:
     return following is not None and following == b.index_table(b.body.root.operands[k])
 
 
-def _copy_body(builder: Builder, loop: WhileLoop, state: Instruction, place: Callable[[int], int]) -> Copies:
-    copies: Copies = {loop.body.parameters[0]: state}
-    for read, k in loop.reads.items():
-        copies[read] = builder.element(state, place(k))
-    rest = [i for i in loop.body.instructions if i not in copies and i is not loop.body.root]
+def _copy_body(builder: Builder, loop: WhileLoop, state: Sequence[Instruction]) -> Copies:
+    """Copies all but the root and the parameter, whose elements are those of `state`."""
+    copies = {read: state[k] for read, k in loop.reads.items()}
+    left_out = (*loop.body.parameters, loop.body.root)
+    rest = [i for i in loop.body.instructions if i not in copies and i not in left_out]
     copy_instructions(builder, rest, copies)
     return copies
 
@@ -158,3 +173,48 @@ def _redirect(computation: Computation, old: Instruction, new: Instruction, plac
             builder = Builder(computation)
             whole = builder.tuple([builder.element(new, place(k)) for k in range(len(old.shape.tuple_shapes))])
         user.operands = [whole if o is old else o for o in user.operands]
+
+
+def split(loop: Instruction, at: int, names: tuple[str, str]) -> tuple[Instruction, Instruction]:
+    """Two loops in the place of `loop`, named so: its first `at` iterations, and the others under its own condition.
+
+    Invariants enter both as they entered it. Raises PassRefusal where it has no so many iterations that are proved.
+    """
+    whole = WhileLoop(loop)
+    builder = Builder(loop.computation)
+    start = _elements(loop.operands[0])
+    condition = bounded_condition(whole, at, loop.shape)
+    first = builder.while_loop(builder.tuple(start), copy_computation(whole.body), condition, loop, names[0])
+    between = [builder.element(first, k) for k in range(whole.size)]
+    for k in whole.invariants:
+        between[k] = start[k]
+    for k in whole.deciding_indices - whole.invariants:
+        value = (whole.counters or [])[at][k]
+        between[k] = builder.scalar(value, loop.shape.tuple_shapes[k].element_type)
+    second = builder.while_loop(builder.tuple(between), whole.body, whole.condition, loop, names[1])
+    _redirect(loop.computation, loop, second, lambda k: k)
+    loop.computation.instructions = [i for i in loop.computation.instructions if i is not loop]
+    loop.computation.sort()
+    return first, second
+
+
+def bounded_condition(loop: WhileLoop, trips: int, state: Any) -> Computation:
+    """A condition over a state of shape `state`, which begins with the elements of `loop`: true for its first `trips`
+    iterations.
+
+    Raises PassRefusal where the loop is not proved to run longer, or more than one counter decides.
+    """
+    counters, index = loop.counters, loop.induction_index
+    if counters is None or index is None or not 0 < trips < len(counters):
+        raise PassRefusal(f"it is not proved to run {trips} times and more, by one counter", loop.instruction)
+    values = [state_of[index] for state_of in counters]
+    rising = values[1] > values[0]
+    if any((b > a) != rising for a, b in itertools.pairwise(values)):
+        raise PassRefusal("its counter goes up and down", loop.instruction)
+    builder = Builder(loop.body.module.new_computation("bounded_condition"))
+    counter = builder.element(builder.parameter(0, state), index)
+    bound = builder.scalar(values[trips], counter.shape.element_type)
+    goes_on = builder.make(
+        "compare", shapes.scalar(shapes.PRED), [counter, bound], comparison_direction="LT" if rising else "GT"
+    )
+    return builder.finish(goes_on)

@@ -99,12 +99,7 @@ class WhileLoop:
     @cached_property
     def deciding_indices(self) -> frozenset[int]:
         """State elements that the trip count follows from: what the condition reads and their sources."""
-        found: set[int] = set()
-        reached = set(self.condition_indices)
-        while reached != found:
-            found = reached
-            reached = found | _indices_read(self.body.root.operands[k] for k in found)
-        return frozenset(found)
+        return self._sources([self.condition.root])
 
     @cached_property
     def induction_index(self) -> int | None:
@@ -140,13 +135,29 @@ class WhileLoop:
         return evaluate(value, {})
 
     def index_table(self, value: Instruction) -> list[int] | None:
-        """`value`, a scalar of the body, in each iteration, where the loop counter decides it; else None."""
+        """`value`, a scalar of the body, in each iteration, where counters that start at constants decide it."""
         if self.counters is None:
             return None
+        needed = self._sources([value])
         try:
-            return [evaluate(value, state) for state in self.counters]
+            state = {k: self._initial_value(k) for k in sorted(needed - self.deciding_indices)}
+            table = []
+            for deciding in self.counters:
+                known = state | deciding
+                table.append(evaluate(value, known))
+                state = {k: evaluate(self.body.root.operands[k], known) for k in state}
         except Unknown:
             return None
+        return table
+
+    def _sources(self, values: Iterable[Instruction]) -> frozenset[int]:
+        """State elements that `values` follow from, in whatever iteration."""
+        found: set[int] = set()
+        reached = _indices_read(values)
+        while reached != found:
+            found = reached
+            reached = found | _indices_read(self.body.root.operands[k] for k in found)
+        return frozenset(found)
 
 
 def proved_trip_count(loop: Instruction) -> int | None:

@@ -6,7 +6,8 @@ What is asserted, for every generated program that the passes transform:
   to StableHLO drops additions of zero. Both programs are run by StableHLO's reference interpreter, which rounds after
   each operation: what remains is what the passes did. It takes milliseconds, no compiler.
 - No pass fails. One may refuse; the program is then the plain one. How many are transformed is asserted too.
-The same holds of every pairing of strands that a schedule asks for, on fewer programs (`intra_batch` makes no strands).
+The same holds of every pairing of strands that a schedule asks for, and of strands that are some layers apart, on fewer
+programs (`intra_batch` makes no strands).
 
 XLA's CPU compiler cannot be the judge of bits. One loop body gives other last bits in another program where
 - LLVM contracts a multiplication and an addition (it always may; `--xla_cpu_max_isa=AVX` takes FMA away),
@@ -44,6 +45,7 @@ from dhelix.tests.passes.programs import Program
 
 EXAMPLES = 76  # per family, at least, all different: more than 300 in all
 EXAMPLES_OTHER = 28  # of all families, each with every pairing other than backward beside forward
+EXAMPLES_SKEWED = 60  # of strands that are a layer apart, or two
 
 # Of what hypothesis draws: how the loop over micro-batches is written, and how the layers are.
 FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -56,6 +58,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "nested": (programs.LOOPS, ("groups", "frozen", "encoder_decoder", "skipping")),
 }
 
+SKEWED = ("1 apart", "2 apart")
 OTHER_PAIRINGS = tuple(pairing for pairing in PAIRINGS if pairing != "forward-backward")
 
 
@@ -119,6 +122,8 @@ class Transformation:
 
 @functools.cache
 def manager(pairing: str) -> PassManager:
+    if pairing in SKEWED:
+        return PassManager(default_passes("xla", skew=int(pairing[0])))
     return PassManager((StrandDuplication(pairing=pairing), *default_passes("xla")[1:]))
 
 
@@ -152,8 +157,14 @@ def check(plain: Plain, pairing: str = "forward-backward") -> Transformation:
     return result
 
 
-def check_many(some: st.SearchStrategy[Program], pairings: Sequence[str], count: int) -> None:
-    """Checks `count` different programs, most of which have to be transformed, under each of `pairings`."""
+def check_many(
+    some: st.SearchStrategy[Program],
+    pairings: Sequence[str],
+    count: int,
+    name: str = "strand-duplication",
+    share: float = 0.7,
+) -> None:
+    """Checks `count` different programs under each of `pairings`; pass `name` has to transform `share` of them."""
     changed: dict[Program, list[set[str]]] = {}
     failed: list[Program] = []  # from the first one on hypothesis shrinks, and all that it tries is checked
 
@@ -169,7 +180,7 @@ def check_many(some: st.SearchStrategy[Program], pairings: Sequence[str], count:
     run()
     assert len(changed) == count
     for each in zip(*changed.values(), strict=True):
-        assert sum("strand-duplication" in names for names in each) >= 0.7 * count
+        assert sum(name in names for names in each) >= share * count
 
 
 @pytest.mark.slow
@@ -181,6 +192,18 @@ def test_same_bits(family: str) -> None:
 @pytest.mark.slow
 def test_same_bits_of_other_pairings() -> None:
     check_many(st.one_of([drawn(*family) for family in FAMILIES.values()]), OTHER_PAIRINGS, EXAMPLES_OTHER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skew", [1, 2])
+def test_same_bits_of_skewed_strands(skew: int) -> None:
+    loops, stacks = FAMILIES["scan"]
+    some = drawn(("fori", *loops[:3]), ("groups", *stacks)).map(
+        lambda p: dataclasses.replace(
+            p, depth=p.depth + 2 * skew - 1, microbatches=max(p.microbatches, 3), steps="once"
+        )
+    )
+    check_many(some.map(programs.legal), [SKEWED[skew - 1]], EXAMPLES_SKEWED // 2, "strand-skew", 0.5)
 
 
 # Each was a mismatch or a failed pass once, shrunk; or takes the care of one line of a pass that others do not need.

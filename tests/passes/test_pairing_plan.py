@@ -34,7 +34,9 @@ BODY = PlanBody(
     ),
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
-TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", ("reduce-scatter",), memory_limit=1 << 33, max_in_flight=2)
+TARGET = PlanTarget.of(
+    "H200", "nvlink", "copy-engine1", ("reduce-scatter",), memory_limit=1 << 33, max_in_flight=2, skew=1
+)
 PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
 TEXT = pairing_plan_json.dumps(PLAN)
 

@@ -37,3 +37,26 @@ def test_weights_that_are_constants() -> None:
     before, after, report = golden.run(golden.read(BOTH, edits), SliceSeparation())
     assert report.outcome == CHANGED
     golden.assert_same_results(before, after)
+
+
+def test_an_array_that_the_loop_carries_twice_is_one_array() -> None:
+    """XLA carries it once, and fuses what both strands make of it."""
+    edits = {"tuple(zero, x, r, w, v)": "tuple(zero, x, r, w, w)",
+             "dynamic-slice(again, back, zero)": "dynamic-slice(v, back, zero)",
+             'metadata={op_name="strand_alpha/v"}': 'metadata={op_name="strand_alpha/w"}',
+             "w_l = f32[1,4] dynamic-slice(w, l, zero)": "w_l = f32[1,4] dynamic-slice(again, l, zero)"}  # fmt: skip
+    before, after, report = golden.run(golden.read(BOTH, edits), SliceSeparation())
+    assert [note.facts["arrays"] for note in report.notes] == [1]
+    golden.assert_same_results(before, after)
+
+
+def test_tables_that_both_read_whole_are_read_by_each_by_itself() -> None:
+    """Such as angles of rotary embeddings, or XLA makes one kernel of both strands' layers."""
+    edits = {"v_b = f32[1,4] dynamic-slice(v, back, zero), dynamic_slice_sizes={1,4}": "v_b = f32[2,4] negate(v)",
+             "other_slot = f32[1,4] multiply(w_b, v_b)": "v_s = f32[1,4] slice(v_b), slice={[0:1], [0:4]}\n"
+             '  v_f = f32[2,4] exponential(v), metadata={op_name="strand_beta/v"}\n'
+             "  v_t = f32[1,4] slice(v_f), slice={[1:2], [0:4]}\n  v_u = f32[1,4] add(v_s, v_t)\n"
+             "  other_slot = f32[1,4] multiply(w_b, v_u)"}  # fmt: skip
+    before, after, report = golden.run(golden.read(BOTH, edits), SliceSeparation())
+    assert [note.facts["arrays"] for note in report.notes] == [2]
+    golden.assert_same_results(before, after)

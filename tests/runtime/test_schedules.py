@@ -13,11 +13,12 @@ from dhelix.errors import DhelixError
 from dhelix.passes import manager, pairing_plan_json
 from dhelix.passes.manager import Stage
 from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.strand_skew import StrandSkew
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
 from dhelix.runtime.launch_settings import NO_GRAPHS
-from dhelix.runtime.schedules import SCHEDULES, Choice, collective_matmul_of, default_passes, planned_passes
+from dhelix.runtime.schedules import SCHEDULES, SKEWED, Choice, collective_matmul_of, default_passes, planned_passes
 
 PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=("reduce-scatter",)), ())
 
@@ -65,9 +66,21 @@ def test_how_many_collectives_are_in_flight_reaches_the_pass_that_orders(schedul
     assert post(choice(schedule=schedule, max_in_flight=2).manager().passes).max_in_flight == 2
 
 
+@pytest.mark.parametrize("schedule", SKEWED)
+def test_strands_are_kept_apart_where_that_is_asked_for(schedule: str) -> None:
+    def names(**options: int) -> list[str]:
+        return [p.name for p in choice(schedule=schedule, **options).manager().passes]
+
+    asked = names(skew=2)
+    assert asked.index("strand-skew") < asked.index("strand-duplication") < asked.index("strand-ends")
+    assert [n for n in asked if n not in ("strand-skew", "strand-ends")] == names()
+
+
 def test_a_plan_brings_what_it_was_made_with() -> None:
     names = [p.name for p in planned_passes(PLAN)]
     assert names[-2:] == ["reduce-scatter-decomposition", "planned-order"]
+    skewed = planned_passes(PairingPlan("a step", PlanTarget(skew=3), ()))
+    assert [p.layers for p in skewed if isinstance(p, StrandSkew)] == [3]
     whole = PairingPlan("a step", PlanTarget(), ())
     assert "reduce-scatter-decomposition" not in [p.name for p in planned_passes(whole)]
 
@@ -187,6 +200,11 @@ def test_a_plan_for_another_process_is_said_once(
         ({"schedule": "xla", "max_in_flight": 1}, "take another schedule"),
         ({"passes": [], "max_in_flight": 1}, "give it to a pass"),
         ({"plan": PLAN, "max_in_flight": 1}, "plan with --max_in_flight"),
+        ({"skew": -1}, "skew=-1: give how many layers"),
+        ({"schedule": "forward_forward", "skew": 1}, "keeps no strands apart"),
+        ({"passes": [], "skew": 1}, "add StrandSkew and StrandEnds"),
+        ({"plan": PLAN, "skew": 1}, "plan with --skew"),
+        ({"pipelined": True, "skew": 1}, "by its own schedule"),
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any], said: str) -> None:

@@ -55,14 +55,21 @@ def _apply(instruction: Instruction, operands: list[Value], trace: Trace) -> Val
     if opcode == "broadcast":
         return np.broadcast_to(operands[0], tuple(instruction.shape.dimensions))
     if opcode == "compare":
-        assert instruction.proto.comparison_direction == "LT"
-        return operands[0] < operands[1]
+        direction = instruction.proto.comparison_direction
+        assert direction in ("LT", "GT")
+        return operands[0] < operands[1] if direction == "LT" else operands[0] > operands[1]
     if opcode == "tuple":
         return tuple(operands)
     if opcode == "opt-barrier":
         return operands[0]
     if opcode == "get-tuple-element":
         return operands[0][instruction.tuple_index]
+    if opcode == "dynamic-slice":
+        return operands[0][_slot(operands[0], operands[1])]
+    if opcode == "dynamic-update-slice":
+        changed = operands[0].copy()
+        changed[_slot(changed, operands[2])] = operands[1]
+        return changed
     if opcode == "call":
         return _run(instruction.called[0], operands, trace)
     if opcode == "while":
@@ -71,6 +78,8 @@ def _apply(instruction: Instruction, operands: list[Value], trace: Trace) -> Val
         while _run(condition, [state], trace):
             state = _run(body, [state], trace)
         return state
+    if opcode == "reshape":
+        return operands[0].reshape(tuple(instruction.shape.dimensions))
     assert instruction.proto.custom_call_target == EFFECT, opcode
     trace.append(operands[0].tobytes())
     return operands[0]
@@ -80,3 +89,9 @@ def same(a: Value, b: Value) -> bool:
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return np.array_equal(a, b)
+
+
+def _slot(stack: Value, index: Value) -> slice:
+    """Slots are read and written one by one here; an index out of range is a mistake, which XLA would not see."""
+    assert 0 <= index < len(stack)
+    return slice(index, index + 1)

@@ -13,6 +13,7 @@ from dhelix.passes.hlo.edit import (
     has_side_effect,
     inline_calls,
     replace_uses,
+    share_equal,
 )
 from dhelix.tests.passes.hlo.modules import VECTOR, base, effect, loop, vector
 
@@ -336,3 +337,17 @@ def test_calls_that_share_functions_cost_no_more_than_there_are_functions(depth:
     assert not has_side_effect(call)
     drop_dead(module.entry)
     assert call not in module.entry.instructions
+
+
+def test_what_is_computed_twice_is_computed_once() -> None:
+    """But for effects and calls; and only from the same operands."""
+    builder = Builder(base().entry)
+    one, again, other = vector(builder, 1), vector(builder, 1), vector(builder, 2)
+    sums = [builder.binary("add", one, other), builder.binary("add", again, other), builder.binary("add", other, one)]
+    effects = [effect(builder, one), effect(builder, again)]
+    builder.finish(builder.tuple([*sums, *effects]))
+    share_equal(builder.computation)
+    verify(builder.module)
+    first, second, third, *both = builder.computation.root.operands
+    assert first is second and third is not first
+    assert len(set(both)) == 2 and both[0].operands == both[1].operands

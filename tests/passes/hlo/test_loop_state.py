@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes, verify
 from dhelix.passes.hlo.edit import drop_dead
-from dhelix.passes.hlo.loop_state import add_element, drop_elements, merge
+from dhelix.passes.hlo.loop_state import add_element, drop_elements, merge, split
 from dhelix.tests.passes.hlo.interpreter import Value, run, same
 from dhelix.tests.passes.hlo.modules import VECTOR, base, loop, vector
 
@@ -169,3 +170,54 @@ def test_what_two_loops_share_is_carried_once() -> None:
     # counter, total, y and x of the first; of the second only its total
     assert WhileLoop(loop).size == 5
     assert all(i.computation is loop.called[0] for i in copies.values())
+
+
+@given(
+    trips=st.integers(2, 6),
+    at=st.integers(1, 5),
+    first=st.integers(-2, 2),
+    step=st.sampled_from([1, 2, 3]),
+    whole=st.booleans(),
+)
+def test_a_loop_split_in_two_does_what_it_did(trips: int, at: int, first: int, step: int, whole: bool) -> None:
+    at = min(at, trips - 1)
+    builder = Builder(base().entry)
+    made = counted(builder, trips, [vector(builder, 1), vector(builder, 2)], first, step)
+    all_elements(builder, [made], whole)
+    module = builder.module
+    before = result(module)
+    one, other = split(made, at, ("one", "other"))
+    assert (one.name.startswith("one"), other.name.startswith("other")) == (True, True)
+    assert WhileLoop(one).trip_count == at and WhileLoop(other).trip_count == trips - at
+    assert WhileLoop(other).initial(2) is WhileLoop(one).initial(2)  # an invariant
+    assert same(result(module), before)
+
+
+@pytest.mark.parametrize("at", [0, 3, 4])
+def test_a_loop_is_not_split_where_it_does_not_run(at: int) -> None:
+    builder = Builder(base().entry)
+    made = counted(builder, 3, [vector(builder, 1)])
+    with pytest.raises(PassRefusal, match="not proved to run"):
+        split(made, at, ("one", "other"))
+
+
+def test_a_counter_that_turns_around_splits_no_loop() -> None:
+    """Six, five, seven, and out: fewer than six is not the same as later."""
+    builder = Builder(base().entry)
+    made = counted(builder, 3, [vector(builder, 1)], first=6)
+    body = Builder(made.called[0])
+    counter = next(read for read, k in WhileLoop(made).reads.items() if k == 0)
+    six = body.make(
+        "compare", shapes.scalar(shapes.PRED), [counter, body.scalar(6, shapes.S32)], comparison_direction="LT"
+    )
+    down = body.binary("subtract", counter, body.scalar(1, shapes.S32))
+    at_six = body.make(
+        "compare", shapes.scalar(shapes.PRED), [body.scalar(6, shapes.S32), counter], comparison_direction="LT"
+    )
+    up = body.binary("add", counter, body.scalar(2, shapes.S32))
+    turned = body.make("select", counter.shape, [six, up, down])
+    body.computation.root.operands[0] = body.make("select", counter.shape, [at_six, up, turned])
+    body.computation.sort()
+    assert WhileLoop(made).trip_count == 3
+    with pytest.raises(PassRefusal, match="up and down"):
+        split(made, 1, ("one", "other"))

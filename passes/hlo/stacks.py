@@ -1,0 +1,163 @@
+"""Stacks: arrays with one slot per iteration along dimension 0, such as residuals, read or written slot by slot.
+
+slot   = bf16[1, ...] dynamic-slice(stack, index, 0, ...)
+stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
+"""
+
+from typing import Any
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo.builder import Builder
+from dhelix.passes.hlo.loops import WhileLoop
+from dhelix.passes.hlo.module import Instruction
+
+_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # which operand says where, along dimension 0
+
+
+def is_one_slot(part: Any, stack: Any) -> bool:
+    """Whether an array of shape `part` is one slot of an array of shape `stack`."""
+    return list(part.dimensions) == [1, *stack.dimensions[1:]]
+
+
+def starts_at_zero(indices: list[Instruction]) -> bool:
+    for index in indices:
+        values = [*index.proto.literal.s32s, *index.proto.literal.s64s, *index.proto.literal.u32s]
+        if index.opcode != "constant" or values != [0]:
+            return False
+    return True
+
+
+def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
+    """The dynamic slices of one slot that read state element `element`.
+
+    Raises PassRefusal where anything else but the root reads it.
+    """
+    stack = loop.instruction.shape.tuple_shapes[element]
+    if sum(loop.reads.get(value) == element for value in loop.body.root.operands) > 1:
+        raise PassRefusal("the backward pass hands it on twice", loop.instruction)
+    users = loop.body.users()
+    found = []
+    for read, k in loop.reads.items():
+        for user in users[read] if k == element else ():
+            if user is loop.body.root:
+                continue
+            if user.opcode != "dynamic-slice" or not is_one_slot(user.shape, stack):
+                raise PassRefusal("the backward pass reads more or less than one slot at a time", user)
+            if not starts_at_zero(user.operands[2:]):
+                raise PassRefusal("the backward pass reads a part of a slot", user)
+            found.append(user)
+    return found
+
+
+def slot_write(loop: WhileLoop, element: int) -> Instruction:
+    """The dynamic update of one slot that makes state element `element`, which nothing else touches.
+
+    Raises PassRefusal where it is made or read in any other way.
+    """
+    users, root = loop.body.users(), loop.body.root
+    write = root.operands[element]
+    targets = [read for read, k in loop.reads.items() if k == element]
+    if write.opcode != "dynamic-update-slice" or write.operands[0] not in targets:
+        raise PassRefusal("the forward pass does not write it slot by slot", write)
+    if any(u is not write for t in targets for u in users[t]) or users[write] != [root]:
+        raise PassRefusal("the forward pass reads what it has written", write)
+    if root.operands.count(write) > 1:
+        raise PassRefusal("the forward pass hands it on twice", write)
+    stack = loop.instruction.shape.tuple_shapes[element]
+    if not is_one_slot(write.operands[1].shape, stack) or not starts_at_zero(write.operands[3:]):
+        raise PassRefusal("the forward pass writes more or less than one slot", write)
+    return write
+
+
+def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
+    """Slots of state element `element` that the loop reads or writes; None where it does not change them one by one."""
+    users, root = loop.body.users(), loop.body.root
+    write = root.operands[element]
+    if write.opcode != "dynamic-update-slice" or loop.reads.get(write.operands[0]) != element or users[write] != [root]:
+        return None
+    touched: set[int] = set()
+    for read, k in loop.reads.items():
+        for user in users[read] if k == element else ():
+            part = user.operands[1].shape if user is write else user.shape
+            if user.opcode not in _INDEX or user.operands[0] is not read or not is_one_slot(part, read.shape):
+                return None
+            table = loop.index_table(user.operands[_INDEX[user.opcode]])
+            if table is None:
+                return None
+            touched.update(table)
+    return touched
+
+
+def mirrored(builder: Builder, index: Instruction, slots: int) -> Instruction:
+    """The index of the same slot in a stack that is stored the other way round."""
+    last = builder.scalar(slots - 1, index.shape.element_type)
+    return builder.binary("subtract", last, index)
+
+
+def mirror_reads(loop: WhileLoop, element: int) -> None:
+    """The loop finds the stack stored the other way round."""
+    builder = Builder(loop.body)
+    slots = loop.instruction.shape.tuple_shapes[element].dimensions[0]
+    for read in slot_reads(loop, element):
+        read.operands[1] = mirrored(builder, read.operands[1], slots)
+    loop.body.sort()
+
+
+def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
+    """The loop that alone reads element `element` of `source`'s result, and as which element.
+
+    Raises PassRefusal where it is read in any other way.
+    """
+    users = source.computation.users()
+    reads = [r for r in users[source] if r.tuple_index == element and users[r]]
+    starts = [u for r in reads for u in users[r]]
+    loops = [w for s in starts for w in users[s] if s.opcode == "tuple" and w.opcode == "while"]
+    if len(starts) != 1 or len(loops) != 1 or users[starts[0]] != loops:
+        raise PassRefusal("the last backward pass reads it outside its layer loop", source)
+    if starts[0].operands.count(reads[0]) > 1:
+        raise PassRefusal("it enters the last layer loop twice", loops[0])
+    return WhileLoop(loops[0]), starts[0].operands.index(reads[0])
+
+
+def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:
+    """A stack of so many slots, filled as `filler`, a broadcast, is."""
+    made = builder.copy(filler, filler.operands)
+    made.shape.dimensions[0] = slots
+    return made
+
+
+def resize(loop: Instruction, element: int, start: Instruction, moved: int | Instruction = 0) -> None:
+    """State element `element` starts as `start`, a stack of more or fewer slots; what was slot s is slot s + `moved`.
+
+    `moved` may be a value of the body. The caller proved that the loop touches one slot at a time, if any, and only
+    such as there are in `start`. What is replaced is left to `drop_dead`.
+    """
+    slots = start.shape.dimensions[0]
+    body, condition = loop.called
+    outside = Builder(loop.computation)
+    initial = [outside.element(loop.operands[0], k) for k in range(len(loop.shape.tuple_shapes))]
+    initial[element] = start
+    loop.operands = [outside.tuple(initial)]
+    for owner in (loop, body.parameters[0], condition.parameters[0], body.root):
+        owner.shape.tuple_shapes[element].dimensions[0] = slots
+    for source in (loop, body.parameters[0], condition.parameters[0]):
+        for read in source.computation.users()[source]:
+            if read.opcode == "get-tuple-element" and read.tuple_index == element:
+                read.shape.dimensions[0] = slots
+    builder, users = Builder(body), body.users()
+    reads = [read for read, k in WhileLoop(loop).reads.items() if k == element]
+    for user in dict.fromkeys(u for read in reads for u in users[read] if u.opcode in _INDEX):
+        if user.opcode == "dynamic-update-slice":
+            user.shape.dimensions[0] = slots
+        if moved != 0:
+            user.operands[_INDEX[user.opcode]] = _moved(builder, user.operands[_INDEX[user.opcode]], moved)
+    body.sort()
+    loop.computation.sort()
+
+
+def _moved(builder: Builder, index: Instruction, by: int | Instruction) -> Instruction:
+    if isinstance(by, int):
+        return builder.binary("add", index, builder.scalar(by, index.shape.element_type))
+    if by.shape.element_type != index.shape.element_type:
+        by = builder.make("convert", index.shape, [by])
+    return builder.binary("add", index, by)
