@@ -103,6 +103,8 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
         raise DhelixError("a dump is a step as it was compiled; leave out --skew, or plan a --preset")
     if not all(number.isdecimal() for number in chosen["skew"]):
         raise DhelixError(f"--skew {','.join(chosen['skew'])}: give numbers of layers, such as 0,2")
+    if chosen["pp"] > 1 and any(map(int, chosen["skew"])):
+        raise DhelixError("a pipeline pairs micro-batches by its own schedule; leave out --pp or --skew")
     unknown = [name for name in chosen["setting"] if name not in SETTINGS]
     if unknown:
         raise DhelixError(f"--setting {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")

@@ -16,6 +16,8 @@ Contract
               slot.
     Makes     one stack instead of two; `flip` is new state of the strand loop, and turns with each
               micro-batch. B(M-1) after the loop reads its slots by the final flip, which is known: M is.
+              Of skewed strands (`strand_skew`) the first layers' stacks live one micro-batch longer: two that take
+              turns become the halves of one array, and `base`, new state too, says which half is in turn.
     Leaves    a stack that is used in any other way; says which and why.
 
 Why it is legal: the index tables of both accesses are computed from the proved loop counters. The read table

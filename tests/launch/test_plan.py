@@ -188,6 +188,9 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
         (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),
         (("DUMP", "--profile=missing.json"), "cannot be read"),
+        (("DUMP", "--skew=1"), "a dump is a step as it was compiled; leave out --skew"),
+        (("--preset=llama-8b", "--skew=one"), "--skew one: give numbers of layers"),
+        (("--preset=llama-8b", "--pp=2", "--skew=0,1"), "leave out --pp or --skew"),
         (("DUMP", "--link=no-p2p", "--setting=default", "--out=missing/plan.json"), "cannot be written"),
     ],
 )
@@ -198,21 +201,22 @@ def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...],
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("pp", "tp", "layers"), [(1, 4, 4), (2, 2, 8)])
+@pytest.mark.parametrize(("pp", "tp", "layers", "skew"), [(1, 4, 4, 1), (2, 2, 8, 0)])
 def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
-    pp: int, tp: int, layers: int, plan: Plan, tmp_path: Path
+    pp: int, tp: int, layers: int, skew: int, plan: Plan, tmp_path: Path
 ) -> None:
     """Without a GPU, from the shipped profile; what runs it has more layers and micro-batches."""
     out = tmp_path / "plan.json"
     status, text, _ = plan(
         "--preset=llama-8b", f"--layers={layers}", f"--pp={pp}", f"--mesh=tp={tp}", "--microbatches=3",
-        "--setting=connections1", "--json", f"--out={out}",
+        "--setting=connections1", f"--skew={skew}", "--json", f"--out={out}",
     )  # fmt: skip
     found = json.loads(text)
     assert status == 0 and found["guessed_fraction"] < 0.05
     assert found["makespan_us"] < min(found["xla_order_us"], found["plain_us"])
     assert found["memory"]["interleaved"] <= found["memory"]["limit"]
     made = pairing_plan_json.load(out)
+    assert made.target.skew == skew
     assert len([name for name in made.bodies[0].order if name.startswith("beta ")]) >= 11
     assert len({body.fingerprint for body in made.bodies}) == len(made.bodies)
     training, batch = profile_step.deviceless_training(
