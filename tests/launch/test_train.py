@@ -127,6 +127,7 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--plain", "--schedule=dp"], "leave out --plain or --schedule"),
         (["--schedule=dp", "--plan=p.json"], "leave out --schedule or --plan"),
         (["--plain", "--max_in_flight=1"], "leave out --plain or --max_in_flight"),
+        (["--pp=2", "--mesh=dp=1,tp=4", "--microbatches=4", "--skew=1"], "by its own schedule"),
         (["--plain", "--collective_matmul=ring"], "leave out --plain or --collective_matmul"),
         (["--collective_matmul=rings"], "rings"),
         (["--schedule=xla", "--max_in_flight=1"], "take another schedule"),
@@ -171,6 +172,14 @@ def test_two_processes_train_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert [start for _, start, _ in results] == ["{\n", ""]
     both = numbers(json.loads("{" + results[0][2]))
     assert both == [pytest.approx(step, rel=1e-5) for step in numbers(one)]
+
+
+@pytest.mark.slow
+def test_strands_that_are_apart_train_as_plain_does(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train(capsys, "--plain", "--layers=4", "--microbatches=4", "--batch=8")
+    apart, lines = train(capsys, "--skew=1", "--layers=4", "--microbatches=4", "--batch=8")
+    assert any(line.startswith("strand-ends: changed, ") for line in lines)
+    assert numbers(apart) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]
 
 
 @pytest.mark.slow
