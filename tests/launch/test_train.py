@@ -127,7 +127,7 @@ def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> No
         (["--plain", "--schedule=dp"], "leave out --plain or --schedule"),
         (["--schedule=dp", "--plan=p.json"], "leave out --schedule or --plan"),
         (["--plain", "--max_in_flight=1"], "leave out --plain or --max_in_flight"),
-        (["--pp=2", "--mesh=dp=1,tp=4", "--microbatches=4", "--skew=1"], "by its own schedule"),
+        (["--pp=2", "--mesh=dp=1,tp=4", "--layers=4", "--microbatches=4", "--skew=1"], "by its own schedule"),
         (["--plain", "--collective_matmul=ring"], "leave out --plain or --collective_matmul"),
         (["--collective_matmul=rings"], "rings"),
         (["--schedule=xla", "--max_in_flight=1"], "take another schedule"),
