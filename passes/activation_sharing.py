@@ -37,6 +37,7 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Whil
 from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.hlo.stacks import (
+    is_empty,
     last_reader,
     mirror_reads,
     mirrored,
@@ -150,7 +151,9 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
     for outer in sorted(entering):
         value = body.root.operands[outer]
         waiting = reads.get(value, outer)
-        if waiting != outer and all(users[r] == [body.root] for r, k in reads.items() if k == waiting):
+        handed_on = [v for v in body.root.operands if reads.get(v) == waiting]
+        read_here = any(u is not body.root for r, k in reads.items() if k == waiting for u in users[r])
+        if waiting != outer and handed_on == [value] and not read_here:
             value = body.root.operands[waiting]
         if value.opcode == "get-tuple-element" and value.operands[0] is layers:
             if value.tuple_index != entering[outer]:
@@ -167,6 +170,8 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
     if old not in layers.invariants:
         raise PassRefusal("the backward pass changes it", layers.body.root.operands[old])
     write = slot_write(layers, new)
+    if any(not shapes.same(r.operands[1].shape, write.operands[2].shape) for r in reads):
+        raise PassRefusal("both passes count layers in different types", write)
     tables = [layers.index_table(r.operands[1]) for r in reads]
     written = layers.index_table(write.operands[2])
     slots = shape.dimensions[0]
@@ -213,10 +218,6 @@ def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
     slices = slot_reads(loop, index)
     if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
         raise PassRefusal("the last backward pass reads other slots than the ones before", loop.instruction)
-    users = strands.computation.users()
-    for result in users[loop.instruction]:
-        if result.opcode != "get-tuple-element" or (result.tuple_index == index and users[result]):
-            raise PassRefusal("it is read after the last backward pass", result)
 
 
 def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waiting: int) -> None:
@@ -225,7 +226,9 @@ def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waitin
     _check_last_use(strands, waiting, table or [])
     for made in (strands.operands[0].operands[k] for k in (stack.outer, waiting)):
         source = made.operands[0] if made.opcode == "get-tuple-element" else made
-        if source.opcode != "while" or len(made.computation.users()[made]) != 1:
+        users = made.computation.users()
+        readers = [u for u in users[source] if u.tuple_index == made.tuple_index and users[u]]
+        if source.opcode != "while" or len(users[made]) != 1 or readers != [made]:
             raise PassRefusal("it is not made by a loop over the first layers alone", made)
         slot_write(WhileLoop(source), made.tuple_index)
         _refuse_filled(WhileLoop(source), made.tuple_index)
@@ -233,8 +236,7 @@ def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waitin
 
 
 def _refuse_filled(loop: WhileLoop, element: int) -> None:
-    start = loop.initial(element)
-    if start is None or start.opcode != "broadcast":
+    if not is_empty(loop.initial(element)):
         raise PassRefusal("the forward pass does not start with an empty one", loop.instruction)
 
 

@@ -99,6 +99,7 @@ def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) ->
         [write.operands[0]] == reads
         and users[reads[0]] == [write]
         and users[write] == [loop.body.root]
+        and loop.body.root.operands.count(write) == 1
         and list(part) == [1, *stack[1:]]
         and table is not None
         and sorted(table) == list(range(stack[0]))

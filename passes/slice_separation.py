@@ -12,8 +12,9 @@ array, such as angles of rotary embeddings, would make one strand of two.
 
 Contract
     Consumes  the loop that strand-duplication made of the layers of both strands.
-    Makes     a barrier before reads by strand alpha, for each array that the loop does not change and both read. What
-              enters the loop twice is one array, since XLA makes it one.
+    Makes     a barrier before slices by strand alpha, for each array that the loop does not change and both slice, or
+              before all of its reads where both go the same way. What enters the loop twice is one array, since XLA
+              makes it one.
     Leaves    everything else: residuals are sliced where a micro-batch says, which no host can tell in advance.
 
 Why it is legal: a barrier is its operand. It copies nothing, since the loop changes neither.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import ALPHA, BETA, merged_loops
+from dhelix.passes.strand_partition import BACKWARD_NAME
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,20 @@ def _separate(loop: WhileLoop) -> int:
         if k in loop.invariants and shapes.element_count(read.shape) > 1:
             arrays.setdefault(loop.initial(k) or k, []).append(read)
     for reads in arrays.values():
-        alpha, beta = (
-            [(u, r) for r in reads for u in users[r] if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA)
-        )
+        uses = [(u, r) for r in reads for u in users[r]]
+        alpha, beta = ([(u, r) for u, r in uses if f"{strand}/" in u.op_name] for strand in (ALPHA, BETA))
+        if not _same_way([u for u, _ in (*alpha, *beta)]):
+            alpha, beta = ([(u, r) for u, r in one if u.opcode == "dynamic-slice"] for one in (alpha, beta))
         if not alpha or not beta:
             continue
         count += 1
-        behind = Builder(loop.body).barrier([alpha[0][1]])[0]
+        (behind,) = Builder(loop.body).barrier([alpha[0][1]])
         for user, read in alpha:
             user.operands = [behind if o is read else o for o in user.operands]
     loop.body.sort()
     return count
+
+
+def _same_way(users: list[Instruction]) -> bool:
+    """Whether all go forward, or all backward."""
+    return len({BACKWARD_NAME in user.op_name for user in users}) < 2

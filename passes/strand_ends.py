@@ -89,20 +89,32 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
     computation = first.computation
     drop_dead(computation)
     computation.sort()
-    users = computation.users()
-    starts = second.operands[0].operands
-    threaded: dict[int, int] = {}
-    for k, value in enumerate(starts):
-        if value.opcode == "get-tuple-element" and value.operands[0] is first and users[value] == [second.operands[0]]:
-            one, other = slots_changed(WhileLoop(first), value.tuple_index), slots_changed(WhileLoop(second), k)
-            if one is not None and other is not None and one.isdisjoint(other):
-                threaded[k] = value.tuple_index
+    start = second.operands[0]
+    starts = start.operands
+    threaded = {k: element for k in range(len(starts)) if (element := _changed_on(first, second, k)) is not None}
     needed = graph.ancestors(computation, [value for k, value in enumerate(starts) if k not in threaded])
     if first in needed or first in graph.descendants(computation, [second]):
         context.note("layers at an end of the step stay apart: they depend on each other", second)
         return None
     loop, _, _ = merge(first, second, LAYERS, threaded)
     return loop
+
+
+def _changed_on(first: Instruction, second: Instruction, element: int) -> int | None:
+    """The element of `first` whose result `element` of `second` starts as, if nothing else reads it and they change
+    different slots of it."""
+    start, users = second.operands[0], first.computation.users()
+    value = start.operands[element]
+    if value.opcode != "get-tuple-element" or value.operands[0] is not first:
+        return None
+    if users[value] != [start] or start.operands.count(value) != 1 or users[start] != [second]:
+        return None
+    if any(u.opcode != "get-tuple-element" for u in users[first]):
+        return None
+    if any(u is not value and u.tuple_index == value.tuple_index for u in users[first]):
+        return None
+    one, other = slots_changed(WhileLoop(first), value.tuple_index), slots_changed(WhileLoop(second), element)
+    return value.tuple_index if one is not None and other is not None and one.isdisjoint(other) else None
 
 
 def _share(loop: Instruction, context: PassContext) -> None:
@@ -117,10 +129,14 @@ def _share(loop: Instruction, context: PassContext) -> None:
             slot_reads(later, element)
         except PassRefusal:
             continue
+        if element not in later.invariants:
+            continue
         shape, table = loop.shape.tuple_shapes[new], layers.index_table(write.operands[2])
         for place in free if table and sorted(table) == list(range(shape.dimensions[0])) else ():
             old, reads, read = place
-            if shapes.same(loop.shape.tuple_shapes[old], shape) and table in (read, read[::-1]):
+            mirror = [shape.dimensions[0] - 1 - slot for slot in read]
+            same_index = shapes.same(write.operands[2].shape, reads[0].operands[1].shape)
+            if same_index and shapes.same(loop.shape.tuple_shapes[old], shape) and table in (read, mirror):
                 stacks.append(Stack(old, new, reads, write, shape.dimensions[0]))
                 write.operands[2] = reads[0].operands[1]
                 if table != read:

@@ -33,7 +33,7 @@ from dhelix.passes.gradient_accumulation import accumulate
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead
 from dhelix.passes.hlo.loop_state import bounded_condition, split
-from dhelix.passes.hlo.stacks import last_reader, resize, resized, slot_reads, slot_write
+from dhelix.passes.hlo.stacks import is_empty, last_reader, resize, resized, slot_reads, slot_write
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import BETA, emit_shared, hand_over, name_strand, partitions
 from dhelix.passes.strand_partition import Partition, partition
@@ -118,7 +118,7 @@ def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int,
     loop = WhileLoop(forward)
     found = []
     for written, filler in enumerate(loop.initial(k) for k in range(loop.size)):
-        if filler is None or filler.opcode != "broadcast":
+        if filler is None or not is_empty(filler):
             continue
         try:
             write = slot_write(loop, written)

@@ -89,6 +89,8 @@ def merge(
     """
     a, b = WhileLoop(first), WhileLoop(second)
     threaded = threaded or {}
+    if len(set(threaded.values())) < len(threaded):
+        raise ValueError(f"{second.name} starts more than once as the same result of {first.name}")
     place = _places(a, b, threaded)
     size = 1 + max((*range(a.size), *place.values()))
     own = {n: k for k, n in place.items() if n >= a.size}

@@ -7,6 +7,7 @@ stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
 from typing import Any
 
 from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Instruction
@@ -73,7 +74,9 @@ def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
     """Slots of state element `element` that the loop reads or writes; None where it does not change them one by one."""
     users, root = loop.body.users(), loop.body.root
     write = root.operands[element]
-    if write.opcode != "dynamic-update-slice" or loop.reads.get(write.operands[0]) != element or users[write] != [root]:
+    if write.opcode != "dynamic-update-slice" or loop.reads.get(write.operands[0]) != element:
+        return None
+    if users[write] != [root] or root.operands.count(write) > 1:
         return None
     touched: set[int] = set()
     for read, k in loop.reads.items():
@@ -82,8 +85,8 @@ def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
             if user.opcode not in _INDEX or user.operands[0] is not read or not is_one_slot(part, read.shape):
                 return None
             table = loop.index_table(user.operands[_INDEX[user.opcode]])
-            if table is None:
-                return None
+            if table is None or not all(0 <= slot < read.shape.dimensions[0] for slot in table):
+                return None  # XLA would take the nearest slot that there is
             touched.update(table)
     return touched
 
@@ -104,11 +107,13 @@ def mirror_reads(loop: WhileLoop, element: int) -> None:
 
 
 def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
-    """The loop that alone reads element `element` of `source`'s result, and as which element.
+    """The loop that alone reads element `element` of `source`'s result, and as which element; it is not read again.
 
     Raises PassRefusal where it is read in any other way.
     """
     users = source.computation.users()
+    if any(u.opcode != "get-tuple-element" for u in users[source]):
+        raise PassRefusal("it is read as a whole", source)
     reads = [r for r in users[source] if r.tuple_index == element and users[r]]
     starts = [u for r in reads for u in users[r]]
     loops = [w for s in starts for w in users[s] if s.opcode == "tuple" and w.opcode == "while"]
@@ -116,11 +121,20 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
         raise PassRefusal("the last backward pass reads it outside its layer loop", source)
     if starts[0].operands.count(reads[0]) > 1:
         raise PassRefusal("it enters the last layer loop twice", loops[0])
-    return WhileLoop(loops[0]), starts[0].operands.index(reads[0])
+    loop, index = WhileLoop(loops[0]), starts[0].operands.index(reads[0])
+    for result in users[loop.instruction]:
+        if result.opcode != "get-tuple-element" or (result.tuple_index == index and users[result]):
+            raise PassRefusal("it is read after the last backward pass", result)
+    return loop, index
+
+
+def is_empty(value: Instruction | None) -> bool:
+    """Whether all slots of a stack are filled with one number."""
+    return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 
 def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:
-    """A stack of so many slots, filled as `filler`, a broadcast, is."""
+    """A stack of so many slots, filled as `filler` is (`is_empty`)."""
     made = builder.copy(filler, filler.operands)
     made.shape.dimensions[0] = slots
     return made
@@ -157,7 +171,8 @@ def resize(loop: Instruction, element: int, start: Instruction, moved: int | Ins
 
 def _moved(builder: Builder, index: Instruction, by: int | Instruction) -> Instruction:
     if isinstance(by, int):
-        return builder.binary("add", index, builder.scalar(by, index.shape.element_type))
+        bits = {shapes.U32: 32, shapes.U64: 64}.get(index.shape.element_type)  # these wrap around
+        return builder.binary("add", index, builder.scalar(by % 2**bits if bits else by, index.shape.element_type))
     if by.shape.element_type != index.shape.element_type:
         by = builder.make("convert", index.shape, [by])
     return builder.binary("add", index, by)
