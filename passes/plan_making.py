@@ -17,6 +17,7 @@ from dhelix.passes.buffers import Memory
 from dhelix.passes.collectives import is_done, start_of
 from dhelix.passes.costs import CostModel, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.operator_keys import CONTROL_FLOW
 from dhelix.passes.orders import Limits
 from dhelix.passes.pairing_plan import FINALLY, PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget, Prediction
 from dhelix.passes.plan_operators import PlanOperators
@@ -30,7 +31,7 @@ Schedule = Mapping[Computation, Sequence[Instruction]]
 
 
 def make_plan(module: HloModule, original: Schedule, model: CostModel, target: PlanTarget, program: str) -> PairingPlan:
-    """The plan that the module's schedule is.
+    """The plan that the module's schedule is: first bodies of both strands, and of these what itself takes longest.
 
     Args:
       original: XLA's schedule of the same module.
@@ -42,7 +43,7 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
     limits = Limits(costs.hardware, 0, Memory(module), {})
     timeline = evaluate(sequence_of(module.entry), costs)
     runs = executions(module)
-    found: list[tuple[int, PlanBody]] = []
+    found: list[tuple[int, float, PlanBody]] = []
     for computation, sequence in module.schedule.items():
         if computation in runs and any(costs[i].lane is not Lane.COMPUTE for i in sequence):
             body = find_strands(computation, original[computation], costs, limits)
@@ -52,9 +53,10 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
                 ends = _early_ends(computation, original[computation], sequence, segments, limits.memory)
                 strands = 2 if body.second.operators else 1
                 planned = _body(operators, sequence, ends, segments, runs[computation], costs)
-                found.append((strands, planned))
-    found.sort(key=lambda entry: (-entry[0], -entry[1].runs * entry[1].predicted_us, entry[1].fingerprint))
-    bodies = _alike_once([body for _, body in found])
+                own = sum(costs[i].seconds for i in sequence if i.opcode not in CONTROL_FLOW)
+                found.append((strands, planned.runs * own, planned))
+    found.sort(key=lambda entry: (-entry[0], -entry[1], entry[2].fingerprint))
+    bodies = _alike_once([body for _, _, body in found])
     return PairingPlan(program, target, bodies, prediction(timeline, module, costs))
 
 

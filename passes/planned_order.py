@@ -15,8 +15,10 @@ must:
 Nothing is searched and no costs are asked for: the same plan gives the same order whatever a profile says by then.
 
 Legal: data flow, control dependencies, the order of side effects and of accesses to each shared buffer are kept
-(`orders.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Where a
-plan is refused, XLA's order stays; with `strict` it raises. Linear in instructions.
+(`orders.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Of several
+computations of a body one has to have the plan's order; in others, whose buffers are shared otherwise, what must come
+first does, and a note says so. Where a plan is refused, XLA's order stays; with `strict` it raises. Linear in
+instructions.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -59,18 +61,44 @@ class PlannedOrder:
         before = memory.peak(module.entry, module.schedule[module.entry])
         original = dict(module.schedule)
         found: dict[str, Collection[str]] = {}
+        refused: list[tuple[PassRefusal, PlanBody, Computation, PlanOperators]] = []
         for body, computation, operators in find_bodies(self.plan, module):
-            heads, sequence = heads_of(body, operators), module.schedule[computation]
-            found[body.fingerprint] = heads.values()
-            module.schedule[computation] = planned_sequence(
-                computation, sequence, heads, memory, _small(body, operators)
-            )
-            verify_sequence(computation, module.schedule[computation])
-            context.note("ordered as planned", computation=computation.name, body=body.name, operators=len(heads))
+            try:
+                found[body.fingerprint] = self._order(module, body, computation, operators, memory, context)
+            except PassRefusal as refusal:
+                refused.append((refusal, body, computation, operators))
+        for refusal, body, computation, operators in refused:
+            if body.fingerprint not in found:
+                raise refusal
+            self._order(module, body, computation, operators, memory, context, refusal)
         self._check_complete(found, context)
         memory.forget()
         self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
         return any(module.schedule[c] != order for c, order in original.items())
+
+    def _order(
+        self,
+        module: HloModule,
+        body: PlanBody,
+        computation: Computation,
+        operators: PlanOperators,
+        memory: Memory,
+        context: PassContext,
+        refusal: PassRefusal | None = None,
+    ) -> Collection[str]:
+        """Orders one computation. With the `refusal` of its exact order, as others of the body have it, what must come
+        first there comes first. Returns the names of its operators. Raises PassRefusal without it."""
+        heads, sequence = heads_of(body, operators), module.schedule[computation]
+        small = _small(body, operators)
+        ordered = planned_sequence(computation, sequence, heads, memory, small, exactly=refusal is None)
+        verify_sequence(computation, ordered)
+        module.schedule[computation] = ordered
+        facts = {"computation": computation.name, "body": body.name, "operators": len(heads)}
+        if refusal is None:
+            context.note("ordered as planned", **facts)
+        else:
+            context.note(f"ordered as planned, but for what must come first here: {refusal.reason}", **facts)
+        return heads.values()
 
     def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
         """Says what of the plan the program does not have: `heads` are names of operators that were found, by body."""
@@ -153,6 +181,7 @@ def planned_sequence(
     heads: Mapping[Instruction, str],
     memory: Memory,
     small: Mapping[str, Sequence[Instruction]] = MappingProxyType({}),
+    exactly: bool = True,
 ) -> list[Instruction]:
     """All instructions of `computation`, with `heads` in this order.
 
@@ -160,6 +189,7 @@ def planned_sequence(
       sequence: a legal order of them.
       heads: operators with their names in the plan.
       small: what runs before each, by its name, or later if it is not ready; what is left out, when it is needed.
+      exactly: False lays what must come before one of `heads` there, be it one of them.
 
     Raises PassRefusal if one of `heads` must come before another that stands before it.
     """
@@ -175,7 +205,7 @@ def planned_sequence(
             waiting.remove(instruction)
             layer.lay(instruction)
         for instruction in layer.lay(head):
-            if turn.get(instruction, -1) > number:
+            if exactly and turn.get(instruction, -1) > number:
                 raise PassRefusal(
                     f"the plan runs {name!r} before {heads[instruction]!r}, which must come first: move one of"
                     " them, or make the plan again with `dhelix plan`"

@@ -183,7 +183,10 @@ def test_any_order_of_operators_is_legal_or_refused(
     chosen = heads[: draw.randint(0, len(heads))]
     try:
         order = planned_sequence(module.entry, sequence, {h: h.name for h in chosen}, Memory(module))
-    except PassRefusal:
+    except PassRefusal:  # another computation of the body may have this order; here what must come first does
+        order = planned_sequence(module.entry, sequence, {h: h.name for h in chosen}, Memory(module), exactly=False)
+        verify_sequence(module.entry, order)
+        assert runs_rightly(program, order)
         return
     verify_sequence(module.entry, order)
     assert runs_rightly(program, order)
