@@ -193,7 +193,7 @@ def _with_decomposed(
 
 
 def _apart(skew: int) -> str:
-    return f", {skew} layers apart," if skew else ""
+    return f", {skew} layer{'s' * (skew > 1)} apart" if skew else ""
 
 
 def _models(chosen: dict[str, Any], gpu: str) -> list[CostModel]:

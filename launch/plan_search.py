@@ -200,8 +200,8 @@ def _search(
             one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
     profile = model.profile
-    limits = memory_limit, max_in_flight, program.skew
-    target = PlanTarget.of(profile.hardware, profile.link, model.setting, program.decomposed, *limits)
+    made_for = profile.hardware, profile.link, model.setting, program.decomposed, memory_limit, max_in_flight
+    target = PlanTarget.of(*made_for, skew=program.skew)
     found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()

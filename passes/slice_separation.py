@@ -48,7 +48,7 @@ class SliceSeparation:
 
 
 def _separate(loop: WhileLoop) -> int:
-    """Returns how many arrays both strands sliced."""
+    """Returns how many arrays both strands read."""
     users = loop.body.users()
     count = 0
     arrays: dict[Instruction | int, list[Instruction]] = {}

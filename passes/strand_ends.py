@@ -18,7 +18,8 @@ Contract
 
 Why it is legal: merged loops depend on each other in nothing but accumulators of gradients, of which B1(M-2) changes
 other slots than B2(M-1), by the index tables of both; so each slot sees the same additions in the same order.
-Cost: three more loop bodies to compile and to order. DHelix runs first and last passes alone (section 4.1).
+Cost: two loops are split once more where L > 2k, and merged bodies take longer to order. DHelix runs first and last
+passes alone (section 4.1).
 """
 
 from collections.abc import Iterator
@@ -89,9 +90,9 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
     computation = first.computation
     drop_dead(computation)
     computation.sort()
-    start = second.operands[0]
-    starts = start.operands
-    threaded = {k: element for k in range(len(starts)) if (element := _changed_on(first, second, k)) is not None}
+    users, starts = computation.users(), second.operands[0].operands
+    each = ((k, _changed_on(first, second, k, users)) for k in range(len(starts)))
+    threaded = {k: element for k, element in each if element is not None}
     needed = graph.ancestors(computation, [value for k, value in enumerate(starts) if k not in threaded])
     if first in needed or first in graph.descendants(computation, [second]):
         context.note("layers at an end of the step stay apart: they depend on each other", second)
@@ -100,10 +101,12 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
     return loop
 
 
-def _changed_on(first: Instruction, second: Instruction, element: int) -> int | None:
+def _changed_on(
+    first: Instruction, second: Instruction, element: int, users: dict[Instruction, list[Instruction]]
+) -> int | None:
     """The element of `first` whose result `element` of `second` starts as, if nothing else reads it and they change
     different slots of it."""
-    start, users = second.operands[0], first.computation.users()
+    start = second.operands[0]
     value = start.operands[element]
     if value.opcode != "get-tuple-element" or value.operands[0] is not first:
         return None

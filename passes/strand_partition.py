@@ -187,10 +187,8 @@ def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset
     needed = graph.ancestors(loop.body, [seed])
     for source, k in loop.reads.items():
         if k in written and source in needed:
-            readers = {i for i in graph.descendants(loop.body, [source]) & needed if i.opcode != "tuple"} - {
-                source,
-                seed,
-            }
+            reached = graph.descendants(loop.body, [source]) & needed
+            readers = {i for i in reached if i.opcode != "tuple"} - {source, seed}
             if not readers:
                 continue  # the first backward loop adds to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)

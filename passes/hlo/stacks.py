@@ -1,7 +1,9 @@
 """Stacks: arrays with one slot per iteration along dimension 0, such as residuals, read or written slot by slot.
 
-slot   = bf16[1, ...] dynamic-slice(stack, index, 0, ...)
-stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
+    slot   = bf16[1, ...] dynamic-slice(stack, index, 0, ...)
+    stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
+
+Which slots a loop touches follows from its proved counters (`WhileLoop.index_table`).
 """
 
 from typing import Any

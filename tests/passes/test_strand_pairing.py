@@ -81,35 +81,33 @@ def test_weights_and_tuples_tie_nothing_and_names_say_which_is_forward() -> None
     assert [i.name for i in order if i.opcode == "dot"] == ["ahead", "back"]
 
 
-SHARED_STACK = """HloModule shared_stack, is_scheduled=true
-write.1 {
+WRITE = """write {
   acc = f32[8,64,64] parameter(0)
   one = f32[1,64,64] parameter(1)
   slot = s32[] parameter(2)
   zero = s32[] constant(0)
   ROOT put = f32[8,64,64] dynamic-update-slice(acc, one, slot, zero, zero)
 }
-write.2 {
-  acc = f32[8,64,64] parameter(0)
-  one = f32[1,64,64] parameter(1)
-  slot = s32[] parameter(2)
-  zero = s32[] constant(0)
-  ROOT put = f32[8,64,64] dynamic-update-slice(acc, one, slot, zero, zero)
-}
-outer {
+"""
+
+# A fusion has a computation of its own.
+SHARED_STACK = f"""HloModule shared_stack, is_scheduled=true
+{WRITE.replace("write", "write.1")}
+{WRITE.replace("write", "write.2")}
+outer {{
   p = (f32[64,64], f32[64,64], f32[8,64,64], s32[]) parameter(0)
   x = f32[64,64] get-tuple-element(p), index=0
   y = f32[64,64] get-tuple-element(p), index=1
   acc = f32[8,64,64] get-tuple-element(p), index=2
   slot = s32[] get-tuple-element(p), index=3
-  a = f32[64,64] dot(x, x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  a = f32[64,64] dot(x, x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   a1 = f32[1,64,64] bitcast(a)
   acc1 = f32[8,64,64] fusion(acc, a1, slot), kind=kLoop, calls=write.1
-  b = f32[64,64] dot(y, y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  b = f32[64,64] dot(y, y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   b1 = f32[1,64,64] bitcast(b)
   acc2 = f32[8,64,64] fusion(acc1, b1, slot), kind=kLoop, calls=write.2
   ROOT result = (f32[64,64], f32[64,64], f32[8,64,64], s32[]) tuple(a, b, acc2, slot)
-}"""
+}}"""
 
 
 def test_a_stack_whose_slots_both_write_ties_nothing() -> None:
