@@ -57,14 +57,13 @@ _SENT_ROWS = (
 )
 _SCATTERED_TILES = (
     "128x256x64,steps=4,wide=M,group=8",
-    "128x256x64,steps=4,wide=M,group=8,lead=66",
-    "128x256x64,steps=4,wide=M,group=8,cluster=2,lead=33",
+    "128x256x64,steps=4,wide=M,group=8,cluster=2",
     "128x128x64,steps=6,wide=M,group=8",
 )
 _REDUCED_TILES = (
     "128x128x64,steps=6,wide=M,group=8,cluster=2,lead=33",
     "128x128x64,steps=6,wide=M,group=8,lead=33",
-    "128x256x64,steps=3,wide=M,group=8,cluster=2",
+    "128x256x64,steps=4,wide=M,group=8",
     "128x256x64,steps=4,wide=M,group=8,lead=33",
 )
 CANDIDATES = {

@@ -1,6 +1,7 @@
 """Mosaic-GPU kernels of collective matmuls, for Hopper GPUs of one process that reach each other's memory.
 
     hopper_gemm             the persistent GEMM that they share
+    gemm_tiles              how it is cut
     all_gather_matmul       rows are pulled from their owners while own rows are multiplied
     matmul_reduce_scatter   tiles go to their owners as soon as they are multiplied (DistFuse), and are summed there
     matmul_all_reduce       the same, and sums go back to all
@@ -8,5 +9,5 @@
 
 They are forward functions, and check sizes alone. What else they need is the caller's to see to, as
 `runtime/collective_matmul/choice.py` and the passes do: no collective of NCCL in flight beside them, as they hold all
-SMs while they wait for their peers, and a program without CUDA graphs, which would keep their peers' addresses.
+SMs while they wait for their peers, and no CUDA graph that holds them, which would keep their peers' addresses.
 """

@@ -57,8 +57,8 @@ from jax.experimental.mosaic.gpu import utils
 
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime.collective_matmul.kernels import hopper_gemm
-from dhelix.runtime.collective_matmul.kernels.hopper_gemm import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Tile
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm
+from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Place, Tile
 
 _LOAD_WARP, _COPY_WARP = 0, 1
 
@@ -149,12 +149,12 @@ class _Plan:
             return f"{pieces} do not fill {transfer.chunks} chunks of k = {gemm.k}"
         return gemm.refusal(transfer.shared_bytes)
 
-    def order(self, me: jax.Array) -> hopper_gemm.Order:
+    def order(self, me: jax.Array) -> gemm_tiles.Order:
         """Own tiles first, then those of the others: row tile by row tile, one of each device in turn."""
         own_rows = self.rows // self.gemm.cluster_rows
         columns, band, peers = self.gemm.column_tiles, self.gemm.tiles.group, self.devices - 1
-        own_place = hopper_gemm.banded(own_rows, columns, band)
-        other_place = hopper_gemm.banded(own_rows * peers, columns, band)
+        own_place = gemm_tiles.banded(own_rows, columns, band)
+        other_place = gemm_tiles.banded(own_rows * peers, columns, band)
 
         def order(number: jax.Array) -> Tile:
             own_row, own_column = own_place(number)
@@ -325,12 +325,13 @@ def _kernel(
 
         hopper_gemm.load_tiles(gemm, buffers, plan.order(me), load_rows, w, wait)
 
-    def store(piece: Any, row: jax.Array, column: jax.Array) -> None:
-        plgpu.copy_smem_to_gmem(piece, out.at[pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])])
+    def store(place: Place, slot: Any, _: int) -> None:
+        rows, columns = slot.shape
+        plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(place.row, rows), pl.ds(place.column, columns)])
 
     @pl.when(group == MEMORY_GROUP)
     def _() -> None:
-        plgpu.set_max_registers(hopper_gemm.MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(gemm_tiles.MEMORY_REGISTERS, action="decrease")
 
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
@@ -339,7 +340,7 @@ def _kernel(
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
-        plgpu.set_max_registers(hopper_gemm.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(gemm_tiles.COMPUTE_REGISTERS, action="increase")
         hopper_gemm.multiply_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), store)
 
 

@@ -6,19 +6,25 @@
 
     tile i of a cluster      load_tiles (warp 0)                       multiply_tiles (warpgroups 0 and 1)
       tile = order(...)        before_step(tile, k): wait for data       wait full[slot], wgmma, free the slot before
-      for k in steps           wait free[slot]                           ...
-                               rows of x, columns of w -> slot           store(tile, piece, row, column), piece by piece
-                                                                         after_tile(tile)
+      for k in steps           wait free[slot]                           every few steps: store a piece of tile i - 1
+                               rows of x, columns of w -> slot           ...
+                                                                         after_tile(tile i - 1)
 
-The ring of `steps` slots runs on from tile to tile: while a tile is stored, the next one is loaded. Tiles left for a
-last round that would fill half of the SMs or less are cut in two along the rows, and all clusters share them:
+The ring of `steps` slots runs on from tile to tile, and a tile is stored while the next one is multiplied: rounded, it
+waits in registers, half of what its sums take. Stored at once it costs up to 5 us of each tile where results go to
+another GPU, since two of four pieces must have left shared memory before the next tile begins, those of all SMs at a
+time (`matmul_reduce_scatter` has the times); the GEMM of `all_gather_matmul` gains 1 to 6 % by it.
+
+Tiles left for a last round that would fill half of the SMs or less are cut in two along the rows, and all clusters
+share them:
 
     3 clusters, 4 tiles      0 0 0 0 | 3 3 3 3      ->      0 0 0 0 | 3 3       time of a tile and a half instead of two
                              1 1 1 1 |                      1 1 1 1 | 3'3'
                              2 2 2 2 |                      2 2 2 2 |
 
 What differs between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with
-`before_step` (when they are there), `store` (where a piece of the result goes) and `after_tile` (whom to tell).
+`before_step` (when they are there), `store` (where a piece of the result goes), `after_tile` (whom to tell) and
+`at_once` (for results that shall not wait).
 
 Contract: x [m, k] @ w [k, n], both row-major, accumulated in float32, bfloat16 or float16; `Gemm.refusal` says why
 sizes or tiles cannot be had. Columns beyond n of the last tile are loaded as zeros and not stored.
@@ -41,9 +47,7 @@ Use, inside the body of a `plgpu.kernel` that `Gemm.launch` describes:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -52,182 +56,17 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Tiles
-
-# Axes of the launch: cluster, block in it, warpgroup in that. No mesh may have an axis of such a name.
-CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"
-MEMORY_GROUP = 2
-MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of the 65536 of an SM
-SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
-H200_SMS = 132
-_PIECE_ROWS = 64  # what one wgmma gives
-_HALF_TIME = 0.56  # of a half, in times of a tile
-_BARRIER_BYTES = 1024  # more than all barriers take, alignment included
-
-
-class Tile(NamedTuple):
-    """A tile of the result of one block: in units of tile_m rows and of tile_n columns, over the whole result."""
-
-    row: jax.Array
-    column: jax.Array
-    first: jax.Array | int = 0  # of its rows, those from here on: a half begins in the middle
-
-
-Order = Callable[[jax.Array], Tile]
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """One GEMM and how it is cut.
-
-    Attributes:
-      m, n, k: of the whole product.
-      dtype: of operands and result.
-      tiles: of one block; `wide` says along which dimension its two warpgroups split it.
-      cluster: blocks that share the columns of w.
-      store_columns: width of the pieces in which a warpgroup stores its part.
-      store_slots: such pieces in flight for each warpgroup.
-      halves: cut tiles in two where that shortens the last round.
-    """
-
-    m: int
-    n: int
-    k: int
-    dtype: str
-    tiles: Tiles
-    cluster: int = 2
-    store_columns: int = 64
-    store_slots: int = 2
-    halves: bool = True
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Rows and columns of the part of a tile that one warpgroup multiplies."""
-        wide = self.tiles.wide
-        return self.tiles.tile_m // (2 if wide == "M" else 1), self.tiles.tile_n // (2 if wide == "N" else 1)
-
-    @property
-    def half_part(self) -> tuple[int, int]:
-        """Rows and columns of one warpgroup's part of half a tile: below each other only where 64 rows are left."""
-        rows, columns = self.part
-        return (rows // 2, columns) if rows % 128 == 0 else (rows, columns // 2)
-
-    @property
-    def cluster_rows(self) -> int:
-        """Rows of the tile of a cluster."""
-        return self.tiles.tile_m * self.cluster
-
-    @property
-    def column_tiles(self) -> int:
-        return pl.cdiv(self.n, self.tiles.tile_n)
-
-    @property
-    def cluster_tiles(self) -> int:
-        """Tiles of all clusters together."""
-        return self.m // self.cluster_rows * self.column_tiles
-
-    @property
-    def whole_tiles(self) -> int:
-        """Tiles of all clusters that are not cut in two: the first ones."""
-        left, (rows, columns) = self.cluster_tiles % self.clusters, self.half_part
-        fits = self.halves and rows % _PIECE_ROWS == 0 and columns % 64 == 0 and columns % self.store_columns == 0
-        return self.cluster_tiles - left if fits and 2 * left <= self.clusters else self.cluster_tiles
-
-    @property
-    def rounds(self) -> float:
-        """Tiles that the busiest cluster multiplies, one after the other; half a tile counts as what it takes.
-
-        4096x8192x2560 by 128x256 on an H200 (2026-11-21): 254 us with 2 tiles and a half, 297 us with 3.
-        """
-        whole = math.ceil(self.whole_tiles / self.clusters)
-        return whole if self.whole_tiles == self.cluster_tiles else whole + _HALF_TIME
-
-    @property
-    def steps(self) -> int:
-        """Steps along k."""
-        return self.k // self.tiles.tile_k
-
-    @property
-    def clusters(self) -> int:
-        """Clusters that run, on an SM for each block."""
-        return (self.tiles.sms or H200_SMS) // self.cluster
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block."""
-        operands = self.tiles.steps * (self.tiles.tile_m + self.tiles.tile_n) * self.tiles.tile_k
-        return 2 * (operands + 2 * self.store_slots * _PIECE_ROWS * self.store_columns) + _BARRIER_BYTES
-
-    def refusal(self, extra_bytes: int = 0) -> str | None:
-        """Why this GEMM cannot be had, None if it can; `extra_bytes` of shared memory go to others."""
-        tiles, (rows, columns) = self.tiles, self.part
-        if self.dtype not in ("bfloat16", "float16"):
-            return f"{self.dtype} is neither bfloat16 nor float16"
-        if rows % _PIECE_ROWS or columns % self.store_columns or columns > 256:
-            return (
-                f"tiles {tiles.key} give a warpgroup {rows} x {columns}: 64 rows, {self.store_columns} to 256 columns"
-            )
-        if tiles.tile_k != 64:
-            return f"tile_k is {tiles.tile_k}: only 64 fills a swizzle of 128 bytes"
-        if tiles.steps < 2 or self.clusters < 1:
-            return f"tiles {tiles.key} need 2 steps or more and {self.cluster} SMs or more"
-        if self.m % self.cluster_rows or self.k % tiles.tile_k or self.n % 64 or not (self.m and self.n and self.k):
-            return f"{self.m} x {self.k} x {self.n} is no multiple of {self.cluster_rows} x {tiles.tile_k} x 64"
-        if (needed := self.shared_bytes + extra_bytes) > SHARED_BYTES:
-            return f"tiles {tiles.key} need {needed} bytes of shared memory, of {SHARED_BYTES}"
-        return None
-
-    def buffers(self) -> dict[str, Any]:
-        """What the hooks' functions below share, as scratch of the kernel."""
-        tiles = self.tiles
-        swizzled = _swizzled(64)
-        stored = _swizzled(min(64, self.store_columns))
-        free = functools.partial(plgpu.Barrier, num_arrivals=2, num_barriers=tiles.steps)
-        if self.cluster > 1:
-            free = functools.partial(
-                plgpu.ClusterBarrier, collective_axes=(RANK,), num_arrivals=2, num_barriers=tiles.steps
-            )
-        return dict(
-            x=plgpu.SMEM((tiles.steps, tiles.tile_m, tiles.tile_k), self.dtype, transforms=swizzled),
-            w=plgpu.SMEM((tiles.steps, tiles.tile_k, tiles.tile_n), self.dtype, transforms=swizzled),
-            out=plgpu.SMEM((2, self.store_slots, _PIECE_ROWS, self.store_columns), self.dtype, transforms=stored),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.steps),
-            free=free(),
-        )
-
-    def launch(self) -> dict[str, Any]:
-        """Arguments of `plgpu.kernel`: one block per SM, in clusters, three warpgroups each."""
-        return dict(
-            grid=(self.clusters,),
-            grid_names=(CLUSTERS,),
-            cluster=(self.cluster,),
-            cluster_names=(RANK,),
-            num_threads=MEMORY_GROUP + 1,
-            thread_name=GROUP,
-        )
-
-
-def _swizzled(columns: int) -> tuple[Any, Any]:
-    """How rows of so many elements lie in shared memory without bank conflicts."""
-    made: Any = plgpu  # these classes are abstract to type checkers
-    return made.TilingTransform((8, columns)), made.SwizzleTransform(2 * columns)
-
-
-def banded(rows: int, columns: int, width: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Walks a grid in bands of `width` rows, down the rows of a band first: neighbours in time share operands in L2.
-
-    rows = 4, columns = 3, width = 2      0  2  4
-                                          1  3  5
-                                          6  8 10
-                                          7  9 11
-    """
-
-    def place(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        band, inside = lax.div(index, jnp.int32(width * columns)), lax.rem(index, jnp.int32(width * columns))
-        height = jnp.minimum(jnp.int32(width), rows - band * width)
-        return band * width + lax.rem(inside, height), lax.div(inside, height)
-
-    return place
+from dhelix.runtime.collective_matmul.kernels.gemm_tiles import (
+    CLUSTERS,
+    GROUP,
+    PIECE_ROWS,
+    RANK,
+    Gemm,
+    Order,
+    Place,
+    Store,
+    Tile,
+)
 
 
 def load_tiles(
@@ -263,10 +102,10 @@ def load_tiles(
             collective_axes=(RANK,) if gemm.cluster > 1 else None,
         )
 
-    def load_tile(number: jax.Array, tile: Tile, height: int) -> None:
+    def load_tile(number: jax.Array, _: jax.Array, tile: Tile, height: int, nothing: None) -> None:
         pl.loop(0, gemm.steps)(functools.partial(step_of_tile, number, tile, height))
 
-    number_of_tiles = _each_tile(gemm, order, load_tile)
+    number_of_tiles = _each_tile(gemm, order, load_tile, None)
     # A block must not leave while another one of its cluster may still write into it or arrive at its barriers.
     total = number_of_tiles * gemm.steps
     for back in range(tiles.steps, 0, -1):
@@ -279,30 +118,65 @@ def multiply_tiles(
     gemm: Gemm,
     buffers: Any,
     order: Order,
-    store: Callable[[Any, jax.Array, jax.Array], None],
-    after_tile: Callable[[Tile], None] = lambda tile: None,
+    store: Store | None,
+    after_tile: Callable[[Place], None] = lambda place: None,
+    at_once: Callable[[Place, jax.Array], None] = lambda place, sums: None,
+    later: Callable[[Place], jax.Array | bool] = lambda place: True,
 ) -> None:
     """Multiplies and stores what `load_tiles` loads, in the same order; for both compute warpgroups.
 
     Args:
       gemm, buffers, order: as in `load_tiles`.
-      store: (piece, row, column), copies a piece of 64 x `store_columns` in shared memory to where elements from
-        (row, column) of the result on belong, with one `plgpu.copy_smem_to_gmem`.
-      after_tile: (tile), called when all pieces of this warpgroup's part of a tile, or of a half, are on their way, not
-        there: wait with `plgpu.wait_smem_to_gmem(0)` before telling anybody.
+      store: (place, slot, number), copies the number-th piece of a part from shared memory to its place, with
+        `plgpu.copy_smem_to_gmem` as one group. None: nothing is stored later.
+      after_tile: (place), called some time after all pieces of a part are on their way, not there: wait with
+        `plgpu.wait_smem_to_gmem(0)` before telling anybody. In the midst of the next tile, or at the end.
+      at_once: (place, sums), called when a part has been multiplied, before the next one is begun.
+      later: (place), whether `store` is to be called for a part.
     """
     group = lax.axis_index(GROUP)
+    slots = buffers["out"].at[group]
 
-    def multiply_tile(number: jax.Array, tile: Tile, height: int) -> None:
+    def put(part: jax.Array, place: Place, number: int) -> None:
+        if store is not None:
+            store_piece(gemm, slots, piece_of(gemm, part, number), number, part.shape, store, place)
+
+    def multiply(number: jax.Array, index: jax.Array, tile: Tile, height: int, held: _Held) -> _Held:
+        """Multiplies a tile, and stores the one before, which is `held`."""
         rows, columns = gemm.part if height == gemm.tiles.tile_m else gemm.half_part
         row, column = (group * rows, 0) if rows < height else (0, group * columns)
-        result = product(gemm, buffers, number, (row, column), (rows, columns)).astype(gemm.dtype)
-        first = tile.row * gemm.tiles.tile_m + tile.first + row, tile.column * gemm.tiles.tile_n + column
-        _store_pieces(gemm, buffers["out"].at[group], result, functools.partial(_shifted, store, first))
-        after_tile(tile)
+        *steps, last = gemm.store_steps
+        follows, wanted = number > 0, (number > 0) & later(held.place)
 
-    _each_tile(gemm, order, multiply_tile)
+        def at_step(step: jax.Array) -> None:
+            for piece, its_step in enumerate(steps):
+                pl.when(wanted & (step == its_step))(functools.partial(put, *held, piece))
+            pl.when(follows & (step == last))(lambda: after_tile(held.place))
+
+        sums = product(gemm, buffers, number, (row, column), (rows, columns), at_step)
+        first = tile.row * gemm.tiles.tile_m + tile.first + row, tile.column * gemm.tiles.tile_n + column
+        place = Place(index, *first)
+        at_once(place, sums)
+        return _Held(sums.astype(gemm.dtype), place)
+
+    def finish(held: _Held) -> None:
+        @pl.when(later(held.place))
+        def _() -> None:
+            for number, _ in enumerate(gemm.pieces(held.part.shape)):
+                put(*held, number)
+
+        after_tile(held.place)
+
+    nothing = plgpu.layout_cast(jnp.zeros(gemm.part, gemm.dtype), plgpu.Layout.WGMMA)
+    _each_tile(gemm, order, multiply, _Held(nothing, Place(*[jnp.int32(0)] * 3)), finish)
     plgpu.wait_smem_to_gmem(0)
+
+
+class _Held(NamedTuple):
+    """A warpgroup's part of a tile that is to be stored, rounded, and its place."""
+
+    part: jax.Array
+    place: Place
 
 
 def product(
@@ -342,42 +216,59 @@ def product(
     return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(part, jnp.float32))
 
 
-def _each_tile(gemm: Gemm, order: Order, visit: Callable[[jax.Array, Tile, int], None]) -> jax.Array:
-    """Visits (running number, tile of this block, rows) for all tiles of this cluster, a half at the end; returns their
-    number."""
+def _each_tile[C](
+    gemm: Gemm,
+    order: Order,
+    visit: Callable[[jax.Array, jax.Array, Tile, int, C], C],
+    carry: C,
+    finish: Callable[[C], None] | None = None,
+) -> jax.Array:
+    """Visits (running number, number for `order`, tile of this block, rows, carry) for all tiles of this cluster, a
+    half at the end; the carry is what the visit before returned, and `finish` gets the last. Returns how many."""
     cluster, rank, height = lax.axis_index(CLUSTERS), lax.axis_index(RANK), gemm.tiles.tile_m
     whole = lax.div(gemm.whole_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))
     halves = 2 * (gemm.cluster_tiles - gemm.whole_tiles)
 
-    @pl.loop(0, whole)
-    def _(number: jax.Array) -> None:
-        row, column, _ = order(cluster + number * gemm.clusters)
-        visit(number, Tile(row * gemm.cluster + rank, column), height)
+    def visit_whole(number: jax.Array, carry: C) -> C:
+        index = cluster + number * gemm.clusters
+        row, column, _ = order(index)
+        return visit(number, index, Tile(row * gemm.cluster + rank, column), height, carry)
 
+    carry = lax.fori_loop(0, whole, visit_whole, carry)
+    if finish is not None:
+        pl.when((whole > 0) & (cluster >= halves))(lambda: finish(carry))
     if not halves:
         return whole
 
     @pl.when(cluster < halves)
     def _() -> None:
-        row, column, _ = order(gemm.whole_tiles + lax.div(cluster, jnp.int32(2)))
+        index = gemm.whole_tiles + lax.div(cluster, jnp.int32(2))
+        row, column, _ = order(index)
         first = lax.rem(cluster, jnp.int32(2)) * (height // 2)
-        visit(whole, Tile(row * gemm.cluster + rank, column, first), height // 2)
+        last = visit(whole, index, Tile(row * gemm.cluster + rank, column, first), height // 2, carry)
+        if finish is not None:
+            finish(last)
 
     return whole + jnp.where(cluster < halves, 1, 0)
 
 
-def _store_pieces(gemm: Gemm, slots: Any, result: jax.Array, store: Callable[[Any, int, int], None]) -> None:
-    rows, columns = result.shape
-    places = [(i, j) for i in range(0, rows, _PIECE_ROWS) for j in range(0, columns, gemm.store_columns)]
-    if len(places) % gemm.store_slots:  # the slots do not go round: begin anew
+def piece_of(gemm: Gemm, part: jax.Array, number: int) -> jax.Array:
+    row, column = gemm.pieces(part.shape)[number]
+    return part[row : row + PIECE_ROWS, column : column + gemm.store_columns]
+
+
+def store_piece(
+    gemm: Gemm, slots: Any, piece: jax.Array, number: int, part: tuple[int, ...], store: Store, place: Place
+) -> None:
+    """Puts a piece, the number-th of a `part` of this shape that belongs to `place`, into shared memory, and has it
+    stored. The one before it in its slot has been read by then."""
+    pieces = gemm.pieces(part)
+    if number == 0 and len(pieces) % gemm.store_slots:  # the slots do not go round: begin anew
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for number, (i, j) in enumerate(places):
-        piece = slots.at[number % gemm.store_slots]
-        plgpu.wait_smem_to_gmem(gemm.store_slots - 1, wait_read_only=True)
-        piece[...] = result[i : i + _PIECE_ROWS, j : j + gemm.store_columns]
-        plgpu.commit_smem()
-        store(piece, i, j)
-
-
-def _shifted(store: Callable[..., None], first: tuple[jax.Array, jax.Array], piece: Any, row: int, column: int) -> None:
-    store(piece, first[0] + row, first[1] + column)
+    slot, (row, column) = slots.at[number % gemm.store_slots], pieces[number]
+    plgpu.wait_smem_to_gmem(gemm.store_slots - 1, wait_read_only=True)
+    slot[...] = piece.astype(gemm.dtype)
+    plgpu.commit_smem()
+    # What comes from the tile before has lost that it is a multiple.
+    first = pl.multiple_of(place.row + row, PIECE_ROWS), pl.multiple_of(place.column + column, gemm.store_columns)
+    store(Place(place.number, *first), slot, number)

@@ -20,7 +20,7 @@ from jax import lax
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import summed_matmul
-from dhelix.runtime.collective_matmul.kernels.hopper_gemm import H200_SMS
+from dhelix.runtime.collective_matmul.kernels.gemm_tiles import H200_SMS
 from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
 
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
@@ -35,7 +35,7 @@ def default_tiles(site: Site) -> Tiles:
 
     Large ones in three steps, which leaves room to store a whole tile at once, in single blocks and a quarter of a wave
     first; of small ones half a wave first, in clusters of two where rows divide so. On 2 H200s (2026-11-22), in
-    microseconds:
+    microseconds, when a tile was stored before the next one was multiplied:
 
         rows x k x columns      psum            128x128                   128x256               64x128
                                 behind a GEMM   lead 66    lead 33        4 steps    3 steps
@@ -44,6 +44,9 @@ def default_tiles(site: Site) -> Tiles:
           another run:          436                                                  400, single blocks 363
           64 x  4096 x 8192     47                                                              49
           64 x 14336 x 8192     85                                                              94
+
+    Stored beside the next one, single blocks of 128x256 in 4 steps take 140 and 385 us for the first two with a whole
+    wave of others' tiles first, 140 and 396 with a lead of 66; before they took 148 and 390, in the same hour.
     """
     if site.rows % _LARGE.tile_m:
         return _DECODE

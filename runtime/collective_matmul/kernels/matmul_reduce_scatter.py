@@ -23,12 +23,13 @@ from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
 DEFAULT_TILES = Tiles(128, 256, 64, 4, "M", 8)
 """In single blocks, a whole wave of other devices' tiles first. On 2 H200s (2026-11-22), in microseconds:
 
-    rows x k x columns      psum_scatter    128x256                                                 128x128
-                            behind a GEMM   single    clusters of 2    3 steps    own ones last
-    8192 x 7168 x 4096      785             676       771              702        697               -
-    4096 x 2048 x 4096      199             -         140              144        148               143
+    rows x k x columns      GEMM    psum_scatter    stored beside the next tile                          at once
+                                                    as here    clusters of 2    half a wave    128x192    as here
+    16384 x 2048 x 4096     388     350             442        473              503            511        519
+     8192 x 7168 x 4096     727     215             709        765              770            781        756
+     2048 x 2048 x 4096      52      57              72         74               85             79         84
 
-The last three are in clusters, too; half a wave first instead of a whole one makes 138 of the 140.
+Without any communication the first one takes 439 us: what is left there is the GEMM's.
 """
 
 

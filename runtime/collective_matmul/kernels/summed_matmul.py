@@ -16,9 +16,10 @@ others' partial sums of it lie in `staged` and are added to the float32 accumula
 partial sum of an owner goes through memory and communication is hidden behind the other tiles. `shots = 1`, for results
 that are one wave of tiles and latency: every device sends its partial sums to all, and each adds all of them up.
 
-All writes to other devices are TMA stores out of shared memory, straight from the epilogue; they run on while the next
-tile is multiplied. Counters `arrived[tile, warpgroup]` lie on the receiver: the sender adds 1 after its stores have
-completed (`wait_smem_to_gmem`, then a release at system scope), a few steps into its next tile.
+All writes to other devices are TMA stores out of shared memory, piece by piece while the next tile is multiplied
+(`hopper_gemm`); own tiles are summed and stored at once, from float32. Counters `arrived[tile, warpgroup]` lie on the
+receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), some
+steps behind the last piece.
 
 Legality: one axis of the mesh, NVLink or other peer access between its devices, no NVSHMEM. No collective of NCCL may
 be in flight beside it on any of these devices, or each may wait for SMs that the other holds. No deadlock among its own
@@ -32,9 +33,8 @@ a reduce-scatter, twice that for an all-reduce (n - 1 times the result with one 
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -45,11 +45,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime.collective_matmul.kernels import hopper_gemm
-from dhelix.runtime.collective_matmul.kernels.hopper_gemm import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Tile
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm
+from dhelix.runtime.collective_matmul.kernels.gemm_tiles import (
+    CLUSTERS,
+    GROUP,
+    MEMORY_GROUP,
+    RANK,
+    Gemm,
+    Place,
+    Store,
+    Tile,
+)
 
-_PIECE_ROWS = 64  # what one wgmma gives
-_TELL_STEP = 8  # of the next tile, when the stores of the last one have long completed
 _LOADS_AHEAD = 3  # pieces of staged parts, 16 registers each
 
 
@@ -116,15 +123,14 @@ class Plan:
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """First row and column of the pieces that a warpgroup's part of a tile is sent in."""
-        rows, columns = self.gemm.part
-        return [(i, j) for i in range(0, rows, _PIECE_ROWS) for j in range(0, columns, self.gemm.store_columns)]
+        return self.gemm.pieces(self.gemm.part)
 
     @property
     def staged_shape(self) -> tuple[int, ...]:
         """[source, block's tile, warpgroup, piece, row, column]: what others send, every piece contiguous."""
         sources = self.devices if self.shots == 1 else self.devices - 1
         tiles = self.tiles * self.gemm.cluster
-        return sources, tiles, 2, len(self.pieces), _PIECE_ROWS, self.gemm.store_columns
+        return sources, tiles, 2, len(self.pieces), gemm_tiles.PIECE_ROWS, self.gemm.store_columns
 
     @property
     def out_shape(self) -> tuple[int, int]:
@@ -166,7 +172,7 @@ class Plan:
         tile = jnp.where(own, own_tile, lax.div(other, i32(others)))
         if self.shots == 1:
             turn, tile = i32(others), number
-        row, column = hopper_gemm.banded(*self.block, self.gemm.tiles.group)(tile)
+        row, column = gemm_tiles.banded(*self.block, self.gemm.tiles.group)(tile)
         shift = lax.rem(me + 1 + turn, i32(n)) if self.shots == 2 else i32(0)
         if self.by_rows:
             return Job(turn, tile, row + shift * self.block[0], column)
@@ -182,7 +188,7 @@ def gemm_for(site: Site, tiles: Tiles) -> Gemm:
     """
     gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, tiles.cluster or 1, halves=False)
     rows, columns = gemm.part
-    roomy = replace(gemm, store_slots=max(2, rows // _PIECE_ROWS * (columns // gemm.store_columns)))
+    roomy = replace(gemm, store_slots=max(2, rows // gemm_tiles.PIECE_ROWS * (columns // gemm.store_columns)))
     return roomy if roomy.refusal() is None else gemm
 
 
@@ -211,22 +217,23 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(plan.staged_shape[1:3]))
     finished = None if plan.scatter or plan.shots == 1 else pl.get_global(plgpu.SemaphoreType.REGULAR)
 
-    def load() -> None:
-        me = lax.axis_index(axis)
-
+    def order(me: jax.Array) -> gemm_tiles.Order:
         def order(number: jax.Array) -> Tile:
             job = plan.job(me, number)
             return Tile(job.row, job.column)
 
+        return order
+
+    def load() -> None:
         def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
             rows = x.at[pl.ds(tile.row * tile_m, tile_m), pl.ds(step * tile_k, tile_k)]
             plgpu.copy_gmem_to_smem(rows, destination, barrier)
 
-        hopper_gemm.load_tiles(gemm, buffers, order, load_rows, w)
+        hopper_gemm.load_tiles(gemm, buffers, order(lax.axis_index(axis)), load_rows, w)
 
     @pl.when(group == MEMORY_GROUP)
     def _() -> None:
-        plgpu.set_max_registers(hopper_gemm.MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(gemm_tiles.MEMORY_REGISTERS, action="decrease")
 
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
@@ -234,40 +241,13 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
-        plgpu.set_max_registers(hopper_gemm.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(gemm_tiles.COMPUTE_REGISTERS, action="increase")
         me = lax.axis_index(axis)
         peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
         links = _Links(plan, axis, me, peers, out, staged, buffers["out"].at[group], arrived, finished)
-        _multiply(gemm, buffers, links)
-
-
-def _multiply(gemm: Gemm, buffers: Any, links: _Links) -> None:
-    """Multiplies what `load_tiles` loads and hands it on; for both compute warpgroups.
-
-    As `hopper_gemm.multiply_tiles`, but that the last tile's receiver is told in the midst of the next one.
-    """
-    group = lax.axis_index(GROUP)
-    rows, columns = gemm.part
-    row, column = (group * rows, 0) if gemm.tiles.wide == "M" else (0, group * columns)
-    cluster = lax.axis_index(CLUSTERS)
-    mine = lax.div(gemm.cluster_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))
-
-    def job_of(number: jax.Array) -> Job:
-        return links.plan.job(links.me, cluster + number * gemm.clusters)
-
-    @pl.loop(0, mine)
-    def _(number: jax.Array) -> None:
-        def tell(step: jax.Array) -> None:
-            now = (number > 0) & (step == min(_TELL_STEP, gemm.steps - 1))
-            pl.when(now)(lambda: links.tell(job_of(number - 1)))
-
-        result = hopper_gemm.product(gemm, buffers, number, (row, column), gemm.part, tell)
-        job = job_of(number)
-        first = job.row * gemm.cluster + lax.axis_index(RANK), job.column
-        links.hand_on(job, result, first[0] * gemm.tiles.tile_m + row, first[1] * gemm.tiles.tile_n + column)
-
-    pl.when(mine > 0)(lambda: links.tell(job_of(mine - 1)))
-    links.finish()
+        store = None if plan.shots == 1 else links.send
+        hopper_gemm.multiply_tiles(gemm, buffers, order(me), store, links.tell, links.at_once, links.is_others)
+        links.finish()
 
 
 @dataclass(frozen=True)
@@ -295,26 +275,44 @@ class _Links:
     arrived: Any
     finished: Any
 
+    def job(self, place: Place) -> Job:
+        return self.plan.job(self.me, place.number)
+
     def where(self, job: Job) -> tuple[jax.Array, jax.Array]:
         """Index of this warpgroup's part in `arrived`, and behind the source in `staged`."""
         return job.tile * self.plan.gemm.cluster + lax.axis_index(RANK), lax.axis_index(GROUP)
 
-    def hand_on(self, job: Job, result: jax.Array, row: jax.Array, column: jax.Array) -> None:
-        """Sends or finishes a part of a tile, whose first element in the whole product is (row, column)."""
-        if self.plan.shots == 1:
-            return self._exchange(job, result, row, column)
-        pl.when(job.turn < self.plan.devices - 1)(lambda: self._send(job, result))
-        pl.when(job.turn == self.plan.devices - 1)(lambda: self._finish_own(job, result, row, column))
+    def is_others(self, place: Place) -> jax.Array:
+        """Whether a part is another device's."""
+        return self.job(place).turn < self.plan.devices - 1
 
-    def tell(self, job: Job) -> None:
-        """Tells the owner of what `hand_on` has sent, when it is there."""
+    def send(self, place: Place, slot: Any, number: int) -> None:
+        """Sends a piece of another device's part to it."""
+        job = self.job(place)
+        for turn, peer in enumerate(self.peers):
+
+            @pl.when(job.turn == turn)
+            def _(turn: int = turn, peer: Any = peer) -> None:
+                there = plgpu.remote_ref(self.staged, peer).at[(turn, *self.where(job), number)]
+                plgpu.copy_smem_to_gmem(slot, there)
+
+    def tell(self, place: Place) -> None:
+        """Tells the owner of a part that all of it has been sent, when it is there."""
         if self.plan.shots == 2:
 
-            @pl.when(job.turn < self.plan.devices - 1)
+            @pl.when(self.is_others(place))
             def _() -> None:
+                job = self.job(place)
                 owner = lax.rem(self.me + 1 + job.turn, jnp.int32(self.plan.devices))
                 plgpu.wait_smem_to_gmem(0)
                 pl.semaphore_signal(self.arrived.at[self.where(job)], device_id={self.axis: owner})
+
+    def at_once(self, place: Place, sums: jax.Array) -> None:
+        """Adds what came in to an own part, in float32; others' can wait."""
+        if self.plan.shots == 1:
+            self._exchange(place, sums)
+        else:
+            pl.when(~self.is_others(place))(lambda: self._finish_own(place, sums))
 
     def finish(self) -> None:
         """Returns when all is stored here and elsewhere."""
@@ -328,48 +326,34 @@ class _Links:
         everybody = (plan.devices - 1) * gemm.clusters * gemm.cluster * 2
         pl.when(first)(lambda: pl.semaphore_wait(self.finished, everybody, decrement=False))
 
-    def _send(self, job: Job, result: jax.Array) -> None:
-        def store(slot: Any, piece: int) -> None:
-            for turn, peer in enumerate(self.peers):
+    def _finish_own(self, place: Place, sums: jax.Array) -> None:
+        job = self.job(place)
+        pl.semaphore_wait(self.arrived.at[self.where(job)], self.plan.devices - 1, decrement=False)
+        self._store_pieces(place, self._added(job, self._parts(sums)), self._store_out)
 
-                @pl.when(job.turn == turn)
-                def _(turn: int = turn, peer: Any = peer) -> None:
-                    there = plgpu.remote_ref(self.staged, peer).at[(turn, *self.where(job), piece)]
-                    plgpu.copy_smem_to_gmem(slot, there)
-
-        self._store_pieces(self._parts(result), store)
-
-    def _finish_own(self, job: Job, result: jax.Array, row: jax.Array, column: jax.Array) -> None:
-        plan = self.plan
-        pl.semaphore_wait(self.arrived.at[self.where(job)], plan.devices - 1, decrement=False)
-        if plan.scatter:
-            row -= self.me * plan.out_shape[0]
-        store = functools.partial(self._store_out, row, column, [] if plan.scatter else self.peers)
-        self._store_pieces(self._sums(job, self._parts(result)), store)
-
-    def _exchange(self, job: Job, result: jax.Array, row: jax.Array, column: jax.Array) -> None:
+    def _exchange(self, place: Place, sums: jax.Array) -> None:
         """Own part to everybody, this device included, and everybody's added up in the order of the devices."""
+        job = self.job(place)
 
-        def store(slot: Any, piece: int) -> None:
-            place = (self.me, *self.where(job), piece)
+        def store(_: Place, slot: Any, number: int) -> None:
+            there = (self.me, *self.where(job), number)
             for peer in self.peers:
-                plgpu.copy_smem_to_gmem(slot, plgpu.remote_ref(self.staged, peer).at[place], commit_group=False)
-            plgpu.copy_smem_to_gmem(slot, self.staged.at[place])
+                plgpu.copy_smem_to_gmem(slot, plgpu.remote_ref(self.staged, peer).at[there], commit_group=False)
+            plgpu.copy_smem_to_gmem(slot, self.staged.at[there])
 
-        self._store_pieces(self._parts(result), store)
+        self._store_pieces(place, self._parts(sums), store)
         plgpu.wait_smem_to_gmem(0)
         counter = self.arrived.at[self.where(job)]
         for peer in [*self.peers, {self.axis: self.me}]:
             pl.semaphore_signal(counter, device_id=peer)
         pl.semaphore_wait(counter, self.plan.devices, decrement=False)
         nothing = (jnp.float32(0) for _ in self.plan.pieces)
-        self._store_pieces(self._sums(job, nothing), functools.partial(self._store_out, row, column, []))
+        self._store_pieces(place, self._added(job, nothing), self._store_out)
 
-    def _parts(self, result: jax.Array) -> Iterator[jax.Array]:
-        for i, j in self.plan.pieces:
-            yield result[i : i + _PIECE_ROWS, j : j + self.plan.gemm.store_columns]
+    def _parts(self, sums: jax.Array) -> Iterator[jax.Array]:
+        return (hopper_gemm.piece_of(self.plan.gemm, sums, number) for number, _ in enumerate(self.plan.pieces))
 
-    def _sums(self, job: Job, parts: Iterator[jax.Array]) -> Iterator[jax.Array]:
+    def _added(self, job: Job, parts: Iterator[jax.Array]) -> Iterator[jax.Array]:
         """Piece by piece: of `parts`, and of what all sources have staged. Loads run ahead of the pieces' stores."""
         sources = range(self.plan.staged_shape[0])
         places = [(source, piece) for piece in range(len(self.plan.pieces)) for source in sources]
@@ -386,21 +370,17 @@ class _Links:
                 loaded.extend(load(*place) for place in itertools.islice(later, 1))
             yield total
 
-    def _store_out(self, row: jax.Array, column: jax.Array, peers: list[Any], slot: Any, piece: int) -> None:
-        i, j = self.plan.pieces[piece]
-        place = pl.ds(row + i, _PIECE_ROWS), pl.ds(column + j, self.plan.gemm.store_columns)
-        for peer in peers:
-            plgpu.copy_smem_to_gmem(slot, plgpu.remote_ref(self.out, peer).at[place], commit_group=False)
-        plgpu.copy_smem_to_gmem(slot, self.out.at[place])
+    def _store_out(self, place: Place, slot: Any, _: int) -> None:
+        """A piece of the result: of a reduce-scatter to this device's, else to all."""
+        plan, (rows, columns) = self.plan, slot.shape
+        row = place.row - self.me * plan.out_shape[0] if plan.scatter else place.row
+        there = pl.ds(row, rows), pl.ds(place.column, columns)
+        if plan.shots == 2 and not plan.scatter:
+            for peer in self.peers:
+                plgpu.copy_smem_to_gmem(slot, plgpu.remote_ref(self.out, peer).at[there], commit_group=False)
+        plgpu.copy_smem_to_gmem(slot, self.out.at[there])
 
-    def _store_pieces(self, pieces: Iterator[jax.Array], store: Callable[[Any, int], None]) -> None:
-        """Piece by piece through shared memory; `store(slot, number)` starts the copies of one, as one group."""
+    def _store_pieces(self, place: Place, pieces: Iterator[jax.Array], store: Store) -> None:
         gemm = self.plan.gemm
-        if len(self.plan.pieces) % gemm.store_slots:  # the slots do not go round: begin anew
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for number, piece in enumerate(pieces):
-            slot = self.slots.at[number % gemm.store_slots]
-            plgpu.wait_smem_to_gmem(gemm.store_slots - 1, wait_read_only=True)
-            slot[...] = piece.astype(gemm.dtype)
-            plgpu.commit_smem()
-            store(slot, number)
+            hopper_gemm.store_piece(gemm, self.slots, piece, number, gemm.part, store, place)

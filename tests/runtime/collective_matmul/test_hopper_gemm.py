@@ -13,13 +13,13 @@ import pytest
 from jax import lax
 
 from dhelix.profiles.collective_matmul import Tiles
-from dhelix.runtime.collective_matmul.kernels import hopper_gemm
-from dhelix.runtime.collective_matmul.kernels.hopper_gemm import GROUP, MEMORY_GROUP, Gemm, Tile
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm
+from dhelix.runtime.collective_matmul.kernels.gemm_tiles import GROUP, MEMORY_GROUP, Gemm, Place, Tile
 
 
 def multiply(gemm: Gemm, x: jax.Array, w: jax.Array) -> jax.Array:
     tile_m = gemm.tiles.tile_m
-    place = hopper_gemm.banded(gemm.m // gemm.cluster_rows, gemm.column_tiles, gemm.tiles.group)
+    place = gemm_tiles.banded(gemm.m // gemm.cluster_rows, gemm.column_tiles, gemm.tiles.group)
 
     def order(number: jax.Array) -> Tile:
         return Tile(*place(number))
@@ -29,8 +29,9 @@ def multiply(gemm: Gemm, x: jax.Array, w: jax.Array) -> jax.Array:
             rows = x.at[pl.ds(tile.row * tile_m + tile.first, destination.shape[0]), pl.ds(step * 64, 64)]
             plgpu.copy_gmem_to_smem(rows, destination, barrier)
 
-        def store(piece: Any, row: jax.Array, column: jax.Array) -> None:
-            plgpu.copy_smem_to_gmem(piece, out.at[pl.ds(row, piece.shape[0]), pl.ds(column, piece.shape[1])])
+        def store(place: Place, slot: Any, _: int) -> None:
+            rows, columns = slot.shape
+            plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(place.row, rows), pl.ds(place.column, columns)])
 
         @pl.when(lax.axis_index(GROUP) == MEMORY_GROUP)
         def _() -> None:
@@ -78,7 +79,7 @@ def test_tiles_whose_halves_no_warpgroup_can_multiply_stay_whole():
 
 
 def test_bands_go_down_the_rows_first():
-    place = jax.vmap(hopper_gemm.banded(5, 3, 2))
+    place = jax.vmap(gemm_tiles.banded(5, 3, 2))
     rows, columns = place(jnp.arange(15))
     assert rows.tolist() == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 4, 4, 4]
     assert columns.tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2, 0, 1, 2]

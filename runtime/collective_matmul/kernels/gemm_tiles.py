@@ -1,0 +1,226 @@
+"""How the GEMM of `hopper_gemm` is cut into tiles, halves of tiles and pieces, and what of an SM it takes.
+
+result      tiles [tile_m, tile_n], of a block; a cluster has `cluster` of them below each other
+tile        two parts, of one warpgroup each: below each other (`wide` M) or side by side (N)
+part        pieces [64, store_columns], which leave shared memory one by one
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.profiles.collective_matmul import Tiles
+
+# Axes of the launch: cluster, block in it, warpgroup in that. No mesh may have an axis of such a name.
+CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"
+MEMORY_GROUP = 2
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of the 65536 of an SM
+SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
+H200_SMS = 132
+PIECE_ROWS = 64  # what one wgmma gives
+_HALF_TIME = 0.56  # of a half, in times of a tile
+_BARRIER_BYTES = 1024  # more than all barriers take, alignment included
+_STEPS_BETWEEN = 4  # along k, from a piece that is stored to the next one: 1 and 6 are slower
+
+
+class Tile(NamedTuple):
+    """A tile of the result of one block: in units of tile_m rows and of tile_n columns, over the whole result."""
+
+    row: jax.Array
+    column: jax.Array
+    first: jax.Array | int = 0  # of its rows, those from here on: a half begins in the middle
+
+
+Order = Callable[[jax.Array], Tile]
+
+
+class Place(NamedTuple):
+    """Where a warpgroup's part of a tile belongs, or a piece of it.
+
+    Attributes:
+      number: of the tile, what `order` was asked for.
+      row, column: its first element, in the whole result.
+    """
+
+    number: jax.Array
+    row: jax.Array
+    column: jax.Array
+
+
+Store = Callable[[Place, Any, int], None]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One GEMM and how it is cut.
+
+    Attributes:
+      m, n, k: of the whole product.
+      dtype: of operands and result.
+      tiles: of one block; `wide` says along which dimension its two warpgroups split it.
+      cluster: blocks that share the columns of w.
+      store_columns: width of the pieces in which a warpgroup stores its part.
+      store_slots: such pieces in flight for each warpgroup.
+      halves: cut tiles in two where that shortens the last round.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    tiles: Tiles
+    cluster: int = 2
+    store_columns: int = 64
+    store_slots: int = 2
+    halves: bool = True
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Rows and columns of the part of a tile that one warpgroup multiplies."""
+        wide = self.tiles.wide
+        return self.tiles.tile_m // (2 if wide == "M" else 1), self.tiles.tile_n // (2 if wide == "N" else 1)
+
+    @property
+    def half_part(self) -> tuple[int, int]:
+        """Rows and columns of one warpgroup's part of half a tile: below each other only where 64 rows are left."""
+        rows, columns = self.part
+        return (rows // 2, columns) if rows % 128 == 0 else (rows, columns // 2)
+
+    def pieces(self, part: tuple[int, ...]) -> list[tuple[int, int]]:
+        """First row and column of the pieces that a warpgroup's part of a tile is stored in."""
+        rows, columns = part
+        return [(i, j) for i in range(0, rows, PIECE_ROWS) for j in range(0, columns, self.store_columns)]
+
+    @property
+    def store_steps(self) -> list[int]:
+        """At which steps of the next tile these pieces are stored; at the last one of them nothing is but told."""
+        pieces = len(self.pieces(self.part))
+        between = max(1, min(_STEPS_BETWEEN, self.steps // (2 * pieces)))
+        return [min(1 + between * number, self.steps - 1) for number in (*range(pieces), pieces + 1)]
+
+    @property
+    def cluster_rows(self) -> int:
+        """Rows of the tile of a cluster."""
+        return self.tiles.tile_m * self.cluster
+
+    @property
+    def column_tiles(self) -> int:
+        return pl.cdiv(self.n, self.tiles.tile_n)
+
+    @property
+    def cluster_tiles(self) -> int:
+        """Tiles of all clusters together."""
+        return self.m // self.cluster_rows * self.column_tiles
+
+    @property
+    def whole_tiles(self) -> int:
+        """Tiles of all clusters that are not cut in two: the first ones."""
+        left, (rows, columns) = self.cluster_tiles % self.clusters, self.half_part
+        fits = self.halves and rows % PIECE_ROWS == 0 and columns % 64 == 0 and columns % self.store_columns == 0
+        return self.cluster_tiles - left if fits and 2 * left <= self.clusters else self.cluster_tiles
+
+    @property
+    def rounds(self) -> float:
+        """Tiles that the busiest cluster multiplies, one after the other; half a tile counts as what it takes.
+
+        4096x8192x2560 by 128x256 on an H200 (2026-11-21): 254 us with 2 tiles and a half, 297 us with 3.
+        """
+        whole = math.ceil(self.whole_tiles / self.clusters)
+        return whole if self.whole_tiles == self.cluster_tiles else whole + _HALF_TIME
+
+    @property
+    def steps(self) -> int:
+        """Steps along k."""
+        return self.k // self.tiles.tile_k
+
+    @property
+    def clusters(self) -> int:
+        """Clusters that run, on an SM for each block."""
+        return (self.tiles.sms or H200_SMS) // self.cluster
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        operands = self.tiles.steps * (self.tiles.tile_m + self.tiles.tile_n) * self.tiles.tile_k
+        return 2 * (operands + 2 * self.store_slots * PIECE_ROWS * self.store_columns) + _BARRIER_BYTES
+
+    def refusal(self, extra_bytes: int = 0) -> str | None:
+        """Why this GEMM cannot be had, None if it can; `extra_bytes` of shared memory go to others."""
+        tiles, (rows, columns) = self.tiles, self.part
+        if self.dtype not in ("bfloat16", "float16"):
+            return f"{self.dtype} is neither bfloat16 nor float16"
+        if rows % PIECE_ROWS or columns % self.store_columns or columns > 256:
+            return (
+                f"tiles {tiles.key} give a warpgroup {rows} x {columns}: 64 rows, {self.store_columns} to 256 columns"
+            )
+        if tiles.tile_k != 64:
+            return f"tile_k is {tiles.tile_k}: only 64 fills a swizzle of 128 bytes"
+        if tiles.steps < 2 or self.clusters < 1:
+            return f"tiles {tiles.key} need 2 steps or more and {self.cluster} SMs or more"
+        if self.m % self.cluster_rows or self.k % tiles.tile_k or self.n % 64 or not (self.m and self.n and self.k):
+            return f"{self.m} x {self.k} x {self.n} is no multiple of {self.cluster_rows} x {tiles.tile_k} x 64"
+        if (needed := self.shared_bytes + extra_bytes) > SHARED_BYTES:
+            return f"tiles {tiles.key} need {needed} bytes of shared memory, of {SHARED_BYTES}"
+        return None
+
+    def buffers(self) -> dict[str, Any]:
+        """What the hooks' functions below share, as scratch of the kernel."""
+        tiles = self.tiles
+        swizzled = _swizzled(64)
+        stored = _swizzled(min(64, self.store_columns))
+        free = functools.partial(plgpu.Barrier, num_arrivals=2, num_barriers=tiles.steps)
+        if self.cluster > 1:
+            free = functools.partial(
+                plgpu.ClusterBarrier, collective_axes=(RANK,), num_arrivals=2, num_barriers=tiles.steps
+            )
+        return dict(
+            x=plgpu.SMEM((tiles.steps, tiles.tile_m, tiles.tile_k), self.dtype, transforms=swizzled),
+            w=plgpu.SMEM((tiles.steps, tiles.tile_k, tiles.tile_n), self.dtype, transforms=swizzled),
+            out=plgpu.SMEM((2, self.store_slots, PIECE_ROWS, self.store_columns), self.dtype, transforms=stored),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.steps),
+            free=free(),
+        )
+
+    def launch(self) -> dict[str, Any]:
+        """Arguments of `plgpu.kernel`: one block per SM, in clusters, three warpgroups each."""
+        return dict(
+            grid=(self.clusters,),
+            grid_names=(CLUSTERS,),
+            cluster=(self.cluster,),
+            cluster_names=(RANK,),
+            num_threads=MEMORY_GROUP + 1,
+            thread_name=GROUP,
+        )
+
+
+def _swizzled(columns: int) -> tuple[Any, Any]:
+    """How rows of so many elements lie in shared memory without bank conflicts."""
+    made: Any = plgpu  # these classes are abstract to type checkers
+    return made.TilingTransform((8, columns)), made.SwizzleTransform(2 * columns)
+
+
+def banded(rows: int, columns: int, width: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """Walks a grid in bands of `width` rows, down the rows of a band first: neighbours in time share operands in L2.
+
+    rows = 4, columns = 3, width = 2      0  2  4
+                                          1  3  5
+                                          6  8 10
+                                          7  9 11
+    """
+
+    def place(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        band, inside = lax.div(index, jnp.int32(width * columns)), lax.rem(index, jnp.int32(width * columns))
+        height = jnp.minimum(jnp.int32(width), rows - band * width)
+        return band * width + lax.rem(inside, height), lax.div(inside, height)
+
+    return place
