@@ -25,6 +25,7 @@ from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
+from dhelix.runtime.launch_settings import CALLS_OUTSIDE_GRAPHS
 from dhelix.runtime.schedules import default_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -217,8 +218,14 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, dp, decomposed, cuBLAS", "strands", "dp", decomposed=True, options=_CUBLAS),
 )
 _WITHOUT = tuple(replace(v, name=either(v.name)[1], options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
-VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT)}
-"""Each also without CUDA graphs, which XLA makes of runs of kernels unless told otherwise."""
+_CALLS_OUTSIDE = tuple(
+    replace(v, name=f"{v.name}, calls outside graphs", options={**v.options, **CALLS_OUTSIDE_GRAPHS})
+    for v in _WITH_GRAPHS
+    if v.collective_matmul != OFF
+)
+VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT, *_CALLS_OUTSIDE)}
+"""Each also without CUDA graphs, which XLA makes of runs of kernels unless told otherwise; those that may have kernels
+of ours, which graphs must not hold, also with graphs of all else."""
 
 ESSENTIAL = (
     "plain; plain, no slice fusion; strands; strands, list by profile; strands, dp; strands, decomposed; "

@@ -46,7 +46,7 @@ from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
 from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
-from dhelix.runtime.launch_settings import NO_GRAPHS, graphs_hold_calls, link_of
+from dhelix.runtime.launch_settings import CALLS_OUTSIDE_GRAPHS, graphs_hold_calls, link_of
 from dhelix.runtime.lowering import hlo_bytes
 
 OFF = "off"
@@ -72,8 +72,8 @@ def collective_matmul_passes(
     Args:
       devices: those that the program is lowered for, in the order of its partitions.
       form: "auto" for what was measured to pay on these devices, "off", or a form for all sites that can have it.
-      options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program without CUDA
-        graphs.
+      options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program whose
+        CUDA graphs hold no custom calls.
       stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
       paired: sites of these patterns at these places stay as they are (`runtime/collective_matmul_choice.py`).
 
@@ -102,7 +102,7 @@ def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
     elif graphs:
         reason = (
             "no kernels, since the program's custom calls become part of CUDA graphs: jit it with compiler_options="
-            f"{dict(NO_GRAPHS)}, or start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            f"{dict(CALLS_OUTSIDE_GRAPHS)}, or start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     else:
         return

@@ -20,6 +20,10 @@ from dhelix.profiles.profile import SETTINGS, LaunchSetting
 _GRAPHS = "xla_gpu_enable_command_buffer"
 NO_GRAPHS: Mapping[str, str] = MappingProxyType({_GRAPHS: ""})
 """XLA's options for a program without CUDA graphs."""
+CALLS_OUTSIDE_GRAPHS: Mapping[str, str] = MappingProxyType(
+    {_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"}
+)
+"""Of all that XLA makes CUDA graphs of, but for custom calls."""
 _LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
 
 _USUAL: Mapping[str, str] = MappingProxyType({

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
 from dhelix.runtime.collective_matmul_pass import OFF
-from dhelix.runtime.launch_settings import NO_GRAPHS
+from dhelix.runtime.launch_settings import CALLS_OUTSIDE_GRAPHS, graphs_hold_calls
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
@@ -95,8 +96,8 @@ def strand_interleave(
       collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",
         the form that was measured to be the fastest on these GPUs, if any is faster, and with strands where the step is
         predicted to be faster by it; or a form for all that can have it, such as "ring" or "hybrid:4"
-        (docs/collective_matmul.md). The step is compiled without CUDA graphs then; one that is jitted already takes
-        kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else "off".
+        (docs/collective_matmul.md). CUDA graphs hold no custom calls of the step then; one that is jitted already
+        takes kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else "off".
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
         arguments (`runtime.verification`).
@@ -118,8 +119,8 @@ def strand_interleave(
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
     collective_matmul = collective_matmul_of(collective_matmul, schedule, plan, passes)
-    if collective_matmul != OFF and not jax_compat.is_jitted(function):
-        jit_options["compiler_options"] = {**NO_GRAPHS, **(jit_options.get("compiler_options") or {})}
+    if collective_matmul != OFF and not jax_compat.is_jitted(function) and graphs_hold_calls(os.environ):
+        jit_options["compiler_options"] = {**CALLS_OUTSIDE_GRAPHS, **(jit_options.get("compiler_options") or {})}
     if pipeline is not None:
         _check_pipeline(pipeline, microbatches, schedule, verify)
     choice = Choice.of(

@@ -4,7 +4,14 @@ import pytest
 
 from dhelix.passes.pairing_plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS
-from dhelix.runtime.launch_settings import NO_GRAPHS, difference, graphs_hold_calls, nearest, without_graphs
+from dhelix.runtime.launch_settings import (
+    CALLS_OUTSIDE_GRAPHS,
+    NO_GRAPHS,
+    difference,
+    graphs_hold_calls,
+    nearest,
+    without_graphs,
+)
 
 
 def target(setting: str) -> PlanTarget:
@@ -69,6 +76,7 @@ def test_options_of_the_step_count_as_flags() -> None:
         ("--xla_gpu_enable_command_buffer=+CUSTOM_CALL", {}, True),
         ("--xla_gpu_enable_command_buffer=", {"xla_gpu_enable_command_buffer": "CUSTOM_CALL"}, True),
         ("", dict(NO_GRAPHS), False),
+        ("", dict(CALLS_OUTSIDE_GRAPHS), False),
     ],
 )
 def test_whether_custom_calls_become_part_of_graphs(flags: str, options: dict[str, str], held: bool) -> None:
