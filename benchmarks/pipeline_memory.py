@@ -1,7 +1,7 @@
 """Memory of pipelined train steps, compiled for GPUs that need not exist: the fold beside 1F1B and two copies.
 
     python benchmarks/pipeline_memory.py steps      # 64 H200s, Llama-66B: peak and compile time
-    python benchmarks/pipeline_memory.py largest    # 4 H200s: the largest model of Llama-8B's layers
+    python benchmarks/pipeline_memory.py largest    # 2 and 4 H200s: the largest model of Llama-8B's layers
     python benchmarks/pipeline_memory.py paper      # section 6.5 of DHelix: 64 GPUs of 48 GB, Llama-25B's layers
     python benchmarks/pipeline_memory.py --docs docs/pipeline.md    # tables of all results so far, into the page
 
@@ -80,6 +80,7 @@ STEPS = Case("64 H200s, PP 8 x TP 8", "llama-66b", 76, 8, 8, microbatches=32)
 LARGEST = (
     Case("4 H200s, PP 4", "llama-8b", 16, 4, 1, vocab=32_000, limit=H200),
     Case("4 H200s, PP 2 x TP 2", "llama-8b", 16, 2, 2, vocab=32_000, limit=H200),
+    Case("2 H200s, PP 2", "llama-8b", 16, 2, 1, vocab=32_000, limit=H200),
 )
 PAPER = Case("64 GPUs of 48 GB, DP 4, TP 8, PP 2", "llama-25b", 28, 2, 8, 4, limit=int(48e9))
 

@@ -54,7 +54,8 @@ def points(measured: Sequence[Group]) -> list[Point]:
             continue
         w = group.run.workload
         cap = f", {w['channels']} channels" if w.get("channels") else ""
-        name = f"TP {w['tp']}, S {w['seq']}, M {w['microbatches']}{cap}, {group.link}"
+        setting = best.setting.replace("_", " ")
+        name = f"{w['preset'].title()}, TP {w['tp']}, S {w['seq']}, M {w['microbatches']}{cap}, {setting}"
         found.append(Point(name, cost / xla.median_ms, xla.median_ms / best.median_ms))
     return found
 
@@ -84,27 +85,23 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    figure, axis = pyplot.subplots(figsize=(8, 5), dpi=150)
+    figure, axis = pyplot.subplots(figsize=(10, 5), dpi=150)
     most = max([0.6, *(p.share for p in drawn)]) + 0.03
     shares = [most * n / 100 for n in range(100)]
-    axis.plot(
-        shares,
-        [1 / max(s, 1 - s) for s in shares],
-        color="#aab2bb",
-        linestyle="--",
-        label="all hidden that compute can hide",
-    )
+    bound = [1 / max(s, 1 - s) for s in shares]
+    axis.plot(shares, bound, color="#aab2bb", linestyle="--", label="all hidden that compute can hide")
+    named = []
     for of_paper, colour, marker, label in (
         (True, "#e08a3c", "s", "DHelix (A40, A800)"),
         (False, "#3f7cac", "o", "here"),
     ):
-        some = [p for p in drawn if p.of_paper is of_paper]
+        some = sorted((p for p in drawn if p.of_paper is of_paper), key=lambda p: p.share)
         axis.scatter([p.share for p in some], [p.speed_up for p in some], color=colour, marker=marker, label=label)
         for p in some:
-            left = p.share > 0.7 * most
-            where = {"xytext": (-5, 5) if left else (5, -3), "ha": "right" if left else "left"}
-            text = p.name.removeprefix("DHelix: ")
-            axis.annotate(text, (p.share, p.speed_up), textcoords="offset points", size=6, **where)
+            named.append(f"{len(named) + 1}  {p.name.removeprefix('DHelix: ')}")
+            place = {"xytext": (0, 6), "textcoords": "offset points"}
+            axis.annotate(str(len(named)), (p.share, p.speed_up), ha="center", size=8, **place)
+    axis.text(1.02, 1.0, "\n".join(named), transform=axis.transAxes, size=7, va="top", linespacing=1.8)
     axis.set(xlabel="share of communication", ylabel="speed-up", xlim=(0, most))
     axis.set_ylim(0.95, max([1.5, *(p.speed_up for p in drawn)]) + 0.1)
     axis.xaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from dhelix.benchmarks import strand_sweep, strands
 from dhelix.benchmarks.strand_results import Result, Run, groups
 from dhelix.benchmarks.strand_sweep import Point, paper_points, points, save_png
 
-WORKLOAD = {"tp": 4, "seq": 8192, "microbatches": 16, "channels": 0}
+WORKLOAD = {"preset": "llama-8b", "tp": 4, "seq": 8192, "microbatches": 16, "channels": 0}
 
 
 def measured(**steps: float) -> Run:
@@ -19,7 +20,8 @@ def measured(**steps: float) -> Run:
 
 def test_a_point_needs_a_plain_step_one_of_ours_and_one_without_communication() -> None:
     whole = measured(plain=100.0, strands_dp=90.0, **{"plain_no communication": 80.0})
-    assert points(groups([whole])) == [Point("TP 4, S 8192, M 16, nvlink", pytest.approx(0.2), 100 / 90)]  # type: ignore[arg-type]
+    share: Any = pytest.approx(0.2)
+    assert points(groups([whole])) == [Point("Llama-8B, TP 4, S 8192, M 16, default", share, 100 / 90)]
     assert points(groups([measured(plain=100.0, strands_dp=90.0)])) == []
 
 
