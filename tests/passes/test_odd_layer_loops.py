@@ -21,8 +21,9 @@ from dhelix.tests.passes.test_generated_programs import interpret
 
 MICROBATCHES, LAYERS, ROWS, WIDTH = 5, 4, 3, 4
 _ODD = (
-    "nothing", "indices are unsigned", "a stack starts with numbers of its own", "residuals are read after the loop",
-    "a sum is handed on twice", "slots lie beyond the stack",
+    "nothing", "indices are unsigned", "indices are of two types", "a stack starts with numbers of its own",
+    "residuals are read after the loop", "a sum is handed on twice", "gradients are handed on twice",
+    "slots lie beyond the stack",
 )  # fmt: skip
 
 
@@ -32,13 +33,15 @@ def weights() -> np.ndarray:
 
 def step_of(odd: str) -> Callable[[Any, Any], Any]:
     """Sums over micro-batches, made by loops that are odd in one way."""
-    integer = np.uint32 if odd == "indices are unsigned" else np.int32
-    zero = integer(0)
+    ahead_in = np.uint32 if odd.startswith("indices") else np.int32
+    back_in = np.uint32 if odd == "indices are unsigned" else np.int32
 
     def slot(stack: Any, i: Any) -> Any:
+        zero = jnp.zeros((), i.dtype)
         return jax.lax.dynamic_slice(stack, (i, zero, zero), (1, *stack.shape[1:]))[0]
 
     def put(stack: Any, value: Any, i: Any) -> Any:
+        zero = jnp.zeros((), i.dtype)
         return jax.lax.dynamic_update_slice(stack, value[None], (i, zero, zero))
 
     def ahead(x: Any, w: Any) -> Any:
@@ -50,27 +53,30 @@ def step_of(odd: str) -> Callable[[Any, Any], Any]:
         def layer(state: Any) -> Any:
             i, x, residuals = state
             y = jnp.tanh(x @ slot(w, i))
-            return i + integer(1), y, put(residuals, y, i)
+            return i + ahead_in(1), y, put(residuals, y, i)
 
-        return jax.lax.while_loop(lambda s: s[0] < integer(LAYERS), layer, (zero, x, residuals))[1:]
+        return jax.lax.while_loop(lambda s: s[0] < ahead_in(LAYERS), layer, (ahead_in(0), x, residuals))[1:]
 
     def back(saved: Any, g: Any) -> Any:
         residuals, w, sums, others = saved
         place = LAYERS if odd == "slots lie beyond the stack" else 0  # the last slot is taken, then, each time
 
         def layer(state: Any) -> Any:
-            i, g, sums, others, made, residuals = state
+            i, g, sums, others, made, twice, residuals = state
             y = slot(residuals, i)
             h = g * (1 - y * y)
-            at = i + integer(place)
+            at = i + back_in(place)
             sums = put(sums, slot(sums, at) * 0.7 + y.T @ h, at)
             made = put(made, y.T @ h, i)
             others = sums if odd == "a sum is handed on twice" else others
-            return i - integer(1), h @ slot(w, i).T, sums, others, made, jax.jit(lambda x: x)(residuals)
+            twice = made if odd == "gradients are handed on twice" else twice
+            return i - back_in(1), h @ slot(w, i).T, sums, others, made, twice, jax.jit(lambda x: x)(residuals)
 
-        start = integer(LAYERS - 1), g, sums, others, jnp.zeros_like(w), residuals
-        last = np.array(-1).astype(integer)
-        _, g, sums, others, made, residuals = jax.lax.while_loop(lambda s: s[0] != last, layer, start)
+        start = back_in(LAYERS - 1), g, sums, others, jnp.zeros_like(w), jnp.zeros_like(w), residuals
+        last = np.array(-1).astype(back_in)
+        _, g, sums, others, made, twice, residuals = jax.lax.while_loop(lambda s: s[0] != last, layer, start)
+        if odd == "gradients are handed on twice":
+            others = others + twice
         if odd == "residuals are read after the loop":
             made = made * (1 + jnp.sum(residuals))
         return g, made, sums, others
