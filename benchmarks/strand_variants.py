@@ -25,7 +25,7 @@ from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
-from dhelix.runtime.launch_settings import CALLS_OUTSIDE_GRAPHS
+from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.schedules import default_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -219,7 +219,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
 )
 _WITHOUT = tuple(replace(v, name=either(v.name)[1], options={**v.options, **_NO_GRAPHS}) for v in _WITH_GRAPHS)
 _CALLS_OUTSIDE = tuple(
-    replace(v, name=f"{v.name}, calls outside graphs", options={**v.options, **CALLS_OUTSIDE_GRAPHS})
+    replace(v, name=f"{v.name}, calls outside graphs", options={**v.options, **calls_outside_graphs({})})
     for v in _WITH_GRAPHS
     if v.collective_matmul != OFF
 )

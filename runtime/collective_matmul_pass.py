@@ -46,7 +46,7 @@ from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
 from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
-from dhelix.runtime.launch_settings import CALLS_OUTSIDE_GRAPHS, graphs_hold_calls, link_of
+from dhelix.runtime.launch_settings import calls_outside_graphs, graphs_hold_calls, link_of
 from dhelix.runtime.lowering import hlo_bytes
 
 OFF = "off"
@@ -102,7 +102,7 @@ def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
     elif graphs:
         reason = (
             "no kernels, since the program's custom calls become part of CUDA graphs: jit it with compiler_options="
-            f"{dict(CALLS_OUTSIDE_GRAPHS)}, or start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
+            f"{calls_outside_graphs(os.environ)}, or start with XLA_FLAGS=--xla_gpu_enable_command_buffer="
         )
     else:
         return

@@ -20,10 +20,11 @@ from dhelix.profiles.profile import SETTINGS, LaunchSetting
 _GRAPHS = "xla_gpu_enable_command_buffer"
 NO_GRAPHS: Mapping[str, str] = MappingProxyType({_GRAPHS: ""})
 """XLA's options for a program without CUDA graphs."""
-CALLS_OUTSIDE_GRAPHS: Mapping[str, str] = MappingProxyType(
-    {_GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"}
-)
-"""Of all that XLA makes CUDA graphs of, but for custom calls."""
+_USUAL_KINDS = frozenset({
+    "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL"
+})  # fmt: skip
+_FREE_OF_CALLS = frozenset({"FUSION", "CUBLAS", "CUBLASLT", "CUDNN"})
+"""Of what XLA makes CUDA graphs, usually and at most without custom calls: the others are calls, or may hold them."""
 _LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
 
 _USUAL: Mapping[str, str] = MappingProxyType({
@@ -103,10 +104,23 @@ def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
 
 
 def graphs_hold_calls(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> bool:
-    """Whether XLA makes custom calls part of CUDA graphs; arguments as of `setting_of`."""
+    """Whether CUDA graphs that XLA makes may hold custom calls; arguments as of `setting_of`."""
+    return not _kinds_in_graphs(environment, options) <= _FREE_OF_CALLS
+
+
+def calls_outside_graphs(environment: Mapping[str, str]) -> dict[str, str]:
+    """XLA's options for CUDA graphs without custom calls, of what the process has graphs of."""
+    return {_GRAPHS: ",".join(sorted(_kinds_in_graphs(environment) & _FREE_OF_CALLS))}
+
+
+def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> frozenset[str]:
+    """A list, or changes of the usual one: `+A,-B`."""
     flags = {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})}
-    kinds = flags.get(_GRAPHS)
-    return kinds is None or "CUSTOM_CALL" in str(kinds).replace("+", "").split(",")
+    words = [word for word in str(flags.get(_GRAPHS, "+FUSION")).upper().replace(" ", "").split(",") if word]
+    if not all(word[0] in "+-" for word in words) or not words:
+        return frozenset(words)
+    more, less = ({word[1:] for word in words if word[0] == sign} for sign in "+-")
+    return _USUAL_KINDS - less | more
 
 
 def without_graphs(environment: MutableMapping[str, str]) -> None:

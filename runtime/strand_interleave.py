@@ -35,7 +35,7 @@ from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration, verification
 from dhelix.runtime.collective_matmul_pass import OFF
-from dhelix.runtime.launch_settings import CALLS_OUTSIDE_GRAPHS, graphs_hold_calls
+from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
@@ -119,8 +119,9 @@ def strand_interleave(
         )  # fmt: skip
     _check_options(function, microbatches, reduce, jit_options)
     collective_matmul = collective_matmul_of(collective_matmul, schedule, plan, passes)
-    if collective_matmul != OFF and not jax_compat.is_jitted(function) and graphs_hold_calls(os.environ):
-        jit_options["compiler_options"] = {**CALLS_OUTSIDE_GRAPHS, **(jit_options.get("compiler_options") or {})}
+    if collective_matmul != OFF and not jax_compat.is_jitted(function):
+        given = jit_options.get("compiler_options") or {}
+        jit_options["compiler_options"] = {**calls_outside_graphs(os.environ), **given}
     if pipeline is not None:
         _check_pipeline(pipeline, microbatches, schedule, verify)
     choice = Choice.of(

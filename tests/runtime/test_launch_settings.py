@@ -5,8 +5,8 @@ import pytest
 from dhelix.passes.pairing_plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.launch_settings import (
-    CALLS_OUTSIDE_GRAPHS,
     NO_GRAPHS,
+    calls_outside_graphs,
     difference,
     graphs_hold_calls,
     nearest,
@@ -76,11 +76,30 @@ def test_options_of_the_step_count_as_flags() -> None:
         ("--xla_gpu_enable_command_buffer=+CUSTOM_CALL", {}, True),
         ("--xla_gpu_enable_command_buffer=", {"xla_gpu_enable_command_buffer": "CUSTOM_CALL"}, True),
         ("", dict(NO_GRAPHS), False),
-        ("", dict(CALLS_OUTSIDE_GRAPHS), False),
+        ("--xla_gpu_enable_command_buffer=fusion,custom_call", {}, True),
+        ("--xla_gpu_enable_command_buffer=+WHILE", {}, True),
+        ("--xla_gpu_enable_command_buffer=-FUSION", {}, True),
+        ("--xla_gpu_enable_command_buffer=-CUSTOM_CALL", {}, True),  # what slices a call's operands may hold it
+        ("--xla_gpu_enable_command_buffer=-CUSTOM_CALL,-DYNAMIC_SLICE_FUSION,-CONDITIONAL", {}, False),
     ],
 )
 def test_whether_custom_calls_become_part_of_graphs(flags: str, options: dict[str, str], held: bool) -> None:
     assert graphs_hold_calls({"XLA_FLAGS": flags}, options) is held
+
+
+@pytest.mark.parametrize(
+    ("flag", "kinds"),
+    [
+        (None, "CUBLAS,CUBLASLT,CUDNN,FUSION"),
+        ("", ""),
+        ("FUSION,CUSTOM_CALL", "FUSION"),
+        ("-cublas,+WHILE", "CUBLASLT,CUDNN,FUSION"),
+    ],
+)
+def test_graphs_of_what_a_process_has_them_of_but_calls(flag: str | None, kinds: str) -> None:
+    environment = {} if flag is None else {"XLA_FLAGS": f"--xla_gpu_enable_command_buffer={flag}"}
+    options = calls_outside_graphs(environment)
+    assert options == {"xla_gpu_enable_command_buffer": kinds} and not graphs_hold_calls(environment, options)
 
 
 def test_a_process_without_graphs_keeps_its_other_flags() -> None:

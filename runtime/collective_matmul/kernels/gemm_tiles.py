@@ -28,6 +28,7 @@ MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232
 SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
 H200_SMS = 132
 PIECE_ROWS = 64  # what one wgmma gives
+_MOST_HELD = 64 * 256  # elements of a part: its sums and the rounded part before take 192 of the registers
 _HALF_TIME = 0.56  # of a half, in times of a tile
 _BARRIER_BYTES = 1024  # more than all barriers take, alignment included
 _STEPS_BETWEEN = 4  # along k, from a piece that is stored to the next one: 1 and 6 are slower
@@ -103,7 +104,7 @@ class Gemm:
 
     @property
     def store_steps(self) -> list[int]:
-        """At which steps of the next tile these pieces are stored; at the last one of them nothing is but told."""
+        """Steps of the next tile at which pieces of the one before are stored; at the last, `after_tile` is called."""
         pieces = len(self.pieces(self.part))
         between = max(1, min(_STEPS_BETWEEN, self.steps // (2 * pieces)))
         return [min(1 + between * number, self.steps - 1) for number in (*range(pieces), pieces + 1)]
@@ -127,6 +128,7 @@ class Gemm:
         """Tiles of all clusters that are not cut in two: the first ones."""
         left, (rows, columns) = self.cluster_tiles % self.clusters, self.half_part
         fits = self.halves and rows % PIECE_ROWS == 0 and columns % 64 == 0 and columns % self.store_columns == 0
+        fits = fits and (self.tiles.wide == "M" or self.part[0] % (2 * PIECE_ROWS) == 0)  # half of the rows is cut off
         return self.cluster_tiles - left if fits and 2 * left <= self.clusters else self.cluster_tiles
 
     @property
@@ -159,10 +161,13 @@ class Gemm:
         tiles, (rows, columns) = self.tiles, self.part
         if self.dtype not in ("bfloat16", "float16"):
             return f"{self.dtype} is neither bfloat16 nor float16"
-        if rows % PIECE_ROWS or columns % self.store_columns or columns > 256:
+        beside = 64 if tiles.wide == "N" else self.store_columns  # where the second part begins in shared memory
+        if rows % PIECE_ROWS or columns % self.store_columns or columns % beside or columns > 256:
             return (
                 f"tiles {tiles.key} give a warpgroup {rows} x {columns}: 64 rows, {self.store_columns} to 256 columns"
             )
+        if rows * columns > _MOST_HELD:
+            return f"tiles {tiles.key} give a warpgroup {rows} x {columns}, which it has no registers to hold"
         if tiles.tile_k != 64:
             return f"tile_k is {tiles.tile_k}: only 64 fills a swizzle of 128 bytes"
         if tiles.steps < 2 or self.clusters < 1:
@@ -174,7 +179,7 @@ class Gemm:
         return None
 
     def buffers(self) -> dict[str, Any]:
-        """What the hooks' functions below share, as scratch of the kernel."""
+        """What `load_tiles` and `multiply_tiles` share, as scratch of the kernel."""
         tiles = self.tiles
         swizzled = _swizzled(64)
         stored = _swizzled(min(64, self.store_columns))

@@ -11,9 +11,9 @@
                                                                          after_tile(tile i - 1)
 
 The ring of `steps` slots runs on from tile to tile, and a tile is stored while the next one is multiplied: rounded, it
-waits in registers, half of what its sums take. Stored at once it costs up to 5 us of each tile where results go to
-another GPU, since two of four pieces must have left shared memory before the next tile begins, those of all SMs at a
-time (`matmul_reduce_scatter` has the times); the GEMM of `all_gather_matmul` gains 1 to 6 % by it.
+waits in registers, half of what its sums take. Stored at once, two of its four pieces must have left shared memory
+before the next tile begins, those of all SMs at a time, which costs most where results go to another GPU
+(`matmul_reduce_scatter` has the times); the GEMM of `all_gather_matmul` gains 1 to 6 % by it.
 
 Tiles left for a last round that would fill half of the SMs or less are cut in two along the rows, and all clusters
 share them:
@@ -23,8 +23,8 @@ share them:
                              2 2 2 2 |                      2 2 2 2 |
 
 What differs between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with
-`before_step` (when they are there), `store` (where a piece of the result goes), `after_tile` (whom to tell) and
-`at_once` (for results that shall not wait).
+`before_step` (when they are there), `store` (where a piece of the result goes), `after_tile` (whom to tell), and
+`at_once` for results that shall not wait till `later`.
 
 Contract: x [m, k] @ w [k, n], both row-major, accumulated in float32, bfloat16 or float16; `Gemm.refusal` says why
 sizes or tiles cannot be had. Columns beyond n of the last tile are loaded as zeros and not stored.
@@ -118,7 +118,7 @@ def multiply_tiles(
     gemm: Gemm,
     buffers: Any,
     order: Order,
-    store: Store | None,
+    store: Store,
     after_tile: Callable[[Place], None] = lambda place: None,
     at_once: Callable[[Place, jax.Array], None] = lambda place, sums: None,
     later: Callable[[Place], jax.Array | bool] = lambda place: True,
@@ -128,7 +128,7 @@ def multiply_tiles(
     Args:
       gemm, buffers, order: as in `load_tiles`.
       store: (place, slot, number), copies the number-th piece of a part from shared memory to its place, with
-        `plgpu.copy_smem_to_gmem` as one group. None: nothing is stored later.
+        `plgpu.copy_smem_to_gmem` as one group.
       after_tile: (place), called some time after all pieces of a part are on their way, not there: wait with
         `plgpu.wait_smem_to_gmem(0)` before telling anybody. In the midst of the next tile, or at the end.
       at_once: (place, sums), called when a part has been multiplied, before the next one is begun.
@@ -138,8 +138,7 @@ def multiply_tiles(
     slots = buffers["out"].at[group]
 
     def put(part: jax.Array, place: Place, number: int) -> None:
-        if store is not None:
-            store_piece(gemm, slots, piece_of(gemm, part, number), number, part.shape, store, place)
+        store_piece(gemm, slots, piece_of(gemm, part, number), number, part.shape, store, place)
 
     def multiply(number: jax.Array, index: jax.Array, tile: Tile, height: int, held: _Held) -> _Held:
         """Multiplies a tile, and stores the one before, which is `held`."""

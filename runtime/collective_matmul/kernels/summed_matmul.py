@@ -16,10 +16,10 @@ others' partial sums of it lie in `staged` and are added to the float32 accumula
 partial sum of an owner goes through memory and communication is hidden behind the other tiles. `shots = 1`, for results
 that are one wave of tiles and latency: every device sends its partial sums to all, and each adds all of them up.
 
-All writes to other devices are TMA stores out of shared memory, piece by piece while the next tile is multiplied
-(`hopper_gemm`); own tiles are summed and stored at once, from float32. Counters `arrived[tile, warpgroup]` lie on the
-receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), some
-steps behind the last piece.
+All writes to other devices are TMA stores out of shared memory. Partial sums leave piece by piece while the next tile
+is multiplied (`hopper_gemm`); own tiles are summed and stored at once, from float32, and so is all of one shot.
+Counters `arrived[tile, warpgroup]` lie on the receiver: the sender adds 1 after its stores have completed
+(`wait_smem_to_gmem`, then a release at system scope), some steps behind the last piece.
 
 Legality: one axis of the mesh, NVLink or other peer access between its devices, no NVSHMEM. No collective of NCCL may
 be in flight beside it on any of these devices, or each may wait for SMs that the other holds. No deadlock among its own
@@ -149,6 +149,15 @@ class Plan:
             return f"{gemm.m} x {gemm.n} do not divide over {n} devices into {gemm.cluster_rows} x {gemm.tiles.tile_n}"
         return gemm.refusal()
 
+    def order(self, me: jax.Array) -> gemm_tiles.Order:
+        """Of tiles, for `hopper_gemm`."""
+
+        def order(number: jax.Array) -> Tile:
+            job = self.job(me, number)
+            return Tile(job.row, job.column)
+
+        return order
+
     def job(self, me: jax.Array, number: jax.Array) -> Job:
         """What comes when, the same on all devices but for `me`.
 
@@ -217,19 +226,12 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(plan.staged_shape[1:3]))
     finished = None if plan.scatter or plan.shots == 1 else pl.get_global(plgpu.SemaphoreType.REGULAR)
 
-    def order(me: jax.Array) -> gemm_tiles.Order:
-        def order(number: jax.Array) -> Tile:
-            job = plan.job(me, number)
-            return Tile(job.row, job.column)
-
-        return order
-
     def load() -> None:
         def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
             rows = x.at[pl.ds(tile.row * tile_m, tile_m), pl.ds(step * tile_k, tile_k)]
             plgpu.copy_gmem_to_smem(rows, destination, barrier)
 
-        hopper_gemm.load_tiles(gemm, buffers, order(lax.axis_index(axis)), load_rows, w)
+        hopper_gemm.load_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), load_rows, w)
 
     @pl.when(group == MEMORY_GROUP)
     def _() -> None:
@@ -245,8 +247,8 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
         me = lax.axis_index(axis)
         peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
         links = _Links(plan, axis, me, peers, out, staged, buffers["out"].at[group], arrived, finished)
-        store = None if plan.shots == 1 else links.send
-        hopper_gemm.multiply_tiles(gemm, buffers, order(me), store, links.tell, links.at_once, links.is_others)
+        order = plan.order(me)
+        hopper_gemm.multiply_tiles(gemm, buffers, order, links.send, links.tell, links.at_once, links.is_others)
         links.finish()
 
 
@@ -283,7 +285,7 @@ class _Links:
         return job.tile * self.plan.gemm.cluster + lax.axis_index(RANK), lax.axis_index(GROUP)
 
     def is_others(self, place: Place) -> jax.Array:
-        """Whether a part is another device's."""
+        """Whether a part is another device's; with one shot all are everybody's own."""
         return self.job(place).turn < self.plan.devices - 1
 
     def send(self, place: Place, slot: Any, number: int) -> None:
@@ -298,14 +300,13 @@ class _Links:
 
     def tell(self, place: Place) -> None:
         """Tells the owner of a part that all of it has been sent, when it is there."""
-        if self.plan.shots == 2:
 
-            @pl.when(self.is_others(place))
-            def _() -> None:
-                job = self.job(place)
-                owner = lax.rem(self.me + 1 + job.turn, jnp.int32(self.plan.devices))
-                plgpu.wait_smem_to_gmem(0)
-                pl.semaphore_signal(self.arrived.at[self.where(job)], device_id={self.axis: owner})
+        @pl.when(self.is_others(place))
+        def _() -> None:
+            job = self.job(place)
+            owner = lax.rem(self.me + 1 + job.turn, jnp.int32(self.plan.devices))
+            plgpu.wait_smem_to_gmem(0)
+            pl.semaphore_signal(self.arrived.at[self.where(job)], device_id={self.axis: owner})
 
     def at_once(self, place: Place, sums: jax.Array) -> None:
         """Adds what came in to an own part, in float32; others' can wait."""
@@ -315,8 +316,7 @@ class _Links:
             pl.when(~self.is_others(place))(lambda: self._finish_own(place, sums))
 
     def finish(self) -> None:
-        """Returns when all is stored here and elsewhere."""
-        plgpu.wait_smem_to_gmem(0)
+        """Returns when all is stored elsewhere, too."""
         gemm, plan = self.plan.gemm, self.plan
         if self.finished is None:
             return
