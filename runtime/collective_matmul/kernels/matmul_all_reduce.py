@@ -33,9 +33,9 @@ _ONE_SHOT_BYTES = 4 << 20  # that a device sends: up to here latency is more tha
 def default_tiles(site: Site) -> Tiles:
     """Large tiles where the product is deep, small ones where it is not, flat ones where 128 rows do not divide.
 
-    Large ones in three steps, which leaves room to store a whole tile at once, in single blocks and a quarter of a wave
-    first; of small ones half a wave first, in clusters of two where rows divide so. On 2 H200s (2026-11-22), in
-    microseconds, when a tile was stored before the next one was multiplied:
+    Large ones in three steps, which leaves room for all pieces of a tile in shared memory, in single blocks and a
+    quarter of a wave first; of small ones half a wave first, in clusters of two where rows divide so. On 2 H200s
+    (2026-11-22), in microseconds, when a tile was stored before the next one was multiplied:
 
         rows x k x columns      psum            128x128                   128x256               64x128
                                 behind a GEMM   lead 66    lead 33        4 steps    3 steps
@@ -46,7 +46,8 @@ def default_tiles(site: Site) -> Tiles:
           64 x 14336 x 8192     85                                                              94
 
     Stored beside the next one, single blocks of 128x256 in 4 steps take 140 and 385 us for the first two with a whole
-    wave of others' tiles first, 140 and 396 with a lead of 66; before they took 148 and 390, in the same hour.
+    wave of others' tiles first, 140 and 396 with a lead of 66; before they took 148 and 390, in the same hour. The
+    defaults have not been timed since.
     """
     if site.rows % _LARGE.tile_m:
         return _DECODE
