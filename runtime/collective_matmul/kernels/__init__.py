@@ -2,6 +2,7 @@
 
     hopper_gemm             the persistent GEMM that they share
     gemm_tiles              how it is cut
+    gathered_rows           how rows come to the next one
     all_gather_matmul       rows are pulled from their owners while own rows are multiplied
     matmul_reduce_scatter   tiles go to their owners as soon as they are multiplied (DistFuse), and are summed there
     matmul_all_reduce       the same, and sums go back to all

@@ -45,7 +45,7 @@ scope, 2 us in which the copying warp stands still. With 64 copying blocks inste
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -58,135 +58,10 @@ from jax.experimental.mosaic.gpu import utils
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm
+from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer, divided
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Place, Tile
 
 _LOAD_WARP, _COPY_WARP = 0, 1
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """How rows are pulled from device to device.
-
-    Attributes:
-      chunks: counters for each tile of rows, along k: a tile of the result can begin when the first one is full.
-      rows, columns: of a piece, what one TMA copy moves.
-      stages: pieces in flight for each block; all but one are loads, which take longer than stores.
-      batch: pieces that are counted together.
-    """
-
-    chunks: int = 1
-    rows: int = 8
-    columns: int = 256
-    stages: int = 4
-    batch: int = 2
-
-    @property
-    def window(self) -> int:
-        """Tiles of rows that are moved together, chunk by chunk."""
-        return 2 if self.chunks == 1 else 8
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block."""
-        return 2 * self.stages * self.rows * self.columns
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """An all-gather matmul on one device: the GEMM over all rows, and how rows come."""
-
-    gemm: Gemm
-    transfer: Transfer
-    devices: int
-
-    @property
-    def rows(self) -> int:
-        """Of each device."""
-        return self.gemm.m // self.devices
-
-    @property
-    def row_tiles(self) -> int:
-        """Of each device, tiles of one block."""
-        return self.rows // self.gemm.tiles.tile_m
-
-    @property
-    def chunk_steps(self) -> int:
-        return self.gemm.steps // self.transfer.chunks
-
-    @property
-    def chunk_pieces(self) -> int:
-        """Pieces of a tile of rows in a chunk."""
-        transfer = self.transfer
-        return self.gemm.tiles.tile_m * (self.gemm.k // transfer.chunks) // (transfer.rows * transfer.columns)
-
-    @property
-    def chunk_batches(self) -> int:
-        """What one counter counts."""
-        return self.chunk_pieces // self.transfer.batch
-
-    @property
-    def batches(self) -> int:
-        """Of all blocks, from all devices."""
-        return self.devices * self.row_tiles * self.transfer.chunks * self.chunk_batches
-
-    @property
-    def blocks(self) -> int:
-        return self.gemm.clusters * self.gemm.cluster
-
-    def refusal(self) -> str | None:
-        gemm, transfer = self.gemm, self.transfer
-        if self.devices < 2:
-            return "an axis of one device has nothing to gather"
-        if gemm.m % self.devices or self.rows % gemm.cluster_rows:
-            return f"{self.rows} rows on each device are no multiple of {gemm.cluster_rows}"
-        if (
-            gemm.steps % transfer.chunks
-            or (gemm.k // transfer.chunks) % transfer.columns
-            or gemm.tiles.tile_m % transfer.rows
-            or self.chunk_pieces % transfer.batch
-        ):
-            pieces = f"{transfer.batch} pieces of {transfer.rows} x {transfer.columns}"
-            return f"{pieces} do not fill {transfer.chunks} chunks of k = {gemm.k}"
-        return gemm.refusal(transfer.shared_bytes)
-
-    def order(self, me: jax.Array) -> gemm_tiles.Order:
-        """Own tiles first, then those of the others: row tile by row tile, one of each device in turn."""
-        own_rows = self.rows // self.gemm.cluster_rows
-        columns, band, peers = self.gemm.column_tiles, self.gemm.tiles.group, self.devices - 1
-        own_place = gemm_tiles.banded(own_rows, columns, band)
-        other_place = gemm_tiles.banded(own_rows * peers, columns, band)
-
-        def order(number: jax.Array) -> Tile:
-            own_row, own_column = own_place(number)
-            other, other_column = other_place(number - own_rows * columns)
-            own = number < own_rows * columns
-            step = jnp.where(own, 0, lax.rem(other, jnp.int32(peers)) + 1)
-            row = jnp.where(own, own_row, lax.div(other, jnp.int32(peers)))
-            source = lax.rem(me + step, jnp.int32(self.devices))
-            return Tile(source * own_rows + row, jnp.where(own, own_column, other_column))
-
-        return order
-
-    def piece(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(source, row tile, chunk, first row, first column) of a piece; sources count from the next device on.
-
-        Window by window, in it chunk by chunk, in that row tile by row tile, in that one source after the other, and
-        then along k. Own rows, for who wants them gathered, come after all that as source `devices - 1`.
-        """
-        transfer, tile_m, peers = self.transfer, self.gemm.tiles.tile_m, self.devices - 1
-        window = math.gcd(transfer.window, self.row_tiles)
-        unit, inside = _divided(number, self.chunk_pieces)
-        others = peers * self.row_tiles * transfer.chunks
-        own = unit >= others
-        tile, source = _divided(unit, peers)
-        tile = jnp.where(own, unit - others, tile)
-        first, rest = _divided(tile, window * transfer.chunks)
-        chunk, row_tile = _divided(rest, window)
-        row_tile = first * window + row_tile
-        down, across = _divided(inside, self.gemm.k // transfer.chunks // transfer.columns)
-        row = row_tile * tile_m + down * transfer.rows
-        column = chunk * (self.gemm.k // transfer.chunks) + across * transfer.columns
-        return jnp.where(own, peers, source), row_tile, chunk, row, column
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
@@ -261,7 +136,7 @@ def all_gather_matmul_kernel(
     return _run(plan, axis_name, x, w)
 
 
-def _run(plan: _Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _run(plan: Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     def all_gather_matmul(*refs: Any, **scratch: Any) -> None:  # the kernel's name in profiles
         _kernel(plan, axis, *refs, **scratch)
 
@@ -284,19 +159,19 @@ def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
     return Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, store_columns=store_columns)
 
 
-def _plan(site: Site, tiles: Tiles | None) -> _Plan:
+def _plan(site: Site, tiles: Tiles | None) -> Plan:
     """Pieces of the result are as wide as shared memory allows beside the ring and the staged pieces."""
     tiles = default_tiles(site) if tiles is None else _with_chunks(site, tiles)
     transfer = Transfer(tiles.chunks or 1)
     for store_columns in (64, 32):
-        plan = _Plan(_gemm(site, tiles, store_columns), transfer, site.axis_size)
+        plan = Plan(_gemm(site, tiles, store_columns), transfer, site.axis_size)
         if plan.refusal() is None:
             break
     return plan
 
 
 def _kernel(
-    plan: _Plan, axis: str, x: Any, w: Any, out: Any, gathered: Any, buffers: Any, staged: Any, loaded: Any
+    plan: Plan, axis: str, x: Any, w: Any, out: Any, gathered: Any, buffers: Any, staged: Any, loaded: Any
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
@@ -307,12 +182,12 @@ def _kernel(
         me = lax.axis_index(axis)
 
         def wait(tile: Tile, step: jax.Array) -> None:
-            source, row = _divided(tile.row, plan.row_tiles)
-            chunk, inside = _divided(step, plan.chunk_steps)
+            source, row = divided(tile.row, plan.row_tiles)
+            chunk, inside = divided(step, plan.chunk_steps)
             pl.when((source != me) & (inside == 0))(lambda: _wait(plan, arrived.at[source, row, chunk]))
 
         def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
-            source, row = _divided(tile.row, plan.row_tiles)
+            source, row = divided(tile.row, plan.row_tiles)
 
             def copy_from(rows: Any, tile_row: jax.Array) -> None:
                 part = rows.at[
@@ -344,13 +219,13 @@ def _kernel(
         hopper_gemm.multiply_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), store)
 
 
-def _wait(plan: _Plan, counter: Any) -> None:
+def _wait(plan: Plan, counter: Any) -> None:
     """Until the rows of this counter are in `gathered`, for TMA loads of this thread that follow."""
     plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope="gpu")
     _fence_proxies()
 
 
-def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any) -> None:
+def _copy(plan: Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any) -> None:
     """Pulls this block's share of the pieces, from each peer and then own rows, into this device's `gathered`."""
     transfer = plan.transfer
     me = lax.axis_index(axis)
@@ -360,7 +235,7 @@ def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any
     ahead = transfer.stages - 1
 
     def place(number: jax.Array) -> tuple[jax.Array, ...]:
-        batch, inside = _divided(number, transfer.batch)
+        batch, inside = divided(number, transfer.batch)
         return plan.piece((block + batch * plan.blocks) * transfer.batch + inside)
 
     def owner(source: jax.Array) -> jax.Array:
@@ -411,10 +286,6 @@ def _copy(plan: _Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any
     for peer in peers:
         plgpu.semaphore_signal(left, device_id=peer)
     pl.when(block == 0)(lambda: plgpu.semaphore_wait(left, plan.blocks * len(peers), decrement=False))
-
-
-def _divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
 
 
 def _fence_proxies() -> None:

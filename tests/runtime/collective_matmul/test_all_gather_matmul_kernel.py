@@ -19,7 +19,7 @@ from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime import deviceless
 from dhelix.runtime.collective_matmul.kernels import all_gather_matmul as kernel
-from dhelix.runtime.collective_matmul.kernels.all_gather_matmul import Transfer
+from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer
 
 deviceless.prepare_environment()
 
@@ -29,7 +29,7 @@ SITE = Site("all_gather_matmul", 4096, 4096, 1536, "bfloat16", 4)
 
 def plan(rows=4096, columns=1536, depth=4096, devices=4, tiles=TILES, transfer=None):
     site = Site("all_gather_matmul", rows, depth, columns, "bfloat16", devices)
-    return kernel._Plan(kernel._gemm(site, tiles), transfer or Transfer(), devices)
+    return Plan(kernel._gemm(site, tiles), transfer or Transfer(), devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
