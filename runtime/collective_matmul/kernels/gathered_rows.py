@@ -1,8 +1,10 @@
 """How rows of other devices come to an all-gather matmul: in pieces and chunks, in which order, and tiles behind them.
 
-rows of a device    tiles of rows; window by window of them, in each chunk by chunk along k
-chunk of a tile     pieces [rows, columns], what one TMA copy moves; some of them are counted together, as a batch
-tiles of the result own rows first, then the others' in the order in which they arrive
+    rows of a device       tiles of rows; window by window of them, in each chunk by chunk along k
+    chunk of a tile        pieces [rows, columns], what one TMA copy moves; some are counted together, as a batch
+    tiles of the result    own rows first, then the others' in the order in which they arrive
+
+`all_gather_matmul` pulls, waits and multiplies by it.
 """
 
 from __future__ import annotations
