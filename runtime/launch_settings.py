@@ -20,11 +20,11 @@ from dhelix.profiles.profile import SETTINGS, LaunchSetting
 _GRAPHS = "xla_gpu_enable_command_buffer"
 NO_GRAPHS: Mapping[str, str] = MappingProxyType({_GRAPHS: ""})
 """XLA's options for a program without CUDA graphs."""
+# Of what XLA makes CUDA graphs: usually, and of these what is no custom call and holds none.
 _USUAL_KINDS = frozenset({
     "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL"
 })  # fmt: skip
 _FREE_OF_CALLS = frozenset({"FUSION", "CUBLAS", "CUBLASLT", "CUDNN"})
-"""Of what XLA makes CUDA graphs, usually and at most without custom calls: the others are calls, or may hold them."""
 _LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
 
 _USUAL: Mapping[str, str] = MappingProxyType({
@@ -116,8 +116,10 @@ def calls_outside_graphs(environment: Mapping[str, str]) -> dict[str, str]:
 def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> frozenset[str]:
     """A list, or changes of the usual one: `+A,-B`."""
     flags = {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})}
-    words = [word for word in str(flags.get(_GRAPHS, "+FUSION")).upper().replace(" ", "").split(",") if word]
-    if not all(word[0] in "+-" for word in words) or not words:
+    if _GRAPHS not in flags:
+        return _USUAL_KINDS
+    words = [word for word in str(flags[_GRAPHS]).upper().replace(" ", "").split(",") if word]
+    if not words or any(word[0] not in "+-" for word in words):
         return frozenset(words)
     more, less = ({word[1:] for word in words if word[0] == sign} for sign in "+-")
     return _USUAL_KINDS - less | more

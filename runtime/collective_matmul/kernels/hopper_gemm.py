@@ -252,6 +252,7 @@ def _each_tile[C](
 
 
 def piece_of(gemm: Gemm, part: jax.Array, number: int) -> jax.Array:
+    """The number-th piece of a warpgroup's part of a tile."""
     row, column = gemm.pieces(part.shape)[number]
     return part[row : row + PIECE_ROWS, column : column + gemm.store_columns]
 

@@ -29,7 +29,8 @@ DEFAULT_TILES = Tiles(128, 256, 64, 4, "M", 8)
      8192 x 7168 x 4096     727     215             709        765              770            781        756
      2048 x 2048 x 4096      52      57              72         74               85             79         84
 
-Without any communication the first one takes 439 us: what is left there is the GEMM's.
+Without any communication the first one takes 439 us beside a GEMM of 391, in another run: what is left there is the
+GEMM's.
 """
 
 
