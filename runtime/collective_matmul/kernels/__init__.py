@@ -2,8 +2,12 @@
 
     hopper_gemm             the persistent GEMM that they share
     gemm_tiles              how it is cut
+    held_parts              what is done about a tile while the next one is multiplied
+    opaque                  values that compilers shall not compute before they are needed
     gathered_rows           how rows come to the next one
     all_gather_matmul       rows are pulled from their owners while own rows are multiplied
+    owned_tiles             whose tile is whose in the next two, and in which order they come
+    summed_matmul           what these two share: tiles are sent to their owners and summed
     matmul_reduce_scatter   tiles go to their owners as soon as they are multiplied (DistFuse), and are summed there
     matmul_all_reduce       the same, and sums go back to all
     tile_all_reduce         the all-reduce alone, tile by tile

@@ -53,13 +53,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
 
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm
 from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer, divided
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Place, Tile
+from dhelix.runtime.collective_matmul.kernels.held_parts import Storing
 
 _LOAD_WARP, _COPY_WARP = 0, 1
 
@@ -216,13 +216,14 @@ def _kernel(
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
         plgpu.set_max_registers(gemm_tiles.COMPUTE_REGISTERS, action="increase")
-        hopper_gemm.multiply_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), store)
+        storing = Storing(gemm, buffers["out"].at[group], store)
+        hopper_gemm.multiply_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), storing.behind, storing.finish)
 
 
 def _wait(plan: Plan, counter: Any) -> None:
     """Until the rows of this counter are in `gathered`, for TMA loads of this thread that follow."""
     plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope="gpu")
-    _fence_proxies()
+    hopper_gemm.fence_proxies()
 
 
 def _copy(plan: Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any) -> None:
@@ -286,13 +287,3 @@ def _copy(plan: Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any,
     for peer in peers:
         plgpu.semaphore_signal(left, device_id=peer)
     pl.when(block == 0)(lambda: plgpu.semaphore_wait(left, plan.blocks * len(peers), decrement=False))
-
-
-def _fence_proxies() -> None:
-    """Orders an acquire (generic proxy) before the TMA loads of this thread that follow (asynchronous proxy)."""
-
-    @plgpu.inline_mgpu()
-    def fence(*_: Any) -> None:
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
-
-    fence()

@@ -6,14 +6,13 @@
 
     tile i of a cluster      load_tiles (warp 0)                       multiply_tiles (warpgroups 0 and 1)
       tile = order(...)        before_step(tile, k): wait for data       wait full[slot], wgmma, free the slot before
-      for k in steps           wait free[slot]                           every few steps: store a piece of tile i - 1
-                               rows of x, columns of w -> slot           ...
-                                                                         after_tile(tile i - 1)
+      for k in steps           wait free[slot]                           every few steps: something about tile i - 1,
+                               rows of x, columns of w -> slot           such as that a piece of it is stored
 
-The ring of `steps` slots runs on from tile to tile, and a tile is stored while the next one is multiplied: rounded, it
-waits in registers, half of what its sums take. Stored at once, two of its four pieces must have left shared memory
-before the next tile begins, those of all SMs at a time, which costs most where results go to another GPU
-(`matmul_reduce_scatter` has the times); the GEMM of `all_gather_matmul` gains 1 to 6 % by it.
+The ring of `steps` slots runs on from tile to tile, and a tile is looked after while the next one is multiplied
+(`held_parts`): rounded, it waits in registers, half of what its sums take. Stored at once, two of its four pieces must
+have left shared memory before the next tile begins, those of all SMs at a time, which costs most where results go to
+another GPU; the GEMM of `all_gather_matmul` gains 1 to 6 % by it.
 
 Tiles left for a last round that would fill half of the SMs or less are cut in two along the rows, and all clusters
 share them:
@@ -23,8 +22,7 @@ share them:
                              2 2 2 2 |                      2 2 2 2 |
 
 What differs between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with
-`before_step` (when they are there), `store` (where a piece of the result goes), `after_tile` (whom to tell), and
-`at_once` for results that shall not wait till `later`.
+`before_step` (when they are there), `behind` and `finish` (what becomes of a tile).
 
 Contract: x [m, k] @ w [k, n], both row-major, accumulated in float32, bfloat16 or float16; `Gemm.refusal` says why
 sizes or tiles cannot be had. Columns beyond n of the last tile are loaded as zeros and not stored.
@@ -41,32 +39,33 @@ Use, inside the body of a `plgpu.kernel` that `Gemm.launch` describes:
     @pl.when(lax.axis_index(GROUP) < MEMORY_GROUP)
     def _():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        multiply_tiles(gemm, buffers, order, store)
+        storing = Storing(gemm, buffers["out"].at[group], store)
+        multiply_tiles(gemm, buffers, order, storing.behind, storing.finish)
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
 
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import (
     CLUSTERS,
     GROUP,
-    PIECE_ROWS,
     RANK,
     Gemm,
     Order,
     Place,
-    Store,
     Tile,
 )
+from dhelix.runtime.collective_matmul.kernels.held_parts import Held
 
 
 def load_tiles(
@@ -118,64 +117,35 @@ def multiply_tiles(
     gemm: Gemm,
     buffers: Any,
     order: Order,
-    store: Store,
-    after_tile: Callable[[Place], None] = lambda place: None,
-    at_once: Callable[[Place, jax.Array], None] = lambda place, sums: None,
-    later: Callable[[Place], jax.Array | bool] = lambda place: True,
+    behind: Callable[[Held, int], None],
+    finish: Callable[[Held], None],
 ) -> None:
-    """Multiplies and stores what `load_tiles` loads, in the same order; for both compute warpgroups.
+    """Multiplies what `load_tiles` loads, in the same order; for both compute warpgroups.
 
     Args:
       gemm, buffers, order: as in `load_tiles`.
-      store: (place, slot, number), copies the number-th piece of a part from shared memory to its place, with
-        `plgpu.copy_smem_to_gmem` as one group.
-      after_tile: (place), called some time after all pieces of a part are on their way, not there: wait with
-        `plgpu.wait_smem_to_gmem(0)` before telling anybody. In the midst of the next tile, or at the end.
-      at_once: (place, sums), called when a part has been multiplied, before the next one is begun.
-      later: (place), whether `store` is to be called for a part.
+      behind: (held, turn), called `gemm.turns` times for each part of a tile, some steps apart from each other, while
+        the next tile is multiplied. It must not wait for long.
+      finish: (held), called instead for the last part, when nothing is left to be multiplied.
     """
     group = lax.axis_index(GROUP)
-    slots = buffers["out"].at[group]
 
-    def put(part: jax.Array, place: Place, number: int) -> None:
-        store_piece(gemm, slots, piece_of(gemm, part, number), number, part.shape, store, place)
-
-    def multiply(number: jax.Array, index: jax.Array, tile: Tile, height: int, held: _Held) -> _Held:
-        """Multiplies a tile, and stores the one before, which is `held`."""
+    def multiply(number: jax.Array, index: jax.Array, tile: Tile, height: int, held: Held) -> Held:
+        """Multiplies a tile, and has the one before, which is `held`, looked after."""
         rows, columns = gemm.part if height == gemm.tiles.tile_m else gemm.half_part
         row, column = (group * rows, 0) if rows < height else (0, group * columns)
-        *steps, last = gemm.store_steps
-        follows, wanted = number > 0, (number > 0) & later(held.place)
 
         def at_step(step: jax.Array) -> None:
-            for piece, its_step in enumerate(steps):
-                pl.when(wanted & (step == its_step))(functools.partial(put, *held, piece))
-            pl.when(follows & (step == last))(lambda: after_tile(held.place))
+            for turn, its_step in enumerate(gemm.turn_steps):
+                pl.when((number > 0) & (step == its_step))(functools.partial(behind, held, turn))
 
         sums = product(gemm, buffers, number, (row, column), (rows, columns), at_step)
         first = tile.row * gemm.tiles.tile_m + tile.first + row, tile.column * gemm.tiles.tile_n + column
-        place = Place(index, *first)
-        at_once(place, sums)
-        return _Held(sums.astype(gemm.dtype), place)
-
-    def finish(held: _Held) -> None:
-        @pl.when(later(held.place))
-        def _() -> None:
-            for number, _ in enumerate(gemm.pieces(held.part.shape)):
-                put(*held, number)
-
-        after_tile(held.place)
+        return Held(sums.astype(gemm.dtype), Place(index, *first))
 
     nothing = plgpu.layout_cast(jnp.zeros(gemm.part, gemm.dtype), plgpu.Layout.WGMMA)
-    _each_tile(gemm, order, multiply, _Held(nothing, Place(*[jnp.int32(0)] * 3)), finish)
+    _each_tile(gemm, order, multiply, Held(nothing, Place(*[jnp.int32(0)] * 3)), finish)
     plgpu.wait_smem_to_gmem(0)
-
-
-class _Held(NamedTuple):
-    """A warpgroup's part of a tile that is to be stored, rounded, and its place."""
-
-    part: jax.Array
-    place: Place
 
 
 def product(
@@ -251,24 +221,11 @@ def _each_tile[C](
     return whole + jnp.where(cluster < halves, 1, 0)
 
 
-def piece_of(gemm: Gemm, part: jax.Array, number: int) -> jax.Array:
-    """The number-th piece of a warpgroup's part of a tile."""
-    row, column = gemm.pieces(part.shape)[number]
-    return part[row : row + PIECE_ROWS, column : column + gemm.store_columns]
+def fence_proxies() -> None:
+    """Orders an acquire (generic proxy) before the TMA loads of this thread that follow (asynchronous proxy)."""
 
+    @plgpu.inline_mgpu()
+    def fence(*_: Any) -> None:
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
-def store_piece(
-    gemm: Gemm, slots: Any, piece: jax.Array, number: int, part: tuple[int, ...], store: Store, place: Place
-) -> None:
-    """Puts a piece, the number-th of a `part` of this shape that belongs to `place`, into shared memory, and has it
-    stored. The one before it in its slot has been read by then."""
-    pieces = gemm.pieces(part)
-    if number == 0 and len(pieces) % gemm.store_slots:  # the slots do not go round: begin anew
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    slot, (row, column) = slots.at[number % gemm.store_slots], pieces[number]
-    plgpu.wait_smem_to_gmem(gemm.store_slots - 1, wait_read_only=True)
-    slot[...] = piece.astype(gemm.dtype)
-    plgpu.commit_smem()
-    # What comes from the tile before has lost that it is a multiple.
-    first = pl.multiple_of(place.row + row, PIECE_ROWS), pl.multiple_of(place.column + column, gemm.store_columns)
-    store(Place(place.number, *first), slot, number)
+    fence()

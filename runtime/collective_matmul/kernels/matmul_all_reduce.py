@@ -19,9 +19,9 @@ from jax import lax
 
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime.collective_matmul.kernels import summed_matmul
+from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import H200_SMS
-from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
+from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
 
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 6, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
@@ -65,8 +65,9 @@ def shots_for(site: Site, tiles: Tiles) -> int:
 def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
     """How the kernel would do `site`: owners by rows if these divide into tiles, else by columns."""
     tiles = tiles or default_tiles(site)
-    gemm = summed_matmul.gemm_for(site, tiles)
-    return Plan(gemm, site.axis_size, scatter=False, shots=shots_for(site, tiles), lead=tiles.lead)
+    shots = shots_for(site, tiles)
+    gemm = owned_tiles.gemm_for(site, tiles, shots)
+    return Plan(gemm, site.axis_size, scatter=False, shots=shots, lead=tiles.lead)
 
 
 def _owners(site: Site, tiles: Tiles) -> int:

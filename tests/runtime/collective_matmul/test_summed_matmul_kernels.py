@@ -6,6 +6,7 @@ Their run on GPUs is in benchmarks; the interpreter knows no remote memory.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
 from dhelix.runtime import deviceless
 from dhelix.runtime.collective_matmul.kernels import matmul_all_reduce, matmul_reduce_scatter
-from dhelix.runtime.collective_matmul.kernels.summed_matmul import Plan
+from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
 
 deviceless.prepare_environment()
 
@@ -174,12 +175,17 @@ def test_tiles_that_do_not_fit_into_shared_memory_are_refused():
     assert matmul_reduce_scatter.supported(site) is None
 
 
-def test_a_warpgroup_stores_all_at_once_where_shared_memory_has_room():
-    slots = [
-        plan("matmul_reduce_scatter", 4096, 1024, 2, dataclasses.replace(TILES, steps=s)).gemm.store_slots
-        for s in (3, 4)
-    ]
-    assert slots == [4, 2]
+@pytest.mark.parametrize(
+    "devices, steps, pieces",
+    [(2, 3, (64, 4)), (2, 4, (64, 2)), (4, 4, (32, 4)), (4, 3, (64, 4)), (8, 4, (16, 8)), (8, 3, (32, 8))],
+)
+def test_a_warpgroup_has_a_slot_for_a_piece_of_each_device_as_wide_as_fits(devices, steps, pieces):
+    gemm = plan("matmul_reduce_scatter", 8192, 1024, devices, dataclasses.replace(TILES, steps=steps)).gemm
+    assert (gemm.store_columns, gemm.store_slots) == pieces
+
+
+def test_more_devices_than_slots_are_refused():
+    assert "more than 8" in (plan("matmul_reduce_scatter", 16 * 128, 1024, 16).refusal() or "")
 
 
 def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024):
@@ -212,6 +218,16 @@ def test_compiles_for_any_axis_of_the_mesh(kind, axes, rows):
     text = deviceless.compile(lowered(kind, axes, rows)).as_text() or ""
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert "all-reduce" not in text.replace("all_reduce", "") and "reduce-scatter" not in text
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("devices", [2, 4])
+def test_registers_do_not_overflow(devices, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    deviceless.compile(lowered("matmul_reduce_scatter", {"tp": devices}, 2304 * devices, 2304))  # of no other test
+    said = capfd.readouterr()
+    spilled = re.findall(r"(\d+) bytes spill stores", said.out + said.err)
+    assert spilled and max(map(int, spilled)) < 100
 
 
 @pytest.mark.parametrize("kind", KERNELS)

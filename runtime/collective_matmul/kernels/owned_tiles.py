@@ -1,0 +1,169 @@
+"""Whose tile is whose in a GEMM that is summed over devices, in which order tiles are multiplied, where parts arrive.
+
+    product         one block of each owner, one above the other or side by side
+    order           tiles of others first, own ones between and behind: `Plan.job`
+    staged          what others send of this device's tiles, piece by piece: `Plan.staged_shape`
+
+`summed_matmul` multiplies, sends and sums by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles
+from dhelix.runtime.collective_matmul.kernels.gemm_tiles import Gemm, Tile
+
+MOST_DEVICES = 8
+
+
+class Job(NamedTuple):
+    """A tile of a cluster and whose it is.
+
+    Attributes:
+      turn: the owner is the device `turn + 1` places further on; devices - 1 is this one.
+      tile: its number among those of its owner.
+      row, column: where it lies in the whole product, in tiles of a cluster.
+    """
+
+    turn: jax.Array
+    tile: jax.Array
+    row: jax.Array
+    column: jax.Array
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A GEMM with its sum over devices.
+
+    Attributes:
+      gemm: the local product.
+      devices: on the axis.
+      scatter: each device keeps its rows only.
+      shots: 2, by way of owners; 1, everybody to everybody (all-reduce alone).
+      lead: tiles of each other device that come before the first own one, and own ones after the last other one; 1 or
+        more, else owners wait for each other. None is as many as all clusters compute at once, so that parts have
+        arrived when they are wanted.
+    """
+
+    gemm: Gemm
+    devices: int
+    scatter: bool
+    shots: int = 2
+    lead: int | None = None
+
+    @property
+    def owners(self) -> int:
+        return 1 if self.shots == 1 else self.devices
+
+    @property
+    def by_rows(self) -> bool:
+        """Owners' blocks lie one above the other, else side by side."""
+        return self.scatter or self.gemm.m % (self.owners * self.gemm.cluster_rows) == 0
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of one owner's block, in tiles of a cluster."""
+        rows, columns = self.gemm.m // self.gemm.cluster_rows, self.gemm.column_tiles
+        return (rows // self.owners, columns) if self.by_rows else (rows, columns // self.owners)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a cluster that one device owns."""
+        return self.block[0] * self.block[1]
+
+    @property
+    def own_behind(self) -> int:
+        """`lead`, where there are so many."""
+        return min(self.tiles, self.gemm.clusters if self.lead is None else self.lead)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """First row and column of the pieces that a warpgroup's part of a tile is sent in."""
+        return self.gemm.pieces(self.gemm.part)
+
+    @property
+    def staged_shape(self) -> tuple[int, ...]:
+        """[source, block's tile, warpgroup, piece, row, column]: what others send, every piece contiguous."""
+        sources = self.devices if self.shots == 1 else self.devices - 1
+        tiles = self.tiles * self.gemm.cluster
+        return sources, tiles, 2, len(self.pieces), gemm_tiles.PIECE_ROWS, self.gemm.store_columns
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return self.gemm.m // self.devices if self.scatter else self.gemm.m, self.gemm.n
+
+    def refusal(self) -> str | None:
+        """Why this plan cannot be had, None if it can."""
+        gemm, n = self.gemm, self.devices
+        if n < 2:
+            return "an axis of one device has nothing to sum"
+        if n > MOST_DEVICES:
+            return f"{n} devices are more than {MOST_DEVICES}, whose parts shared memory has room for"
+        if self.lead is not None and self.lead < 1:
+            return f"a lead of {self.lead} puts own tiles before those of others that they wait for"
+        if self.scatter and gemm.m % (n * gemm.cluster_rows):
+            return f"{gemm.m} rows over {n} devices are no multiple of {gemm.cluster_rows} each"
+        if not self.by_rows and (gemm.m % gemm.cluster_rows or gemm.n % (n * gemm.tiles.tile_n)):
+            return f"{gemm.m} x {gemm.n} do not divide over {n} devices into {gemm.cluster_rows} x {gemm.tiles.tile_n}"
+        return gemm.refusal()
+
+    def order(self, me: jax.Array) -> gemm_tiles.Order:
+        """Of tiles, for `hopper_gemm`."""
+
+        def order(number: jax.Array) -> Tile:
+            job = self.job(me, number)
+            return Tile(job.row, job.column)
+
+        return order
+
+    def job(self, me: jax.Array, number: jax.Array) -> Job:
+        """What comes when, the same on all devices but for `me`.
+
+        First `own_behind` tiles of each other device, device by device in turn; then one own tile for each tile of
+        every other device; at last as many own tiles as are left. Which of these is the own one moves on with every
+        wave, so that no block gets but own ones.
+
+            3 devices, 4 tiles each, own_behind = 2      1.0 2.0 1.1 2.1 | 0.0 1.2 2.2 | 0.1 1.3 2.3 | 0.2 0.3
+        """
+        i32 = jnp.int32
+        n, others, lead = self.devices, self.devices - 1, self.own_behind
+        rounds = self.tiles - lead
+        rest = number - others * lead
+        round_, place = lax.div(rest, i32(n)), lax.rem(rest, i32(n))
+        slot = lax.rem(lax.div(round_ * n, i32(self.gemm.clusters)), i32(n))
+        mixed = (rest >= 0) & (rest < n * rounds)
+        own = (rest >= n * rounds) | (mixed & (place == slot))
+        other = jnp.where(rest < 0, number, others * (lead + round_) + place - (place > slot).astype(i32))
+        own_tile = jnp.where(mixed, round_, rest - others * rounds)
+        turn = jnp.where(own, others, lax.rem(other, i32(others)))
+        tile = jnp.where(own, own_tile, lax.div(other, i32(others)))
+        if self.shots == 1:
+            turn, tile = i32(others), number
+        row, column = gemm_tiles.banded(*self.block, self.gemm.tiles.group)(tile)
+        shift = lax.rem(me + 1 + turn, i32(n)) if self.shots == 2 else i32(0)
+        if self.by_rows:
+            return Job(turn, tile, row + shift * self.block[0], column)
+        return Job(turn, tile, row, column + shift * self.block[1])
+
+
+def gemm_for(site: Site, tiles: Tiles, shots: int = 2) -> Gemm:
+    """The local product of `site`, in single blocks unless the tiles say else.
+
+    With two shots a warpgroup has a slot for a piece of each device. Pieces are as wide as shared memory has room for
+    beside the operands, then slots are as many.
+    """
+    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, tiles.cluster or 1, halves=False)
+    least = max(2, site.axis_size if shots == 2 else 2)
+    for columns in (64, 32, 16):
+        narrow = replace(gemm, store_columns=columns)
+        for slots in range(max(least, len(narrow.pieces(gemm.part))), least - 1, -1):
+            if (made := replace(narrow, store_slots=slots)).refusal() is None:
+                return made
+    return gemm
