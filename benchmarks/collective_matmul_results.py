@@ -42,8 +42,8 @@ class Measured:
         return [f.tiles for f in sorted(forms, key=lambda f: (statistics.median(forms[f]), f.order)) if f.tiles]
 
     def times(self) -> SiteTimes | None:
-        """None if a side alone has no time."""
-        timings = {key: Timing.of(us / 1e6 for us in values) for key, values in self.us.items() if values}
+        """None if a side alone has no time. Spreads are of what the rounds do not have in common."""
+        timings = {key: Timing.of(us / 1e6 for us in values) for key, values in without_drift(self.us).items()}
         if GEMM not in timings or COLLECTIVE not in timings:
             return None
         gemm, collective = timings.pop(GEMM), timings.pop(COLLECTIVE)
@@ -105,6 +105,21 @@ class Results:
         """As the library reads them."""
         found = {site: times for site, m in self.sites.items() if (times := m.times()) is not None}
         return Times(gpu_name(self.on.gpu), self.link, self.setting, (self.on,), found)
+
+
+def without_drift(us: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Times of programs, round by round, without what all of a round have in common; programs without times left out.
+
+    A GPU grows warm, or its clock falls, and all programs of the rounds from then on take longer: the median of what
+    they take, each relative to its own median, says how much. What is left is how a program differs from the others.
+    """
+    timed = {key: values for key, values in us.items() if values}
+    rounds = max(map(len, timed.values()), default=0)
+    complete = [values for values in timed.values() if len(values) == rounds]
+    drift = [
+        statistics.median(values[number] / statistics.median(values) for values in complete) for number in range(rounds)
+    ]
+    return {key: [t / d for t, d in zip(values, drift, strict=False)] for key, values in timed.items()}
 
 
 def _text(record: dict[str, Any]) -> str:

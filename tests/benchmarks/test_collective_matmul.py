@@ -141,6 +141,19 @@ def test_results_come_back_from_their_file(tmp_path: Path) -> None:
         Results.read(tmp_path / "other.json")
 
 
+def test_what_all_programs_of_a_round_have_in_common_is_no_spread_of_theirs() -> None:
+    warm = [1.0, 1.02, 1.05, 1.08, 1.1, 1.15]
+    us = {GEMM: [100 * w for w in warm], COLLECTIVE: [60.0] * 6, MONOLITHIC.key: [160 * w for w in warm]}
+    times = Measured(
+        "out", 9, {**us, "ring": [170 * w for w in warm], "mosaic": [120.0, 118.0], "hybrid:2": []}
+    ).times()
+    assert times is not None
+    plain = times.forms[MONOLITHIC]
+    assert plain.spread < 1e-9 < times.collective.spread
+    assert times.forms[Form("ring")].seconds / plain.seconds == pytest.approx(170 / 160)
+    assert {form.name for form in times.forms} == {"monolithic", "ring", "mosaic"}
+
+
 def test_tables_have_shares_goals_and_the_papers_numbers() -> None:
     QKV_MEASURED.failed[MOSAIC] = "DhelixError: no kernel"
     text = tables([results(**{QKV.key: QKV_MEASURED, OUT_70B.key: OUT_MEASURED})])

@@ -45,9 +45,14 @@ def default_tiles(site: Site) -> Tiles:
           64 x  4096 x 8192     47                                                              49
           64 x 14336 x 8192     85                                                              94
 
-    Stored beside the next one, single blocks of 128x256 in 4 steps take 140 and 385 us for the first two with a whole
-    wave of others' tiles first, 140 and 396 with a lead of 66; before they took 148 and 390, in the same hour. The
-    defaults have not been timed since.
+    Today's kernel, on another machine (2 H200s, 2026-11-22):
+
+        rows x k x columns      psum            128x128, lead 33           128x256, 4 steps
+                                behind a GEMM   clusters of 2    blocks    a wave first    clusters of 2    lead 66
+        1024 x  4096 x 8192     191             147              160       152             151              148
+        1024 x 14336 x 8192     450             418              445       418             423              427
+
+    The defaults on a third one: 148 of 186, 408 of 426, and 46 of 42 with 64 rows.
     """
     if site.rows % _LARGE.tile_m:
         return _DECODE
