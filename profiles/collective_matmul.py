@@ -41,6 +41,9 @@ FORMS = ("monolithic", "ring", "bidirectional_ring", "hybrid", "mosaic")
 MARGIN = 0.02
 """Share of the monolithic form's time that another form must save, beyond what the measurements' spreads explain."""
 
+H200_SMS = 132
+"""Streaming multiprocessors that a kernel takes whose tiles say none; all that an H100 SXM and an H200 have."""
+
 REACH = 4.0
 """Measured sites count as neighbours up to this factor in each size."""
 
@@ -127,7 +130,7 @@ class Tiles:
       steps: depth of the pipeline, operand tiles in flight in shared memory.
       wide: "M" or "N", along which the tiles of both consumer warpgroups lie side by side.
       group: width in tiles of the bands in which the grid is walked, so that neighbours share operands in L2.
-      sms: streaming multiprocessors that the kernel takes; None is all of them.
+      sms: streaming multiprocessors that the kernel takes; None is H200_SMS.
       chunks: parts along k in which gathered rows are waited for; None is the kernel's own choice.
       cluster: blocks below each other that share loads of w, where results are summed; None is 1.
       lead: tiles of each other device that come before own ones, where results are summed; None is a whole wave.

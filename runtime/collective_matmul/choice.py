@@ -16,7 +16,7 @@ from absl import logging
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import collective_matmul_times
-from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, Times, choose
+from dhelix.profiles.collective_matmul import H200_SMS, MONOLITHIC, Form, Site, Times, choose
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime import launch_settings
 from dhelix.runtime.collective_matmul import mosaic
@@ -85,7 +85,7 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
         return f"works on one mesh axis, not on {place.axis_name}: name one"
     site, n = place.site, place.site.axis_size
     if form.name == "mosaic":
-        reason = _no_peers_here(graphs) or mosaic.refusal(site, form.tiles)
+        reason = _no_kernels_here(form, graphs) or mosaic.refusal(site, form.tiles)
         return None if reason is None else f"has no kernel here ({reason}): take another form"
     if form.name == "hybrid" and (form.chunks < 2 or place.rows % form.chunks):
         return f"needs 2 or more chunks that divide {place.rows} rows: choose others"
@@ -98,16 +98,21 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
     return None
 
 
-def _no_peers_here(graphs: bool | None) -> str | None:
+def _no_kernels_here(form: Form, graphs: bool | None) -> str | None:
     """Why kernels that use their peers' memory cannot run on these devices, or None.
+
+    All blocks of a kernel must run at a time: those of one device wait for those of another.
 
     A CUDA graph keeps the addresses that a kernel was recorded with, and XLA records anew where a device's own buffers
     move, not where its peers' do: then the kernel reads what lies there now (seen on 2 H200s with jax 0.11.2, in every
     third call while memory moved, and never without graphs).
     """
-    platform, kind = _devices_here()
+    platform, kind, there = _devices_here()
     if platform not in _GPU or not _HOPPER.search(kind):
         return f"it needs NVIDIA's Hopper GPUs, and this is {kind}"
+    wanted = (form.tiles and form.tiles.sms) or H200_SMS
+    if there is not None and there < wanted:
+        return f"it takes {wanted} multiprocessors, and this {kind} has {there}: name tiles with sms={there}"
     if link_of(os.environ) != "nvlink":
         return "it needs peer-to-peer access, and NCCL_P2P_DISABLE is set"
     if jax.process_count() > 1:
@@ -124,17 +129,17 @@ def _parsed(text: str, place: Place) -> Form:
     return Form("hybrid", chunks=max(divisors, default=1))
 
 
-def _devices_here() -> tuple[str, str]:
-    """Platform and kind of the devices of the mesh around, which need not exist."""
+def _devices_here() -> tuple[str, str, int | None]:
+    """Platform and kind of the devices of the mesh around, which need not exist; multiprocessors, if that is known."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None:
         default = jax.devices()[0]
-        return default.platform, default.device_kind
-    return device.platform, device.device_kind
+        return default.platform, default.device_kind, getattr(default, "core_count", None)
+    return device.platform, device.device_kind, device.num_cores
 
 
 def _times_here() -> Times | None:
-    platform, kind = _devices_here()
+    platform, kind, _ = _devices_here()
     if platform not in _GPU:
         return None
     return collective_matmul_times.find(gpu_name(kind), link_of(os.environ))

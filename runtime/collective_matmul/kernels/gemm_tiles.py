@@ -2,7 +2,7 @@
 
 result      tiles [tile_m, tile_n], of a block; a cluster has `cluster` of them below each other
 tile        two parts, of one warpgroup each: below each other (`wide` M) or side by side (N)
-part        pieces [64, store_columns], which leave shared memory one by one
+part        pieces [64, store_columns], which leave shared memory one by one, and come to it
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Tiles
+from dhelix.profiles.collective_matmul import H200_SMS, Tiles
 
 # Axes of the launch: cluster, block in it, warpgroup in that. No mesh may have an axis of such a name.
 CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"
 MEMORY_GROUP = 2
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of the 65536 of an SM
 SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
-H200_SMS = 132
 PIECE_ROWS = 64  # what one wgmma gives
 _MOST_HELD = 64 * 256  # elements of a part: its sums and the rounded part before take 192 of the registers
 _HALF_TIME = 0.56  # of a half, in times of a tile
@@ -71,7 +70,7 @@ class Gemm:
       tiles: of one block; `wide` says along which dimension its two warpgroups split it.
       cluster: blocks that share the columns of w.
       store_columns: width of the pieces in which a warpgroup stores its part.
-      store_slots: such pieces in flight for each warpgroup.
+      store_slots: such pieces that a warpgroup has room for in shared memory.
       halves: cut tiles in two where that shortens the last round.
     """
 

@@ -6,9 +6,9 @@
                                                      pieces 1 of all sources -> slots
       ...         ...                                ...
 
-A part waits in registers, rounded (`Held`). Turns are some steps of the next tile apart (`Gemm.turn_steps`), so what
-was loaded at one turn is there at the next, and nobody stands and waits: loaded when they are needed, parts of three
-other devices took 13 us of each own tile of 128x256, and those of one 4.5 (1 H200, 2026-11-22).
+A part waits in registers, rounded (`Held`). Turns are some steps of the next tile apart where it has enough of them
+(`Gemm.turn_steps`), so that what was loaded at one turn is there at the next. Loaded when they were needed, parts of
+three other devices took 13 us of each own tile of 128x256, and those of one 4.5 (1 H200, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Adding:
 
     Attributes:
       gemm: what is multiplied; for `behind` it has more slots than there are sources.
-      slots, store: as of `Storing`. All that others have stored from the slots has been read.
+      slots, store: as of `Storing`. At turn 0 what `Storing` put into the slots has been read: wait for it first.
       loaded: barrier for this warpgroup, of as many arrivals as there are sources.
       staged: (place of the part, source, number), where a source's number-th piece lies.
       sources: in the order in which they are added.

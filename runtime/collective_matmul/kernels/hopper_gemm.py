@@ -124,8 +124,8 @@ def multiply_tiles(
 
     Args:
       gemm, buffers, order: as in `load_tiles`.
-      behind: (held, turn), called `gemm.turns` times for each part of a tile, some steps apart from each other, while
-        the next tile is multiplied. It must not wait for long.
+      behind: (held, turn), called for each part of a tile at the `gemm.turn_steps` of the next one. As long as it
+        waits nothing is multiplied.
       finish: (held), called instead for the last part, when nothing is left to be multiplied.
     """
     group = lax.axis_index(GROUP)

@@ -2,7 +2,7 @@
 
     out = sum over devices of  x @ w        x [m, k], w [k, n], out [m, n], whole on all devices
 
-Prefill: as `matmul_reduce_scatter`, and the owner's epilogue stores a finished tile into all devices' results at once.
+Prefill: as `matmul_reduce_scatter`, and the owner stores what it has summed into all devices' results at once.
 Decode, where the product is one wave of tiles and little data: every device sends its tiles to all, which saves a hop.
 `summed_matmul` has the picture, legality and determinism.
 
@@ -18,9 +18,8 @@ import jax
 from jax import lax
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.profiles.collective_matmul import H200_SMS, Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
-from dhelix.runtime.collective_matmul.kernels.gemm_tiles import H200_SMS
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
 
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)

@@ -112,7 +112,11 @@ class Plan:
             return f"{gemm.m} rows over {n} devices are no multiple of {gemm.cluster_rows} each"
         if not self.by_rows and (gemm.m % gemm.cluster_rows or gemm.n % (n * gemm.tiles.tile_n)):
             return f"{gemm.m} x {gemm.n} do not divide over {n} devices into {gemm.cluster_rows} x {gemm.tiles.tile_n}"
-        return gemm.refusal()
+        if reason := gemm.refusal():
+            return reason
+        if self.shots == 2 and gemm.store_slots < n:
+            return f"{gemm.store_slots} slots of shared memory have no room for pieces of {n} devices"
+        return None
 
     def order(self, me: jax.Array) -> gemm_tiles.Order:
         """Of tiles, for `hopper_gemm`."""

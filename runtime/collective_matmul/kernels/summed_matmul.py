@@ -18,8 +18,8 @@ goes through memory, and multiplying goes on. `shots = 1`, for results that are 
 device sends its partial sums to all, and each adds all of them up.
 
 All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` lie on the
-receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), some
-steps behind the last piece; the owner acquires, and fences the proxies before its TMA loads.
+receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), a
+turn and more behind the last piece; the owner acquires, and fences the proxies before its TMA loads.
 
 Legality: one axis of the mesh of at most `MOST_DEVICES`, NVLink or other peer access between its devices, no NVSHMEM.
 No collective of NCCL may be in flight beside it on any of these devices, or each may wait for SMs that the other holds.
@@ -28,7 +28,8 @@ before a block waits it has told everybody of what it sent. Bitwise deterministi
 adds them in float32, its own first, in the order of their distance; of an all-reduce all devices get the same bits.
 
 Cost: max(GEMM, bytes over the link) + what the last wave sends; (n - 1) / n of the result per device over the link for
-a reduce-scatter, twice that for an all-reduce (n - 1 times the result with one shot), and as much staging memory.
+a reduce-scatter, twice that for an all-reduce (n - 1 times the result with one shot). Staging memory: (n - 1) / n of
+the result, n times the result with one shot.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """What "auto" takes, what an explicit form refuses, and what users are told."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,18 @@ def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "needs all GPUs of the axis in one process" in str(choice.refusal(form, place))
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
         assert "NCCL_P2P_DISABLE is set" in str(choice.refusal(form, place))
+
+
+@pytest.mark.deviceless
+def test_a_gpu_must_have_room_for_all_blocks_of_a_kernel_at_a_time() -> None:
+    place = choice.Place(Site("matmul_reduce_scatter", 4096, 4096, 4096, "bfloat16", 4), "tp", 4096)
+    mesh = deviceless.mesh({"tp": 4}).abstract_mesh
+    smaller = dataclasses.replace(mesh.abstract_device, device_kind="NVIDIA H100 PCIe", num_cores=114)
+    with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=smaller)):
+        reason = choice.refusal(Form("mosaic"), place, graphs=False)
+        assert "takes 132 multiprocessors, and this NVIDIA H100 PCIe has 114: name tiles with sms=114" in str(reason)
+        fitting = Form("mosaic", tiles=Tiles(128, 256, 64, 4, "M", 8, sms=114))
+        assert choice.refusal(fitting, place, graphs=False) is None
 
 
 def test_derivatives_of_an_explicit_form_fall_back_where_it_cannot_be_had(lines: list[str]) -> None:

@@ -35,7 +35,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run if name.endswith("_kernel") else lambda site, tiles: None
 
     monkeypatch.setattr(mosaic, "_kernel", kernel)
-    monkeypatch.setattr(choice, "_no_peers_here", lambda graphs: None)
+    monkeypatch.setattr(choice, "_no_kernels_here", lambda form, graphs: None)
     return ran
 
 
