@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from dhelix.runtime.collective_matmul.kernels import opaque
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import PIECE_ROWS, Gemm, Place, Store
 
+_AHEAD_COLUMNS = 192  # of pieces that `Adding.finish` has under way: 48 registers
+
 
 class Held(NamedTuple):
     """A warpgroup's part of a tile, rounded, and its place."""
@@ -76,7 +78,7 @@ class Adding:
       gemm: what is multiplied; for `behind` it has more slots than there are sources.
       slots, store: as of `Storing`. At turn 0 what `Storing` put into the slots has been read: wait for it first.
       loaded: barrier for this warpgroup, of as many arrivals as there are sources.
-      staged: (place of the part, source, number), where a source's number-th piece lies.
+      staged: (source, number), where a source's number-th piece lies.
       sources: in the order in which they are added.
     """
 
@@ -84,7 +86,7 @@ class Adding:
     slots: Any
     store: Store
     loaded: Any
-    staged: Callable[[Place, int, int], Any]
+    staged: Callable[[int, int], Any]
     sources: int
 
     def behind(self, held: Held, turn: int) -> None:
@@ -94,8 +96,7 @@ class Adding:
             self._add(held, turn - 1)
         if turn < pieces:
             for source in range(self.sources):
-                there = self.staged(held.place, source, turn)
-                plgpu.copy_gmem_to_smem(there, self.slots.at[source], self.loaded)
+                plgpu.copy_gmem_to_smem(self.staged(source, turn), self.slots.at[source], self.loaded)
 
     def finish(self, held: Held) -> None:
         """Adds and stores all pieces; loads, straight into registers, run ahead."""
@@ -104,7 +105,7 @@ class Adding:
         ahead = max(1, _AHEAD_COLUMNS // gemm.store_columns)
 
         def load(source: int, number: int) -> jax.Array:
-            return plgpu.load(self.staged(held.place, source, number), layout=plgpu.Layout.WGMMA, optimized=False)
+            return plgpu.load(self.staged(source, number), layout=plgpu.Layout.WGMMA, optimized=False)
 
         loaded = [load(*place) for place in places[:ahead]]
         for number in range(pieces):
@@ -128,9 +129,6 @@ class Adding:
         slot[...] = total.astype(self.gemm.dtype)
         plgpu.commit_smem()  # and all of the warpgroup have read the other slots
         self.store(place_of(self.gemm, held, number), slot, number)
-
-
-_AHEAD_COLUMNS = 192  # of pieces that `Adding.finish` has under way: 48 registers
 
 
 def piece_of(gemm: Gemm, part: jax.Array, number: int) -> jax.Array:

@@ -133,12 +133,12 @@ class _Links:
         """Another device's part goes there, piece by piece; to an own one others' are added."""
         if self.plan.shots == 1:
             return self._exchange(held) if turn == 0 else None
-        held = Held(held.part, opaque.scalars(held.place))
-        job, pieces = self.job(held.place), len(self.plan.pieces)
+        job = opaque.scalars(self.job(held.place))  # computed once for all turns, and addresses at each
+        held, pieces = Held(held.part, opaque.scalars(held.place)), len(self.plan.pieces)
 
         @pl.when(self.is_others(job))
         def _() -> None:
-            Storing(self.plan.gemm, self.slots, self._send).behind(held, turn)
+            self._sending(job).behind(held, turn)
             if turn == pieces + 1:
                 self._tell(job)
 
@@ -146,7 +146,7 @@ class _Links:
         def _() -> None:
             if turn == 0:
                 self._wait(job)
-            self._adding(self.plan.devices - 1).behind(held, turn)
+            self._adding(job, self.plan.devices - 1).behind(held, turn)
 
     def finish(self, held: Held) -> None:
         """All of `behind`, for the last part."""
@@ -156,13 +156,13 @@ class _Links:
 
         @pl.when(self.is_others(job))
         def _() -> None:
-            Storing(self.plan.gemm, self.slots, self._send).finish(held)
+            self._sending(job).finish(held)
             self._tell(job)
 
         @pl.when(~self.is_others(job))
         def _() -> None:
             self._wait(job)
-            self._adding(self.plan.devices - 1).finish(held)
+            self._adding(job, self.plan.devices - 1).finish(held)
 
     def leave(self) -> None:
         """Returns when all is stored elsewhere, too."""
@@ -186,15 +186,18 @@ class _Links:
         """Index of this warpgroup's part in `arrived`, and behind the source in `staged`."""
         return job.tile * self.plan.gemm.cluster + lax.axis_index(RANK), lax.axis_index(GROUP)
 
-    def _send(self, place: Place, slot: Any, number: int) -> None:
-        """Sends a piece of another device's part to it."""
-        job = self.job(place)
-        for turn, peer in enumerate(self.peers):
+    def _sending(self, job: Job) -> Storing:
+        """Of another device's part, to it."""
 
-            @pl.when(job.turn == turn)
-            def _(turn: int = turn, peer: Any = peer) -> None:
-                there = plgpu.remote_ref(self.staged, peer).at[(turn, *self.where(job), number)]
-                plgpu.copy_smem_to_gmem(slot, there)
+        def send(_: Place, slot: Any, number: int) -> None:
+            for turn, peer in enumerate(self.peers):
+
+                @pl.when(job.turn == turn)
+                def _(turn: int = turn, peer: Any = peer) -> None:
+                    there = plgpu.remote_ref(self.staged, peer).at[(turn, *self.where(job), number)]
+                    plgpu.copy_smem_to_gmem(slot, there)
+
+        return Storing(self.plan.gemm, self.slots, send)
 
     def _tell(self, job: Job) -> None:
         """Tells the owner of a part that all of it has been sent, when it is there."""
@@ -207,15 +210,18 @@ class _Links:
         pl.semaphore_wait(self.arrived.at[self.where(job)], self.plan.devices - 1, decrement=False)
         hopper_gemm.fence_proxies()
 
-    def _adding(self, sources: int) -> Adding:
-        def staged(place: Place, source: int, number: int) -> Any:
-            return self.staged.at[(source, *self.where(self.job(place)), number)]
+    def _adding(self, job: Job, sources: int) -> Adding:
+        """To an own part, what so many sources have staged."""
+
+        def staged(source: int, number: int) -> Any:
+            return self.staged.at[(source, *self.where(job), number)]
 
         return Adding(self.plan.gemm, self.slots, self._store_out, self.loaded, staged, sources)
 
     def _exchange(self, held: Held) -> None:
         """Own part to everybody, this device included, and everybody's added up in the order of the devices."""
-        where = self.where(self.job(held.place))
+        job = self.job(held.place)
+        where = self.where(job)
 
         def store(_: Place, slot: Any, number: int) -> None:
             for peer in self.peers:
@@ -229,7 +235,7 @@ class _Links:
         for peer in [*self.peers, {self.axis: self.me}]:
             pl.semaphore_signal(counter, device_id=peer)
         pl.semaphore_wait(counter, self.plan.devices, decrement=False)
-        self._adding(self.plan.devices).finish(Held(jnp.zeros_like(held.part), held.place))
+        self._adding(job, self.plan.devices).finish(Held(jnp.zeros_like(held.part), held.place))
 
     def _store_out(self, place: Place, slot: Any, _: int) -> None:
         """A piece of the result: of a reduce-scatter to this device's, else to all."""

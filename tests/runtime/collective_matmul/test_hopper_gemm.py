@@ -52,10 +52,11 @@ def multiply(gemm: Gemm, x: jax.Array, w: jax.Array, staged: jax.Array | None = 
             if not sources:
                 return hopper_gemm.multiply_tiles(gemm, buffers, order, storing.behind, storing.finish)
 
-            def there(place: Place, source: int, number: int) -> Any:
-                return staged.at[source, place.number, group, number]
+            def adding(held: Held) -> Adding:
+                def there(source: int, number: int) -> Any:
+                    return staged.at[source, held.place.number, group, number]
 
-            adding = Adding(gemm, slots, store, loaded.at[group], there, sources)
+                return Adding(gemm, slots, store, loaded.at[group], there, sources)
 
             def behind(held: Held, turn: int) -> None:
                 own = lax.rem(held.place.number, jnp.int32(3)) == 1
@@ -66,12 +67,12 @@ def multiply(gemm: Gemm, x: jax.Array, w: jax.Array, staged: jax.Array | None = 
                     if turn == len(gemm.turn_steps) - 1:
                         plgpu.wait_smem_to_gmem(0)
 
-                pl.when(own)(lambda: adding.behind(held, turn))
+                pl.when(own)(lambda: adding(held).behind(held, turn))
 
             def finish(held: Held) -> None:
                 own = lax.rem(held.place.number, jnp.int32(3)) == 1
                 pl.when(~own)(lambda: storing.finish(held))
-                pl.when(own)(lambda: adding.finish(held))
+                pl.when(own)(lambda: adding(held).finish(held))
 
             hopper_gemm.multiply_tiles(gemm, buffers, order, behind, finish)
 
