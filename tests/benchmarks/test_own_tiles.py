@@ -1,0 +1,48 @@
+"""What own tiles cost a GEMM: that its kernels compile, the table, mistakes."""
+
+import sys
+
+import pytest
+
+from dhelix.benchmarks import collective_matmul_programs, own_tiles
+from dhelix.errors import DhelixError
+from dhelix.profiles.collective_matmul import Tiles
+from dhelix.runtime import deviceless
+
+
+@pytest.mark.deviceless
+def test_each_variant_compiles_for_one_gpu() -> None:
+    made = own_tiles.variants("2048x512x4096", [2, 4], Tiles(128, 256, 64, 4, "M", 8, sms=32))
+    assert list(made) == ["cuBLAS", "no own tiles", "1 of 2", "1 of 4"]
+    mesh = deviceless.mesh({collective_matmul_programs.AXIS: 1})
+    for name, program in made.items():
+        lowered = collective_matmul_programs.lowered(program, own_tiles.site_of("2048x512x4096", 1), mesh, 3)
+        text = deviceless.compile(lowered).as_text() or ""
+        assert ("mosaic_gpu" in text) == (name != "cuBLAS")
+
+
+def test_a_table_has_medians() -> None:
+    rows = own_tiles.table({"8x8x8": {"cuBLAS": [3.0, 1.0, 2.0], "1 of 2": [5.0]}}).splitlines()
+    assert rows[0] == "| M x K x N | cuBLAS | 1 of 2 |" and rows[2] == "| 8x8x8 | 2 | 5 |"
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--shapes", "8192x2048"], "'8192x2048' is no shape"),
+        (["--shapes", "8192x2048x4100"], "no multiple"),
+        (["--devices", "16"], "more than 8"),
+        ([], "there is no GPU"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: list[str], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(sys, "argv", ["own_tiles.py", *arguments])
+    with pytest.raises(SystemExit, match=why) as error:
+        own_tiles.main()
+    assert "\n" not in str(error.value)
+
+
+def test_a_shape_is_three_numbers() -> None:
+    with pytest.raises(DhelixError, match="write rows, contraction and columns"):
+        own_tiles.site_of("8192x2048xN", 2)
