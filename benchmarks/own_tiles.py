@@ -19,7 +19,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +33,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from dhelix.benchmarks import collective_matmul_programs as programs
+from dhelix.benchmarks.collective_matmul import Turn, iterations
 from dhelix.benchmarks.collective_matmul_programs import AXIS, Program
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
@@ -44,8 +44,7 @@ from dhelix.runtime.launch_settings import without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 SHAPES = "16384x2048x4096,8192x2048x8192,8192x3584x4096,8192x1024x4096"
-_FLOPS = 6e14  # per second; a guess for the number of iterations alone
-_RUN_S = 0.012
+_TURN_MS = 12.0
 
 
 def site_of(shape: str, devices: int) -> Site:
@@ -155,24 +154,21 @@ def variants(shape: str, devices: list[int], tiles: Tiles | None) -> dict[str, P
 def measure(shape: str, made: Mapping[str, Program], rounds: int) -> dict[str, list[float]]:
     """Microseconds of one product, round by round."""
     site, mesh = site_of(shape, 1), Mesh(np.array(jax.devices()[:1]), (AXIS,))
-    m, k, n = site.sizes
-    iterations = max(10, int(_RUN_S * _FLOPS / (2 * m * k * n)))
-    options = {"xla_gpu_enable_triton_gemm": False}
-    runs = {name: programs.lowered(it, site, mesh, iterations).compile(options) for name, it in made.items()}
-    operands, us = programs.operands(site, mesh), {name: [] for name in made}
-    results = {}
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            arguments = jax.block_until_ready(programs.arguments(made[name], site, mesh, operands))
-            start = time.perf_counter()
-            out = run(*arguments).block_until_ready()
-            if number:
-                us[name].append(1e6 * (time.perf_counter() - start) / iterations)
-            elif name in ("cuBLAS", "no own tiles"):
-                results[name] = np.asarray(out, np.float32)
-    one, other = results.values()
-    if not np.allclose(one, other, rtol=2**-7, atol=2**-7):
+    count, operands = iterations(site, _TURN_MS), programs.operands(site, mesh)
+    options = {"xla_gpu_enable_triton_gemm": False} if mesh.devices.flat[0].platform != "cpu" else {}
+    turns = {}
+    for name, it in made.items():
+        loop = programs.lowered(it, site, mesh, count).compile(compiler_options=options)
+        turns[name] = Turn(loop, *programs.arguments(it, site, mesh, operands))
+    for turn in turns.values():
+        turn.run()
+    expected = turns["cuBLAS"].out.astype(jnp.float32)
+    if not programs.difference(expected, turns["no own tiles"].out) <= programs.tolerance(site):
         raise DhelixError(f"{shape}: the kernel's result is not cuBLAS's")
+    us: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            us[name].append(1e6 * turn.run() / count)
     return us
 
 

@@ -2,9 +2,11 @@
 
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 from dhelix.benchmarks import collective_matmul_programs, own_tiles
+from dhelix.benchmarks.collective_matmul_programs import Program
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Tiles
 from dhelix.runtime import deviceless
@@ -19,6 +21,20 @@ def test_each_variant_compiles_for_one_gpu() -> None:
         lowered = collective_matmul_programs.lowered(program, own_tiles.site_of("2048x512x4096", 1), mesh, 3)
         text = deviceless.compile(lowered).as_text() or ""
         assert ("mosaic_gpu" in text) == (name != "cuBLAS")
+
+
+@pytest.mark.parametrize("scale, right", [(1, True), (2, False)])
+def test_programs_take_turns_and_a_wrong_kernel_is_found(scale: int, right: bool) -> None:
+    def product(times: int) -> Program:
+        return Program("a product", ("x", "w"), (64, 64), lambda x, w: times * jnp.dot(x, w))
+
+    made = {"cuBLAS": product(1), "no own tiles": product(scale)}
+    if not right:
+        with pytest.raises(DhelixError, match="result is not cuBLAS's"):
+            own_tiles.measure("64x64x64", made, 3)
+    else:
+        us = own_tiles.measure("64x64x64", made, 3)
+        assert [len(times) for times in us.values()] == [3, 3] and min(map(min, us.values())) > 0
 
 
 def test_a_table_has_medians() -> None:

@@ -8,7 +8,7 @@
 
 A part waits in registers, rounded (`Held`). Turns are some steps of the next tile apart where it has enough of them
 (`Gemm.turn_steps`), so that what was loaded at one turn is there at the next. Loaded when they were needed, parts of
-three other devices took 13 us of each own tile of 128x256, and those of one 4.5 (1 H200, 2026-11-22).
+three other devices took 14 us of each own tile of 128x256, and those of one 5 (1 H200, 2026-11-22).
 """
 
 from __future__ import annotations
