@@ -18,7 +18,7 @@ proxies before its TMA. Both are blocks of one device: nothing is waited for acr
 
 Between devices:
     start    A peer's `x` is its own only when its kernel runs: before, that memory may belong to another operation.
-             XLA zeroes the counters, then lets all devices meet, then launches; that order is needed.
+             XLA zeroes the counters, then launches, and devices meet while own tiles are multiplied (`meeting`).
     end      A peer may reuse `x` once its kernel ends. So each block, when it has read its share, adds 1 to `left` of
              every peer, and block 0 stays until all blocks of all peers have: `x` outlives all who read it. Nobody
              writes to a peer's memory but for these counters, and they are all there when the kernel ends.
@@ -27,7 +27,7 @@ Legality: one axis of the mesh, NVLink or other peer access between its devices,
 until all peers have sent: no collective of NCCL may be in flight beside it on any of these devices, or each may wait
 for SMs that the other holds. Bitwise deterministic: every element is summed by one block in the order of k.
 
-Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), and 5 us for zeroing and XLA's barrier.
+Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), and 2 us for zeroing.
 DistFuse (section 3) calls it immediate communication, here before the GEMM instead of after. Microseconds on 2 H200,
 NVLink, bfloat16, 2026-11-21, 17 of the measuring loop in each of them; cuBLAS's GEMM and NCCL's gather alone, and the
 one after the other:
@@ -56,10 +56,11 @@ from jax import lax
 
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting
 from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer, divided
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Storing
+from dhelix.runtime.collective_matmul.kernels.meeting import Meeting
 
 _LOAD_WARP, _COPY_WARP = 0, 1
 
@@ -142,15 +143,20 @@ def _run(plan: Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, 
 
     m, n, k = plan.gemm.m, plan.gemm.n, plan.gemm.k
     transfer = plan.transfer
-    out, gathered = plgpu.kernel(
+    out, gathered, _ = plgpu.kernel(
         all_gather_matmul,
-        out_type=(jax.ShapeDtypeStruct((m, n), x.dtype), jax.ShapeDtypeStruct((m, k), x.dtype)),
+        out_type=(
+            jax.ShapeDtypeStruct((m, n), x.dtype),
+            jax.ShapeDtypeStruct((m, k), x.dtype),
+            meeting.words(plan.devices),
+        ),
         scratch_types=dict(
             buffers=plan.gemm.buffers(),
             staged=plgpu.SMEM((transfer.stages, transfer.rows, transfer.columns), x.dtype),
             loaded=plgpu.Barrier(num_barriers=transfer.stages),
         ),
         **plan.gemm.launch(),
+        compiler_params=meeting.PARAMS,
     )(x, w)
     return out, gathered
 
@@ -171,12 +177,19 @@ def _plan(site: Site, tiles: Tiles | None) -> Plan:
 
 
 def _kernel(
-    plan: Plan, axis: str, x: Any, w: Any, out: Any, gathered: Any, buffers: Any, staged: Any, loaded: Any
+    plan: Plan, axis: str, x: Any, w: Any, out: Any, gathered: Any, words: Any, buffers: Any, staged: Any, loaded: Any
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.devices, plan.row_tiles, plan.transfer.chunks)))
     left = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    all_devices = Meeting(axis, words, pl.get_global(plgpu.SemaphoreType.REGULAR))
+    block = lax.axis_index(CLUSTERS) * gemm.cluster + lax.axis_index(RANK)
+
+    def copy() -> None:
+        all_devices.wait()
+        hopper_gemm.fence_proxies()
+        _copy(plan, axis, block, x, gathered, arrived, left, staged, loaded)
 
     def load() -> None:
         me = lax.axis_index(axis)
@@ -211,7 +224,8 @@ def _kernel(
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
             pl.when(warp == _LOAD_WARP)(load)
-            pl.when(warp == _COPY_WARP)(lambda: _copy(plan, axis, x, gathered, arrived, left, staged, loaded))
+            pl.when(warp == _COPY_WARP)(copy)
+            pl.when((warp == meeting.WARP) & (block == 0))(all_devices.meet)
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
@@ -226,12 +240,13 @@ def _wait(plan: Plan, counter: Any) -> None:
     hopper_gemm.fence_proxies()
 
 
-def _copy(plan: Plan, axis: str, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any) -> None:
+def _copy(
+    plan: Plan, axis: str, block: jax.Array, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any
+) -> None:
     """Pulls this block's share of the pieces, from each peer and then own rows, into this device's `gathered`."""
     transfer = plan.transfer
     me = lax.axis_index(axis)
     peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
-    block = lax.axis_index(CLUSTERS) * plan.gemm.cluster + lax.axis_index(RANK)
     mine = lax.div(plan.batches - block + (plan.blocks - 1), jnp.int32(plan.blocks)) * transfer.batch
     ahead = transfer.stages - 1
 

@@ -43,9 +43,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, opaque
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting, opaque
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing
+from dhelix.runtime.collective_matmul.kernels.meeting import Meeting
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import Job, Plan
 
 
@@ -56,25 +57,30 @@ def summed_matmul(plan: Plan, axis: str, x: jax.Array, w: jax.Array, name: str) 
         _kernel(plan, axis, *refs, **scratch)
 
     kernel.__name__ = name
-    out, _ = plgpu.kernel(
+    out, *_ = plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(plan.out_shape, x.dtype),
             jax.ShapeDtypeStruct(plan.staged_shape, x.dtype),
+            meeting.words(plan.devices),
         ),
         scratch_types=dict(
             buffers=plan.gemm.buffers(), loaded=plgpu.Barrier(num_arrivals=plan.devices - 1, num_barriers=2)
         ),
         **plan.gemm.launch(),
+        compiler_params=meeting.PARAMS,
     )(x, w)
     return out
 
 
-def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffers: Any, loaded: Any) -> None:
+def _kernel(
+    plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, words: Any, buffers: Any, loaded: Any
+) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(plan.staged_shape[1:3]))
     finished = None if plan.scatter or plan.shots == 1 else pl.get_global(plgpu.SemaphoreType.REGULAR)
+    all_devices = Meeting(axis, words, pl.get_global(plgpu.SemaphoreType.REGULAR))
 
     def load() -> None:
         def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
@@ -90,6 +96,8 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
         @plgpu.warp_map
         def _(warp: jax.Array) -> None:
             pl.when(warp == 0)(load)
+            first_block = (lax.axis_index(CLUSTERS) == 0) & (lax.axis_index(RANK) == 0)
+            pl.when((warp == meeting.WARP) & first_block)(all_devices.meet)
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
@@ -97,7 +105,7 @@ def _kernel(plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, buffer
         me = lax.axis_index(axis)
         peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
         slots = buffers["out"].at[group]
-        links = _Links(plan, axis, me, peers, out, staged, slots, loaded.at[group], arrived, finished)
+        links = _Links(plan, axis, me, peers, out, staged, slots, loaded.at[group], arrived, finished, all_devices)
         hopper_gemm.multiply_tiles(gemm, buffers, plan.order(me), links.behind, links.finish)
         links.leave()
 
@@ -116,6 +124,7 @@ class _Links:
       arrived: counters beside `staged`.
       finished: counter of warpgroups of other devices that have stored all that they have for this one's `out`; None
         if they have nothing.
+      all_devices: where they meet, before anything leaves.
     """
 
     plan: Plan
@@ -128,6 +137,7 @@ class _Links:
     loaded: Any
     arrived: Any
     finished: Any
+    all_devices: Meeting
 
     def behind(self, held: Held, turn: int) -> None:
         """Another device's part goes there, piece by piece; to an own one others' are added."""
@@ -138,6 +148,8 @@ class _Links:
 
         @pl.when(self.is_others(job))
         def _() -> None:
+            if turn == 0:
+                self._await_all(held)
             self._sending(job).behind(held, turn)
             if turn == pieces + 1:
                 self._tell(job)
@@ -156,6 +168,7 @@ class _Links:
 
         @pl.when(self.is_others(job))
         def _() -> None:
+            self._await_all(held)
             self._sending(job).finish(held)
             self._tell(job)
 
@@ -169,6 +182,7 @@ class _Links:
         gemm, plan = self.plan.gemm, self.plan
         if self.finished is None:
             return
+        pl.when(lax.axis_index(CLUSTERS) >= gemm.cluster_tiles)(self.all_devices.wait)  # of blocks without any tile
         for peer in self.peers:
             pl.semaphore_signal(self.finished, device_id=peer)
         first = (lax.axis_index(CLUSTERS) == 0) & (lax.axis_index(RANK) == 0) & (lax.axis_index(GROUP) == 0)
@@ -199,6 +213,11 @@ class _Links:
 
         return Storing(self.plan.gemm, self.slots, send)
 
+    def _await_all(self, held: Held) -> None:
+        """Until all devices have begun, if this may be the first part that leaves: a block that began with an own one
+        has got others' parts of it."""
+        pl.when(held.place.number < self.plan.gemm.clusters)(self.all_devices.wait)
+
     def _tell(self, job: Job) -> None:
         """Tells the owner of a part that all of it has been sent, when it is there."""
         owner = lax.rem(self.me + 1 + job.turn, jnp.int32(self.plan.devices))
@@ -220,6 +239,7 @@ class _Links:
 
     def _exchange(self, held: Held) -> None:
         """Own part to everybody, this device included, and everybody's added up in the order of the devices."""
+        self._await_all(held)
         job = self.job(held.place)
         where = self.where(job)
 
