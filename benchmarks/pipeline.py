@@ -67,7 +67,7 @@ def complete(arguments: argparse.Namespace) -> None:
         raise DhelixError(f"setting {several[0]}: a pipeline's GPUs are one process here; leave it out")
     if arguments.stages < 1 or arguments.tp % arguments.stages:
         raise DhelixError(f"{arguments.stages} stages do not divide {arguments.tp} GPUs; take a divisor")
-    arguments.channels, arguments.unrolled, arguments.no_traces = 0, False, not arguments.traces
+    arguments.channels, arguments.shards, arguments.unrolled, arguments.no_traces = 0, 0, False, not arguments.traces
 
 
 def _file_name(arguments: argparse.Namespace) -> str:

@@ -62,9 +62,10 @@ def _timed(group: Group) -> str:
 def _head(run: Run, link: str) -> str:
     w, on = run.workload, run.on
     channels = f", at most {w['channels']} channels" if w.get("channels") else ""
+    shards = f" with the shards of TP {w['shards']}" if w.get("shards") else ""
     return (
         f"**{w.get('preset')} shapes, {w.get('layers')} layers{', unrolled' * bool(w.get('unrolled'))}, "
-        f"S {w.get('seq')}, M {w.get('microbatches')}, TP {w.get('tp')}, vocabulary {w.get('vocab')}; "
+        f"S {w.get('seq')}, M {w.get('microbatches')}, TP {w.get('tp')}{shards}, vocabulary {w.get('vocab')}; "
         f"{link}{channels}** ({on.get('gpus', '')}, machine {on.get('machine')}, jax {on.get('jax')}, {on.get('date')})"
     )
 

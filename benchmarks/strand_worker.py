@@ -28,7 +28,9 @@ from dhelix import strand_interleave
 from dhelix.benchmarks.gpu_clocks import Clocks
 from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.errors import DhelixError
 from dhelix.models import preset
+from dhelix.models.config import LlamaConfig
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
 from dhelix.passes.costs import Costs
@@ -261,10 +263,24 @@ def make_training(options: Namespace) -> Training:
     config = preset(
         options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled
     )
+    if options.shards:
+        config = narrowed(config, options.tp, options.shards)
     nodes = SETTINGS[options.setting].nodes
     shape = f"1x{nodes}x{options.tp // nodes}"
     mesh = deviceless.mesh({"dp": 1, "tp": options.tp}, shape=shape) if options.on_paper else make_mesh(1, options.tp)
     return make_train_step(config, mesh, optax.adamw(1e-4), microbatches=options.microbatches)
+
+
+def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
+    """`config` with as much of its heads, FFN and vocabulary on each of `tp` GPUs as each of `shards` GPUs would have.
+
+    Raises:
+      DhelixError: they do not divide.
+    """
+    sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "ffn", "vocab")}
+    if odd := [f"{name} {size}" for name, size in sizes.items() if size * tp % shards or size % shards]:
+        raise DhelixError(f"{', '.join(odd)}: no multiple of {shards} shards; give --shards that divides them")
+    return replace(config, **{name: size * tp // shards for name, size in sizes.items()})
 
 
 def describe(options: Namespace, training: Training) -> Run:
@@ -272,7 +288,7 @@ def describe(options: Namespace, training: Training) -> Run:
     on = provenance()
     tokens = options.microbatches * options.seq
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
-    names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels")
+    names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
     gpus = f"{options.tp} x {GPU}, on paper" if options.on_paper else f"{on.gpus} x {on.gpu}, driver {on.driver}"
     facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
     return Run(

@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--unrolled", action="store_true", help="layers one after the other, not scanned")
     made.add_argument("--tp", type=int, default=4)
+    shards = "a GPU has as much of heads, FFN and vocabulary as with so many GPUs; 0: as with --tp"
+    made.add_argument("--shards", type=int, default=0, help=shards)
     made.add_argument("--variants", default=ESSENTIAL, help=f"or schedules, all, or of: {'; '.join(VARIANTS)}")
     made.add_argument("--channels", type=int, default=0, help="most channels of a collective; 0: NCCL's choice")
     made.add_argument("--no_traces", action="store_true", help="no traced step: times alone")
@@ -131,7 +133,8 @@ def _merged(runs: list[Run], dropped: list[str]) -> Run:
 
 
 def _file_name(arguments: argparse.Namespace) -> str:
-    parts = [arguments.preset, f"l{arguments.layers}", f"s{arguments.seq}", f"tp{arguments.tp}"]
+    shards = f"of{arguments.shards}" if arguments.shards else ""
+    parts = [arguments.preset, f"l{arguments.layers}", f"s{arguments.seq}", f"tp{arguments.tp}{shards}"]
     parts += [f"m{arguments.microbatches}", f"v{arguments.vocab}", arguments.settings[0]]
     return "strands_" + "_".join(parts) + "_unrolled" * arguments.unrolled
 

@@ -112,6 +112,7 @@ class InStep:
       launch: seconds for which compute stands still where copy engines are given a collective (`Cost.launch`).
       power: what lowers the clock; None if nothing does.
       clock: how many times longer products and attention take (`timeline.settled`).
+      in_order: kernels start in the order of their launch, so that nothing passes a collective that waits for its lane.
     """
 
     pause: float = 0.0
@@ -119,6 +120,7 @@ class InStep:
     launch: float = 0.0
     power: PowerLimit | None = None
     clock: float = 1.0
+    in_order: bool = False
 
     def cost(self, cost: Cost, key: Key, estimate: Estimate) -> Cost:
         """`cost` with the time that was estimated for `key`."""
@@ -303,7 +305,9 @@ class CostModel:
         """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
         wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
-        in_step = InStep(pause, wait, launch, _POWER)
+        in_step = InStep(
+            pause, wait, launch, _POWER, in_order=self.setting in SETTINGS and SETTINGS[self.setting].in_order
+        )
         return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls)
 
     @property

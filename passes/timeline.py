@@ -24,6 +24,12 @@ collective first. A gather of 300 us under two GEMMs of 200 us each, the second 
     x        ############                            200 us: gather does 2 us
     y                    ################            267 us: gather does 240 us, and the other 58 alone
 
+Over one connection (`InStep.in_order`) kernels of all streams start in the order of their launch, so what is launched
+behind a collective that waits for its lane waits, too. Two gathers of 300 us, both started before the GEMMs:
+
+    gathers  1111111111111111 2222222222222222
+    x                         ############           not before the second gather has begun
+
 Costs for steps say more (`costs.InStep`): compute pauses before each kernel, and where copy engines are given a
 collective; a collective takes longer, since it waits for the last of its GPUs. In a pause, collectives run alone. Last,
 the clock is lower where a step leaves the GPU little rest. That follows from the step as a whole (`settled`), so it is
@@ -253,6 +259,8 @@ class Player:
         if cost.seconds <= 0.0:
             return
         if cost.lane is Lane.COMPUTE:
+            if self.in_step.in_order:
+                self._line_up()
             launched = self.now
             self._pause(self.in_step.pause)
             start = self.now
@@ -274,6 +282,11 @@ class Player:
     def _wait(self, start: Instruction) -> None:
         """Compute stands still until the collective begun at `start` is done."""
         while start in self.under_way:
+            self._stand()
+
+    def _line_up(self) -> None:
+        """Compute stands still until every collective that was launched before has its lane."""
+        while any(len(lane) > 1 for lane in self.lanes.values()):
             self._stand()
 
     def _loop(self, loop: Instruction) -> None:

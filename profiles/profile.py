@@ -105,6 +105,11 @@ class LaunchSetting:
         return _NO_GRAPHS not in self.xla_flags
 
     @property
+    def in_order(self) -> bool:
+        """Whether kernels of all streams start in the order of their launch."""
+        return self.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+    @property
     def training_flags(self) -> tuple[str, ...]:
         """`xla_flags` of a process that trains. Measuring keeps kernels out of CUDA graphs; a step has them where XLA
         makes them, and is up to 1 % faster (docs/benchmarks.md)."""

@@ -15,6 +15,7 @@ from dhelix.benchmarks.strand_results import Result, Run, causes, groups, read
 from dhelix.benchmarks.strand_tables import into_page, tables
 from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
 from dhelix.errors import DhelixError
+from dhelix.models import preset
 from dhelix.passes.manager import PassManager
 from dhelix.runtime import autotune_results
 
@@ -208,6 +209,15 @@ def test_kinds_of_variants() -> None:
     assert {VARIANTS[name].kind for name in ("plain", "plain, PGLE", "plain, no slice fusion")} == {XLA}
     assert {VARIANTS[name].kind for name in ("strands", "plain, list")} == {OURS}
     assert {v.kind for v in VARIANTS.values() if not v.communication} == {BOUND}
+
+
+def test_fewer_gpus_have_the_shards_of_more() -> None:
+    whole = preset("llama-8b", 8, vocab=32_000)
+    half = strand_worker.narrowed(whole, tp=2, shards=4)
+    assert (half.heads, half.kv_heads, half.ffn, half.vocab) == (16, 4, 7168, 16_000)
+    assert (half.hidden, half.head_dim, half.layers) == (whole.hidden, whole.head_dim, 8)
+    with pytest.raises(DhelixError, match="heads 32.*no multiple of 3 shards; give --shards"):
+        strand_worker.narrowed(whole, tp=2, shards=3)
 
 
 def test_names_are_checked() -> None:

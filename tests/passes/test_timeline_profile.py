@@ -195,6 +195,41 @@ def test_what_is_under_way_goes_on_where_copy_engines_are_given_a_collective() -
     assert (timeline.exposed, timeline.hidden, timeline.idle) == (1.0, 3.0, 0.0)
 
 
+TWO_GATHERS = [Start("g", 3.0, "p"), Start("h", 2.0, "p"), Op("x", 4.0, ("p",)), Done("g"), Done("h")]
+NO_CONTENTION = {("g", "x"): (1.0, 1.0), ("h", "x"): (1.0, 1.0), ("x", "h"): (1.0, 1.0)}
+
+
+def test_nothing_passes_a_collective_that_waits_for_its_lane_over_one_connection() -> None:
+    results = ["x", "g_done", "h_done"]
+    passed = play(TWO_GATHERS, results, NO_CONTENTION)
+    assert spans(passed) == {"g": (0.0, 3.0), "h": (3.0, 5.0), "x": (0.0, 4.0)}
+    in_order = play(TWO_GATHERS, results, NO_CONTENTION, in_step=InStep(in_order=True))
+    assert spans(in_order) == {"g": (0.0, 3.0), "h": (3.0, 5.0), "x": (3.0, 7.0)}
+    assert (in_order.exposed, in_order.hidden) == (3.0, 2.0)
+
+
+def test_over_one_connection_compute_goes_on_beside_collectives_that_have_their_lanes() -> None:
+    later = [
+        Start("g", 3.0, "p"),
+        Op("x", 4.0, ("p",)),
+        Start("h", 2.0, "p"),
+        Op("y", 1.0, ("x",)),
+        Done("g"),
+        Done("h"),
+    ]
+    rates = NO_CONTENTION | {("h", "y"): (1.0, 1.0)}
+    timeline = play(later, ["y", "g_done", "h_done"], rates, in_step=InStep(in_order=True))
+    assert spans(timeline) == {"g": (0.0, 3.0), "x": (0.0, 4.0), "h": (4.0, 6.0), "y": (4.0, 5.0)}
+
+
+@pytest.mark.parametrize("setting, in_order", [("default", False), ("connections1", True), ("copy-engine", False)])
+def test_costs_know_whether_their_setting_has_one_connection(setting: str, in_order: bool) -> None:
+    assert (
+        CostModel(Profile("H200", "nvlink").with_section(Section(setting)), setting).costs().in_step.in_order
+        is in_order
+    )
+
+
 def test_a_step_that_leaves_no_rest_settles_at_a_lower_clock() -> None:
     """6 s of compute and 2 of a gather beside it: a load of 1 + 0.5 * 2 / 6."""
     power = PowerLimit(free=0.75, slope=0.6, communication=0.5)
