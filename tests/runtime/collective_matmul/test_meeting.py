@@ -44,14 +44,15 @@ def kernel(devices: list[Device], me: int, clock: Iterator[int], chance: random.
     yield
     unseen = True
     while unseen:
-        unseen = False
-        for place, peer in peers:
-            seen = peer.words[0]
-            yield
-            it.words[place] = seen
+        found, unseen = [], False
+        for _, peer in peers:
+            found.append(peer.words[0])
             yield
         for place, peer in peers:
             unseen |= peer.words[n - place] != stamp
+            yield
+        for (place, _), seen in zip(peers, found, strict=True):
+            it.words[place] = seen
             yield
     for place, peer in peers:
         seen = peer.words[0]
