@@ -9,6 +9,7 @@ shown and written. docs/plan.md says how to read, edit and use it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -49,6 +50,7 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 _DEFAULT_GPU = "H200"
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
+_AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -137,7 +139,12 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             best = min(candidates, key=Candidate.rank)
             memory = best.program.memory
         else:
-            best, memory = _confirmed(candidates, options, limit, work, console)
+            of_setting = {model.setting: model for model in models}
+
+            def again(candidate: Candidate, closer: MemoryLimit) -> Candidate:
+                return find(candidate.program, of_setting[candidate.plan.target.setting], limit=closer)
+
+            best, memory = _confirmed(candidates, again, options, limit, work, console)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
 
@@ -164,15 +171,31 @@ def _candidates(
 
 
 def _confirmed(
-    candidates: Sequence[Candidate], options: trainer.Options, limit: MemoryLimit, work: _Work, console: Console
+    candidates: Sequence[Candidate],
+    again: Callable[[Candidate, MemoryLimit], Candidate],
+    options: trainer.Options,
+    limit: MemoryLimit,
+    work: _Work,
+    console: Console,
 ) -> tuple[Candidate, Memory]:
-    """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`."""
+    """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`.
+
+    The compiler may leave more between buffers than in XLA's order; what is over by that is planned `again`, twice at
+    most, with as much left free.
+    """
+    waiting: list[tuple[Candidate, tuple[MemoryLimit, ...]]] = [(candidate, (limit,)) for candidate in candidates]
     refused: list[OverLimitError] = []
-    for candidate in sorted(candidates, key=Candidate.rank):
+    while waiting:
+        candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
         memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan)
         if limit.bytes is None or memory.peak <= limit.bytes:
             return candidate, memory
         refused.append(OverLimitError(candidate.program, limit, memory.peak))
+        if len(limits) <= _AGAIN:
+            closer = limits[-1].with_gaps_of(candidate, memory)
+            with contextlib.suppress(OverLimitError):
+                waiting.append((work.do("planned again, with less", again, candidate, closer), (*limits, closer)))
+                continue
         say(console, f"Left out, {candidate.plan.target.setting}: {refused[-1]}.")
     raise min(refused, key=lambda error: error.needed)
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.launch.dumps import Memory as Counted
 from dhelix.launch.plan_step import Program
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collectives import find_collective
@@ -129,10 +130,12 @@ class MemoryLimit:
     Attributes:
       bytes: None: as much as XLA's order needs, and 3 %.
       given: by the user.
+      gaps: bytes between buffers, which live ranges do not have; None: as many as in XLA's order.
     """
 
     bytes: int | None
     given: bool = False
+    gaps: int | None = None
 
     @classmethod
     def of(cls, gib: float | None, plain: Program | None) -> MemoryLimit:
@@ -140,6 +143,17 @@ class MemoryLimit:
         if gib is not None:
             return cls(int(gib * 2**30), given=True)
         return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
+
+    def with_gaps_of(self, candidate: Candidate, memory: Counted) -> MemoryLimit:
+        """Leaves as much free between buffers as the compiler did in that order; `memory` is what it counted."""
+        return replace(self, gaps=max(memory.peak - memory.arguments - candidate.bytes, 0))
+
+    def gaps_of(self, program: Program) -> int:
+        """Bytes that the compiler counts beyond live ranges."""
+        if self.gaps is not None or program.memory is None:
+            return self.gaps or 0
+        beside = program.memory.peak - program.memory.arguments
+        return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
 
     def beside_arguments(self, program: Program) -> int | None:
         """Bytes for a scheduler, whose estimates leave out arguments and the gaps between buffers.
@@ -153,7 +167,7 @@ class MemoryLimit:
             )
         if self.bytes is None or program.memory is None:
             return None
-        return max(self.bytes - program.memory.arguments - _gaps(program), 0)
+        return max(self.bytes - program.memory.arguments - self.gaps_of(program), 0)
 
 
 class OverLimitError(DhelixError):
@@ -184,7 +198,7 @@ def search(
         return _search(program, model, schedule, memory_limit, max_in_flight)
     except MemoryRefusal as refusal:
         arguments = program.memory.arguments if program.memory else 0
-        raise OverLimitError(program, limit, arguments + refusal.needed + _gaps(program)) from None
+        raise OverLimitError(program, limit, arguments + refusal.needed + limit.gaps_of(program)) from None
 
 
 def _search(
@@ -215,14 +229,6 @@ def played(program: Program, model: CostModel) -> float:
     """Seconds of the step in XLA's order."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     return simulate_module(module, costs.hardware, costs).seconds
-
-
-def _gaps(program: Program) -> int:
-    """Bytes between buffers: what the compiler counts beyond live ranges, in XLA's order."""
-    if program.memory is None:
-        return 0
-    beside = program.memory.peak - program.memory.arguments
-    return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
 
 
 def _bytes(module: HloModule) -> int:

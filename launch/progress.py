@@ -34,10 +34,11 @@ class Progress:
             self._bar.stop()
 
     def update(self, number: int, *words: str) -> None:
-        """`number` steps are done; `words` say how it goes."""
+        """`number` steps are done, which may be more than were foreseen; `words` say how it goes."""
         text = "  ".join(words)
+        self._last = max(self._last, number)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=number, description=text)
+            self._bar.update(self._task, completed=number, total=self._last, description=text)
         elif number in (self._first + 1, self._last) or number % self._interval == 0:
             line = f"{self._what} {number:>{len(str(self._last))}}/{self._last}  {text}"
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,12 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plan_command.plan_step, "confirmed", lambda _, plan: Memory(counted[id(plan)], 0, 0, 0, "test"))
     options, console = trainer.Options(), Console(file=io.StringIO(), width=400)
 
+    def again(candidate: Candidate, limit: MemoryLimit) -> Candidate:
+        raise OverLimitError(candidate.program, limit, 1 << 31)
+
     def confirmed(gib: float) -> tuple[Candidate, Memory]:
         with plan_command._Work(console, 2) as work:
-            return plan_command._confirmed([slow, fast], options, MemoryLimit.of(gib, None), work, console)
+            return plan_command._confirmed([slow, fast], again, options, MemoryLimit.of(gib, None), work, console)
 
     assert fast.seconds < slow.seconds
     assert confirmed(2.0)[0] is fast
@@ -159,6 +162,30 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
     assert "the smallest limit that would do is --memory_limit=2 " in console.file.getvalue()  # type: ignore[attr-defined]
     with pytest.raises(OverLimitError, match="--memory_limit=1 "):
         confirmed(0.5)
+
+
+def test_what_the_compiler_says_to_be_over_the_limit_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many bytes less as it left between buffers; the third time it is refused."""
+    step = program(Memory(1 << 30, 0, 0, 1 << 28, "test"))
+    first = search(step, MODEL, "dp", MemoryLimit(None))
+    beside: list[int | None] = []
+
+    def confirmed(gaps: Sequence[int]) -> Candidate:
+        counted = iter(Memory(1 << 30, 0, 0, first.bytes + one, "test") for one in gaps)
+        monkeypatch.setattr(plan_command.plan_step, "confirmed", lambda *_: next(counted))
+
+        def again(candidate: Candidate, limit: MemoryLimit) -> Candidate:
+            beside.append(limit.beside_arguments(step))
+            return replace(first, solve_seconds=float(len(beside)))
+
+        console, limit = Console(file=io.StringIO()), MemoryLimit((1 << 30) + first.bytes + 1000)
+        with plan_command._Work(console, 2) as work:
+            return plan_command._confirmed([first], again, trainer.Options(), limit, work, console)[0]
+
+    assert confirmed([1001, 5000, 1000]).solve_seconds == 2.0
+    assert beside == [first.bytes + 1000 - gap for gap in (1001, 5000)]
+    with pytest.raises(OverLimitError):
+        confirmed([1001, 5000, 1001, 1000])
 
 
 def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
