@@ -20,6 +20,7 @@ from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.costs import CostModel
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.row_partition import RowPartition
 from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.profiles import profile
@@ -123,6 +124,7 @@ class Variant:
       options: XLA's, for this program alone; the key "optimization_level" is JAX's.
       decomposed: reduce-scatters and all-gathers with all-to-alls, where the profile says that this is faster. A plain
         program counts as XLA's with them too, so that XLA has every implementation that ours uses.
+      partitioned: chains from a gather to a scatter in parts where one strand runs, if the profile says that it pays.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
       collective_matmul: the form that stands in place of collectives beside products.
@@ -137,6 +139,7 @@ class Variant:
     order: str = "xla"
     options: Mapping[str, Any] = field(default_factory=dict)
     decomposed: bool = False
+    partitioned: bool = False
     communication: bool = True
     guided: bool = False
     misled: bool = False
@@ -208,6 +211,9 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
     *(Variant(f"strands, dp, skewed {k}", f"skewed {k}", "dp") for k in _SKEWS),
+    Variant("plain, intra_batch, partitioned", order="intra_batch", partitioned=True),
+    Variant("strands, dp, partitioned", "strands", "dp", partitioned=True),
+    *(Variant(f"strands, dp, skewed {k}, partitioned", f"skewed {k}", "dp", partitioned=True) for k in _SKEWS),
     Variant("strands, not in lockstep", "not in lockstep"),
     Variant("strands, gradients stacked", "gradients stacked"),
     Variant("strands, two buffers", "two buffers"),
@@ -277,6 +283,8 @@ def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -
     passes = [*matmuls, *_STRUCTURES[variant.structure]]
     if variant.decomposed:
         passes += [ReduceScatterDecomposition(setting.costs("")), AllGatherDecomposition(setting.costs(""))]
+    if variant.partitioned:
+        passes.append(RowPartition(setting.costs("")))
     if not variant.communication:
         passes.append(NoCommunication())
     other = "no-p2p" if setting.link == "nvlink" else "nvlink"

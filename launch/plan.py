@@ -29,9 +29,10 @@ from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
 from dhelix.launch.progress import Progress
 from dhelix.launch.train import say
-from dhelix.passes import exchange, pairing_plan_json
+from dhelix.passes import exchange, pairing_plan_json, row_partition
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.row_partition import RowPartition
 from dhelix.profiles import hardware, storage
 from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless
@@ -50,6 +51,7 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 _DEFAULT_GPU = "H200"
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
+_Alternative = tuple[tuple[str, ...], int]
 _AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
 
 
@@ -128,7 +130,7 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
                 work.do(f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew)
                 for skew in skews
             ]
-        programs = [pair for whole in wholes for pair in _with_decomposed(options, whole, models, console)]
+        programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
     limit = MemoryLimit.of(chosen["memory_limit"], plain)
     with _Work(console, len(programs) + (options is not None)) as work:
         find = functools.partial(
@@ -200,19 +202,29 @@ def _confirmed(
     raise min(refused, key=lambda error: error.needed)
 
 
-def _with_decomposed(
+def _with_alternatives(
     options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
 ) -> list[tuple[CostModel, Program]]:
-    """Each model with the step as it is, and with all-to-alls in place of the collectives that they are faster than."""
-    module = HloModule.from_bytes(whole.module)
-    kinds = {model.setting: exchange.faster_kinds(module, model) for model in models}
-    others = [of_some for of_some in dict.fromkeys(kinds.values()) if of_some]
-    programs: dict[tuple[str, ...], Program] = {(): whole}
+    """Each model with the step as it is, and with what may be faster: all-to-alls in place of collectives, and chains
+    from a gather to a scatter in parts."""
+    wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
+    programs: dict[_Alternative, Program] = {((), 0): whole}
+    others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
-        for of_some in others:
-            words = f"both strands are compiled{_apart(whole.skew)} with all-to-alls for {'s and '.join(of_some)}s"
-            programs[of_some] = work.do(words, plan_step.of_preset, options, of_some, skew=whole.skew)
-    return [(m, programs[k]) for m in models for k in dict.fromkeys([(), kinds[m.setting]])]
+        for decomposed, row_parts in others:
+            exchanged = [f"all-to-alls for {'s and '.join(decomposed)}s"] if decomposed else []
+            told = " and ".join([*exchanged, *([f"{row_parts} row parts"] if row_parts else [])])
+            words = f"both strands are compiled{_apart(whole.skew)} with {told}"
+            made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew)
+            programs[decomposed, row_parts] = made
+    return [(model, programs[other]) for model, other in wanted]
+
+
+def _alternatives(whole: Program, model: CostModel) -> list[_Alternative]:
+    """Kinds of collectives that all-to-alls take the place of, and parts of rows: nothing of both first."""
+    kinds = exchange.faster_kinds(HloModule.from_bytes(whole.module), model)
+    pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
+    return [(k, parts) for k in dict.fromkeys([(), kinds]) for parts in ((0, RowPartition.parts) if pays else (0,))]
 
 
 def _apart(skew: int) -> str:

@@ -3,6 +3,7 @@
     plain = of_preset(replace(options, plain=True))
     step = of_preset(options)                       # its strands interleaved, its order XLA's
     other = of_preset(options, ("all-gather",))     # all-to-alls in place of its all-gathers
+    parts = of_preset(options, row_parts=2)         # chains from a gather to a scatter in two parts of the rows
     memory = confirmed(options, plan)               # compiled again, in the order of the plan
 
 Nothing runs and no GPU is needed. Modules are taken out of the compiler where `strand_interleave` orders them, so a
@@ -28,7 +29,7 @@ from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.report import CHANGED, UNCHANGED, Report
 from dhelix.runtime import deviceless, registration
-from dhelix.runtime.schedules import decompositions, default_passes, planned_passes
+from dhelix.runtime.schedules import alternatives, default_passes, planned_passes
 
 _NAME = "jit_train_step"
 
@@ -45,6 +46,8 @@ class Program:
       memory: of one GPU, in XLA's order; None if a dump does not say.
       decomposed: kinds of collectives that all-to-alls take the place of.
       skew: layers that the strands are apart.
+      row_parts: of chains from a gather to a scatter where one strand runs; 0: whole.
+      before: the module as passes before fusion see it, serialized; None of a dump.
     """
 
     name: str
@@ -54,6 +57,8 @@ class Program:
     memory: Memory | None
     decomposed: tuple[str, ...] = ()
     skew: int = 0
+    row_parts: int = 0
+    before: bytes | None = None
 
 
 def of_dump(path: str | Path) -> Program:
@@ -64,16 +69,21 @@ def of_dump(path: str | Path) -> Program:
 
 
 def of_preset(
-    options: trainer.Options, decomposed: tuple[str, ...] = (), target: str = "h200", skew: int = 0
+    options: trainer.Options,
+    decomposed: tuple[str, ...] = (),
+    row_parts: int = 0,
+    target: str = "h200",
+    skew: int = 0,
 ) -> Program:
     """The step that `dhelix train` runs with these options, plain or with interleaved strands.
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    passes = () if options.plain else (*default_passes("xla", skew=skew), *decompositions(decomposed))
+    passes = () if options.plain else (*default_passes("xla", skew=skew), *alternatives(decomposed, row_parts))
     found = _compile(options, passes, target, strict=True)
     name = profile_step.name_of(options, found.training)
-    return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, decomposed, skew)
+    made = decomposed, skew, row_parts, found.before
+    return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, *made)
 
 
 def confirmed(options: trainer.Options, plan: PairingPlan, target: str = "h200") -> Memory:
@@ -92,6 +102,7 @@ def confirmed(options: trainer.Options, plan: PairingPlan, target: str = "h200")
 @dataclass(frozen=True)
 class _Compiled:
     training: Training
+    before: bytes
     module: bytes
     memory: Memory
     report: Report | None
@@ -104,22 +115,17 @@ def _compile(options: trainer.Options, passes: Sequence[Pass], target: str, stri
         passes = [one for one in passes if one.stage is not Stage.LOWERED]
     step: Any = trainer.make_step(training, not passes, **({"passes": passes, "strict": strict} if passes else {}))
     lowered = step.lower(*example)
-    modules: list[bytes] = []
+    modules: dict[Stage, bytes] = {}
     with _recorded(modules):
         compiled = deviceless.compile_tuned(lowered)
     report = step.report(*example) if passes else None
-    return _Compiled(training, modules[-1], _memory(compiled), report)
+    return _Compiled(training, modules[Stage.PRE_SCHEDULER], modules[Stage.POST_SCHEDULER], _memory(compiled), report)
 
 
 @contextlib.contextmanager
-def _recorded(modules: list[bytes]) -> Iterator[None]:
-    """Compilations inside leave the module that comes to the last passes in `modules`."""
-
-    def record(stage: Stage, module: bytes) -> None:
-        if stage is Stage.POST_SCHEDULER:
-            modules.append(module)
-
-    with registration.temporary_hook(record, _NAME):
+def _recorded(modules: dict[Stage, bytes]) -> Iterator[None]:
+    """Compilations inside leave the module that comes to the passes of each stage in `modules`."""
+    with registration.temporary_hook(modules.__setitem__, _NAME):
         yield
 
 

@@ -50,6 +50,7 @@ class PlanView:
             "decomposed": list(target.decomposed),
             "max_in_flight": target.max_in_flight,
             "skew": target.skew,
+            "row_parts": target.row_parts,
             **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
             "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
@@ -73,6 +74,7 @@ class PlanView:
             "setting": target.setting,
             "decomposed": list(target.decomposed),
             "skew": target.skew,
+            "row_parts": target.row_parts,
             "makespan_us": round(predicted.makespan_us, 2),
             "xla_order_us": round(1e6 * candidate.seconds_xla, 2),
             "plain_us": self._plain_us(candidate),
@@ -106,6 +108,7 @@ def _settings(view: PlanView) -> Table:
     table.add_column("launch setting")
     table.add_column("all-to-alls for")
     table.add_column("skew", justify="right")
+    table.add_column("row parts", justify="right")
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
     for candidate in sorted(view.candidates, key=Candidate.rank):
@@ -115,6 +118,7 @@ def _settings(view: PlanView) -> Table:
             target.setting,
             ", ".join(target.decomposed) or "-",
             str(target.skew),
+            str(target.row_parts or "-"),
             _ms(candidate.seconds),
             _ms(candidate.seconds_xla),
             "-" if plain is None else _ms(plain),

@@ -127,29 +127,41 @@ def faster_kinds(module: HloModule, model: CostModel) -> tuple[str, ...]:
 
 def is_communication_bound(module: HloModule, model: CostModel) -> bool:
     """Whether the collectives of a module, before it is scheduled, take longer than everything else, each alone."""
-    keys, costs = OperatorKeys(model.hardware.gpus_per_node, model.implementation), Costs(model.hardware)
-    known: dict[Computation, tuple[float, float]] = {}
-
-    def loads(computation: Computation) -> tuple[float, float]:
-        """Seconds of communication, and of all else."""
-        if computation not in known:
-            communication = rest = 0.0
-            for instruction in computation.instructions:
-                if instruction.opcode in CONTROL_FLOW:
-                    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
-                    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-                    inner = max(map(loads, called), key=sum)  # the longest branch, as in `costs`
-                    communication, rest = communication + count * inner[0], rest + count * inner[1]
-                elif find_collective(instruction) is None:
-                    rest += costs[instruction].seconds
-                else:
-                    key = keys[instruction]
-                    communication += costs[instruction].seconds if key is None else model.estimator.solo(key).seconds
-            known[computation] = communication, rest
-        return known[computation]
-
-    communication, rest = loads(module.entry)
+    communication, rest = Loads(model)[module.entry]
     return communication > rest
+
+
+class Loads(dict[Computation, tuple[float, float]]):
+    """Seconds of communication, and of all else, in one run of computations before they are scheduled, each alone."""
+
+    def __init__(self, model: CostModel) -> None:
+        super().__init__()
+        self._keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
+        self._costs = Costs(model.hardware)
+        self._estimator = model.estimator
+
+    def seconds(self, instruction: Instruction, parts: int = 1) -> float:
+        """Of what is no loop: of a collective, or one of so many parts of its bytes, from the profile; of all else by
+        the roofline."""
+        key = None if find_collective(instruction) is None else self._keys[instruction]
+        if not isinstance(key, CollectiveKey):
+            return self._costs[instruction].seconds
+        return self._estimator.solo(replace(key, bytes=key.bytes // parts)).seconds
+
+    def __missing__(self, computation: Computation) -> tuple[float, float]:
+        communication = rest = 0.0
+        for instruction in computation.instructions:
+            if instruction.opcode in CONTROL_FLOW:
+                count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+                inner = max(map(self.__getitem__, called), key=sum)  # the longest branch, as in `costs`
+                communication, rest = communication + count * inner[0], rest + count * inner[1]
+            elif find_collective(instruction) is None:
+                rest += self.seconds(instruction)
+            else:
+                communication += self.seconds(instruction)
+        self[computation] = communication, rest
+        return self[computation]
 
 
 def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:

@@ -101,6 +101,8 @@ class PlanTarget:
       memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
       max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
       skew: layers that the strands are apart.
+      row_parts: parts that chains from a gather to a scatter are computed in where one strand runs
+        (`passes/row_partition.py`); 0: whole.
     """
 
     hardware: str = "H200"
@@ -113,6 +115,7 @@ class PlanTarget:
     memory_limit: int = 0
     max_in_flight: int = 0
     skew: int = 0
+    row_parts: int = 0
 
     @classmethod
     def of(
@@ -124,11 +127,12 @@ class PlanTarget:
         memory_limit: int | None = None,
         max_in_flight: int | None = None,
         skew: int = 0,
+        row_parts: int = 0,
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         start = tuple(sorted(known.environment.items())), known.training_flags
-        limits = memory_limit or 0, max_in_flight or 0, skew
+        limits = memory_limit or 0, max_in_flight or 0, skew, row_parts
         return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
 
 

@@ -4,7 +4,8 @@
     "schema": 1,
     "program": "llama-8b: 8 layers, sequence 8192, 16 micro-batches, interleaved, dp 1 x tp 4",
     "made_for": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "collectives": "nccl",
-                 "decomposed": ["reduce-scatter"], "memory_limit": 0, "max_in_flight": 0, "skew": 0},
+                 "decomposed": ["reduce-scatter"], "memory_limit": 0, "max_in_flight": 0, "skew": 0,
+                 "row_parts": 0},
     "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
     "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004},
     "bodies": [
@@ -95,6 +96,7 @@ def dumps(plan: PairingPlan) -> str:
         "memory_limit": target.memory_limit,
         "max_in_flight": target.max_in_flight,
         "skew": target.skew,
+        "row_parts": target.row_parts,
     }
     start_with = {"environment": dict(target.environment), "xla_flags": list(target.xla_flags)}
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
@@ -167,7 +169,8 @@ def _fields(value: Checked, required: str, optional: str = "") -> Mapping[str, C
 
 
 def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
-    fields = _fields(made_for, "hardware link setting collectives decomposed", "memory_limit max_in_flight skew")
+    numbers = "memory_limit max_in_flight skew row_parts"
+    fields = _fields(made_for, "hardware link setting collectives decomposed", numbers)
     start = _fields(start_with, "environment xla_flags")
     return PlanTarget(
         fields["hardware"].text(),
@@ -177,7 +180,7 @@ def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
         tuple(_one_of(kind, exchange.KINDS) for kind in fields["decomposed"].sequence()),
         tuple(sorted((name, value.text()) for name, value in start["environment"].mapping().items())),
         tuple(flag.text() for flag in start["xla_flags"].sequence()),
-        *(fields[n].integer(0, _MAX_BYTES) if n in fields else 0 for n in ("memory_limit", "max_in_flight", "skew")),
+        *(fields[n].integer(0, _MAX_BYTES) if n in fields else 0 for n in numbers.split()),
     )
 
 

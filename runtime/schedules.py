@@ -41,6 +41,7 @@ from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.row_partition import RowPartition
 from dhelix.passes.slice_separation import SliceSeparation
 from dhelix.passes.strand_duplication import StrandDuplication
 from dhelix.passes.strand_ends import StrandEnds
@@ -87,7 +88,8 @@ def default_passes(
     limits: dict[str, Any] = {"memory_limit": memory_limit, "model": model, "max_in_flight": max_in_flight}
     pairing = StrandPairing(hardware, **limits)
     apart = _strands(skew=skew)
-    strands = (*apart, *decompositions(exchange.KINDS, model, overlapped=True))
+    partition = () if model is None else (RowPartition(model),)
+    strands = (*apart, *partition, *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(hardware, **limits)),
@@ -95,7 +97,7 @@ def default_passes(
         "round_robin": (*apart, RoundRobin(hardware, **limits)),
         "forward_forward": (*_strands("forward-forward"), pairing),
         "backward_backward": (*_strands("backward-backward"), pairing),
-        "intra_batch": (IntraBatch(hardware, **limits),),
+        "intra_batch": (*partition, IntraBatch(hardware, **limits)),
     }
     return passes[schedule]
 
@@ -110,7 +112,13 @@ def _strands(pairing: str = "forward-backward", skew: int = 0) -> tuple[Pass, ..
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
     """The passes that carry out a plan."""
     strands = _strands(skew=plan.target.skew)
-    return (*strands, *decompositions(plan.target.decomposed), PlannedOrder(plan, memory_limit))
+    return (*strands, *alternatives(plan.target.decomposed, plan.target.row_parts), PlannedOrder(plan, memory_limit))
+
+
+def alternatives(decomposed: Collection[str], row_parts: int) -> tuple[Pass, ...]:
+    """What a plan may say to stand in place of collectives: the passes that make it, wherever it can be."""
+    partition = (RowPartition(parts=row_parts),) if row_parts else ()
+    return *partition, *decompositions(decomposed)
 
 
 def decompositions(

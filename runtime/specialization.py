@@ -16,7 +16,7 @@ from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import agreement, lowering, memory_need, registration
-from dhelix.runtime.schedules import Choice, decompositions
+from dhelix.runtime.schedules import Choice, alternatives
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
 
@@ -120,15 +120,18 @@ class Specialization:
             self._order = agreement.check_compiled(self._compiled, self._session.marker)
 
     def _drop_refused_plan(self, plan: PairingPlan) -> None:
-        """Compiles anew, without the plan, what the plan's decompositions changed before it was refused."""
+        """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
         done = self._session.report()
-        decomposed = any(done[one.name].changed for one in decompositions(plan.target.decomposed))
+        put = any(done[one.name].changed for one in alternatives(plan.target.decomposed, plan.target.row_parts))
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
-        if not agreement.largest(int(decomposed and refused)):
+        if not agreement.largest(int(put and refused)):
             return
         self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
         self._compiled, self._session = None, self._begin(self._choice.without_plan())
-        reason = "the plan is refused, so the step is compiled again without its all-to-alls, as with schedule='xla'"
+        reason = (
+            "the plan is refused, so the step is compiled again without what it puts in place of collectives, as with"
+            " schedule='xla'"
+        )
         say_once(f"{self._name}: {reason}", (self._name, reason))
         self._transform()
         if not self.left_alone:

@@ -49,6 +49,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("lhs_batch_dimensions", 3, "int64*"),
         ("rhs_batch_dimensions", 4, "int64*"),
     ),
+    "SliceDimensions": (("start", 1, "int64"), ("limit", 2, "int64"), ("stride", 3, "int64")),
     "ReplicaGroup": (("replica_ids", 1, "int64*"),),
     "SourceTarget": (("source", 1, "int64"), ("target", 2, "int64")),
     "IotaReplicaGroupList": (
@@ -85,6 +86,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("fusion_kind", 11, "string"),
         ("tuple_index", 13, "int64"),
         ("dimensions", 14, "int64*"),
+        ("slice_dimensions", 17, "SliceDimensions*"),
         ("dynamic_slice_sizes", 20, "int64*"),
         ("channel_id", 26, "int64"),
         ("custom_call_target", 28, "string"),

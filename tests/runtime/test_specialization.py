@@ -64,7 +64,7 @@ def test_nothing_is_left_of_a_refused_plan(training: Training, caplog: pytest.Lo
     assert report["strand-duplication"].outcome == CHANGED
     assert report["planned-order"].outcome == REFUSED
     assert "the plan is for another program" in str(report["planned-order"].notes[-1])
-    said = [r.getMessage() for r in caplog.records if "compiled again without its all-to-alls" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "compiled again without what it puts" in r.getMessage()]
     assert len(said) == 1
 
 

@@ -1,0 +1,207 @@
+"""Computes what stands between an all-gather and a reduce-scatter in parts of the rows, where one strand runs alone.
+
+Before, of each device 2048 rows:               After, of each device 2 parts of 1024 rows:
+    g = bf16[8192,K] all-gather(x)                  g0 = bf16[4096,K] all-gather(x[0:1024])
+    a = bf16[8192,F] dot(g, w)                      g1 = bf16[4096,K] all-gather(x[1024:2048])
+    b = bf16[8192,F] tanh(a)                        r0 = reduce-scatter(dot(tanh(dot(g0, w)), v))
+    y = bf16[8192,K] dot(b, v)                      r1 = reduce-scatter(dot(tanh(dot(g1, w)), v))
+    r = bf16[2048,K] reduce-scatter(y)              r  = bf16[2048,K] concatenate(r0, r1)
+
+    lane      | g               |         | r               |        | g0     | g1     | r0     | r1     |
+    compute   |                 | a  b  y |                 |                 | a b y  | a b y  |
+
+Contract
+    Consumes  the partitioned program, before collectives are asynchronous and before fusion. PRE_SCHEDULER.
+    Makes     of each chain, an all-gather, a reduce-scatter over the same devices and all that is computed on the way
+              from one to the other, one chain for each part of the rows. What else is read of the whole arrays on the
+              way, for the backward pass say, reads the parts joined. Parts keep XLA's combiners off each other.
+    Leaves    chains on whose way rows meet (attention), or another collective stands; computations where both strands
+              run, which hide each other's collectives whole (`collective_matmul_pattern.co_executes`); and what `model`
+              says not to pay. One note for each reason.
+
+Why it is legal: what is computed of a row depends on that row alone (`passes/rows.py`), and both collectives treat rows
+alike, so each part has the numbers that it had. Products of fewer rows may sum in another order.
+
+Cost: collectives of a part take more than a part of the time, products may, and joined arrays are written once more.
+Without another strand nothing else hides what stands on the way, so where collectives take longer than all that a
+computation computes, that is worth it. MegaScale section 3.2 pipelines each collective with the product beside it;
+here the parts stay apart until the last collective of the chain, so that nothing waits for a whole array in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dhelix.passes.collective_matmul_pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
+from dhelix.passes.collectives import device_groups, find_collective
+from dhelix.passes.costs import CostModel
+from dhelix.passes.exchange import Loads
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
+from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.rows import Parts, Rows, follow
+
+_KEY = "combiner_key"  # a frontend attribute of XLA's: collectives with different ones are not combined
+_PART = "part "  # and a number
+
+
+@dataclass(frozen=True)
+class RowPartition:
+    """Chains from an all-gather to a reduce-scatter in parts.
+
+    Attributes:
+      model: costs that decide, for their launch setting. None: all chains are partitioned that can be.
+      parts: of the rows of each device.
+    """
+
+    model: CostModel | None = None
+    parts: int = 2
+
+    name = "row-partition"
+    stage = Stage.PRE_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        if module.is_scheduled:
+            context.note("left alone: the module is scheduled")
+            return False
+        left, done = Counter[str](), 0
+        channel = 1 + max((i.proto.channel_id for c in module.computations for i in c.instructions), default=0)
+        loads = None if self.model is None else Loads(self.model)
+        for computation in list(module.computations):
+            for chain in find_chains(computation, self.parts, left):
+                if reason := _why_left(chain, self.parts, loads):
+                    left[reason] += 1
+                    continue
+                _partition(chain, self.parts, channel)
+                channel += 2 * self.parts
+                done += 1
+        for reason, count in sorted(left.items()):
+            context.note(f"left alone: {reason}", count=count)
+        if done:
+            context.note(f"chains from a gather to a scatter in {self.parts} parts", count=done)
+        return bool(done)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """What is to be partitioned.
+
+    Attributes:
+      steps: what is computed on the way, operands first.
+      rows: where the rows are, in what is gathered, in each step and in what is scattered.
+    """
+
+    gather: Instruction
+    steps: tuple[Instruction, ...]
+    scatter: Instruction
+    rows: dict[Instruction, Rows]
+
+
+def pays(module: HloModule, model: CostModel) -> bool:
+    """Whether any chain of a module, which stays as it is, is faster in parts."""
+    parts, loads = RowPartition.parts, Loads(model)
+    chains = (chain for computation in module.computations for chain in find_chains(computation, parts, Counter()))
+    return not all(_why_left(chain, parts, loads) for chain in chains)
+
+
+def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Iterator[Chain]:
+    """Chains of a computation whose rows divide into `parts`, each when it is asked for, since those before may have
+    changed the computation. Counts why other reduce-scatters are `left`."""
+    for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
+        above = graph.ancestors(computation, [scatter])
+        gathers = [i for i in computation.instructions if i.opcode == "all-gather" and i in above]
+        reasons = ["no all-gather before it"]
+        for gather in reversed(gathers):
+            try:
+                yield _chain(gather, scatter, above, parts)
+                break
+            except Unfit as error:
+                reasons.append(str(error))
+        else:
+            left[reasons[min(1, len(reasons) - 1)]] += 1  # of the nearest
+
+
+def _chain(gather: Instruction, scatter: Instruction, above: set[Instruction], parts: int) -> Chain:
+    """The chain between both. Raises Unfit."""
+    if mesh_axis(gather) != mesh_axis(scatter) or device_groups(gather) != device_groups(scatter):
+        raise Unfit("gathered and scattered over other devices")
+    if not is_sum(scatter):
+        raise Unfit("not a sum")
+    if _PART in gather.proto.frontend_attributes.map.get(_KEY, ""):
+        raise Unfit("it is a part")
+    dimension, devices = gather.proto.dimensions[0], mesh_axis(gather)[1]
+    size = gather.shape.dimensions[dimension]
+    if size % (devices * parts):
+        raise Unfit(f"its rows do not divide into {parts} parts")
+    computation = gather.computation
+    below = graph.descendants(computation, [gather])
+    steps = [i for i in computation.instructions if i in above and i in below and i not in (gather, scatter)]
+    rows = {gather: Rows(dimension, 1, 1, devices, size)}
+    for step in steps:
+        if find_collective(step) is not None:
+            raise Unfit("another collective stands on the way")
+        if step.control_predecessors:
+            raise Unfit(ORDERED)
+        found = follow(step, rows)
+        if found is None:
+            raise Unfit(f"rows meet on the way, at a {step.opcode}")
+        rows[step] = found
+    (summed,) = scatter.operands
+    if summed not in rows or summed is gather or not any(step.opcode == "dot" for step in steps):
+        raise Unfit("nothing is multiplied on the way")
+    if not rows[summed].is_alone or rows[summed].dimension != scatter.proto.dimensions[0]:
+        raise Unfit("what is scattered are not the rows")
+    rows[scatter] = replace(rows[summed], devices=1, size=size // devices)
+    return Chain(gather, tuple(steps), scatter, rows)
+
+
+def _partition(chain: Chain, count: int, channel: int) -> None:
+    """Puts the parts in the place of a chain. Collectives get channels from `channel` on."""
+    computation, gather, scatter, rows = chain.gather.computation, chain.gather, chain.scatter, chain.rows
+    users, inner = computation.users(), {*chain.steps, scatter}
+    read = [i for i in (gather, *chain.steps) if i is computation.root or not inner.issuperset(users[i])]
+    parts = Parts(Builder(computation), count)
+    (operand,), (summed,) = gather.operands, scatter.operands
+    local = replace(rows[gather], devices=1, size=operand.shape.dimensions[gather.proto.dimensions[0]])
+    made: list[dict[Instruction, Instruction]] = []
+    for number in range(count):
+        own = {operand: parts.take(operand, local, number)}
+        own[gather] = parts.part(gather, rows[gather], number, own)
+        begun = own[gather]
+        if made:  # or XLA makes one fusion of what parts compute of the same arrays, which waits for all of them
+            begun, made[-1][summed] = parts.builder.barrier([begun, made[-1][summed]])
+        known = {gather: begun}
+        for step in chain.steps:
+            known[step] = parts.part(step, rows[step], number, {o: known[o] for o in step.operands if o in known})
+        made.append({**known, gather: own[gather]})
+    for number, own in enumerate(made):
+        own[scatter] = parts.part(scatter, rows[scatter], number, own)
+        for collective, which in ((own[gather], 2 * number), (own[scatter], 2 * number + 1)):
+            collective.proto.channel_id = channel + which
+            attributes = collective.proto.frontend_attributes.map
+            attributes[_KEY] = f"{attributes[_KEY]} {_PART}{number}" if _KEY in attributes else f"{_PART}{number}"
+    whole = {i: parts.join([own[i] for own in made], i, rows[i]) for i in (*read, scatter)}
+    replace_all_uses(computation, whole)
+    computation.sort()
+    drop_dead(computation)
+
+
+def _why_left(chain: Chain, parts: int, loads: Loads | None) -> str:
+    """Why a chain stays whole; "" if it does not. Without `loads` it does where it can."""
+    if co_executes(chain.gather.computation):
+        return "the other strand hides its collectives"
+    if loads is None:
+        return ""
+    communication, rest = loads[chain.gather.computation]
+    if communication < rest:
+        return "compute takes longer than communication"
+    gather, scatter = loads.seconds(chain.gather), loads.seconds(chain.scatter)
+    gather_part, scatter_part = loads.seconds(chain.gather, parts), loads.seconds(chain.scatter, parts)
+    between = sum(loads.seconds(step) for step in chain.steps)
+    computed = scattered = 0.0  # when the parts so far are
+    for number in range(parts):
+        computed = max(computed, (number + 1) * gather_part) + between / parts
+        scattered = max(scattered, computed, parts * gather_part) + scatter_part
+    return "" if scattered < gather + between + scatter else "not faster in parts"
