@@ -27,6 +27,8 @@ from dhelix.profiles.keys import CollectiveKey
 KINDS = ("all-gather", "reduce-scatter")
 MIN_BYTES = 4 << 20
 """Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
+_GAIN = 0.05
+"""Share of its time that a collective has to lose by an all-to-all; two machines' times differ by half as much."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,12 @@ def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: in
 
 
 def is_faster(key: CollectiveKey, model: CostModel) -> bool:
-    """Whether an all-to-all, and a pass over memory before or after it, take less time than this collective, alone."""
+    """Whether an all-to-all, and a pass over memory before or after it, take clearly less time than this collective,
+    alone."""
     moved = key.bytes + key.bytes // key.group_size
     exchange = model.estimator.solo(replace(key, kind="all-to-all")).seconds
-    return exchange + roofline.memory_seconds(moved, model.hardware) < model.estimator.solo(key).seconds
+    enough = (1.0 - _GAIN) * model.estimator.solo(key).seconds
+    return exchange + roofline.memory_seconds(moved, model.hardware) < enough
 
 
 def faster_kinds(module: HloModule, model: CostModel) -> tuple[str, ...]:
