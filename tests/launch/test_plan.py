@@ -228,22 +228,29 @@ def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...],
 
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("pp", "tp", "layers", "skew"), [(1, 4, 4, 1), (2, 2, 8, 0)])
+@pytest.mark.parametrize(
+    ("pp", "tp", "layers", "skew", "start", "row_parts"),
+    [
+        (1, 4, 4, 1, "--setting=connections1", 0),
+        (2, 2, 8, 0, "--setting=connections1", 0),
+        (1, 4, 4, 0, "--link=no-p2p --setting=small-buffers", 2),
+    ],
+)
 def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
-    pp: int, tp: int, layers: int, skew: int, plan: Plan, tmp_path: Path
+    pp: int, tp: int, layers: int, skew: int, start: str, row_parts: int, plan: Plan, tmp_path: Path
 ) -> None:
     """Without a GPU, from the shipped profile; what runs it has more layers and micro-batches."""
     out = tmp_path / "plan.json"
     status, text, _ = plan(
         "--preset=llama-8b", f"--layers={layers}", f"--pp={pp}", f"--mesh=tp={tp}", "--microbatches=3",
-        "--setting=connections1", f"--skew={skew}", "--json", f"--out={out}",
+        *start.split(), f"--skew={skew}", "--json", f"--out={out}",
     )  # fmt: skip
     found = json.loads(text)
     assert status == 0 and found["guessed_fraction"] < 0.05
     assert found["makespan_us"] < min(found["xla_order_us"], found["plain_us"])
     assert found["memory"]["interleaved"] <= found["memory"]["limit"]
     made = pairing_plan_json.load(out)
-    assert made.target.skew == skew
+    assert (made.target.skew, made.target.row_parts) == (skew, row_parts) == (found["skew"], found["row_parts"])
     assert len([name for name in made.bodies[0].order if name.startswith("beta ")]) >= 11
     assert len({body.fingerprint for body in made.bodies}) == len(made.bodies)
     training, batch = profile_step.deviceless_training(
