@@ -23,8 +23,8 @@ Why it is legal: what is computed of a row depends on that row alone (`passes/ro
 alike, so each part has the numbers that it had. Products of fewer rows may sum in another order.
 
 Cost: collectives of a part take more than a part of the time, products may, and joined arrays are written once more.
-Without another strand nothing else hides what stands on the way, so where collectives take longer than all that a
-computation computes, that is worth it. MegaScale section 3.2 pipelines each collective with the product beside it;
+Without another strand nothing else hides what stands on the way, so where collectives take longer than all products
+of a computation, that is worth it. MegaScale section 3.2 pipelines each collective with the product beside it;
 here the parts stay apart until the last collective of the chain, so that nothing waits for a whole array in between.
 """
 
@@ -45,6 +45,7 @@ from dhelix.passes.rows import Parts, Rows, follow
 
 _KEY = "combiner_key"  # a frontend attribute of XLA's: collectives with different ones are not combined
 _PART = "part "  # and a number
+_PRODUCTS = ("dot", "custom-call")  # attention too; what else there is XLA has yet to fuse
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,10 @@ def _why_left(chain: Chain, parts: int, loads: Loads | None) -> str:
         return "the other strand hides its collectives"
     if loads is None:
         return ""
-    communication, rest = loads[chain.gather.computation]
-    if communication < rest:
-        return "compute takes longer than communication"
+    beside = chain.gather.computation.instructions
+    communication = sum(loads.seconds(i) for i in beside if find_collective(i) is not None)
+    if communication < sum(loads.seconds(i) for i in beside if i.opcode in _PRODUCTS):
+        return "products take longer than communication"
     gather, scatter = loads.seconds(chain.gather), loads.seconds(chain.scatter)
     gather_part, scatter_part = loads.seconds(chain.gather, parts), loads.seconds(chain.scatter, parts)
     between = sum(loads.seconds(step) for step in chain.steps)

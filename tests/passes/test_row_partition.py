@@ -226,7 +226,7 @@ ENTRY e {
     [
         ("no-p2p", "small-buffers", 3584, "strand_alpha", ""),
         ("no-p2p", "small-buffers", 3584, "strand_beta", "the other strand hides its collectives"),
-        ("nvlink", "default", 3584, "strand_alpha", "compute takes longer than communication"),
+        ("nvlink", "default", 3584, "strand_alpha", "products take longer than communication"),
         ("no-p2p", "small-buffers", 64, "strand_alpha", "not faster in parts"),
     ],
 )
