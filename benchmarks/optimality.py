@@ -17,25 +17,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhelix.passes.activation_sharing import ActivationSharing
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collective_schedule import list_order
 from dhelix.passes.collectives import is_start
 from dhelix.passes.costs import CostModel, Costs, Lane
 from dhelix.passes.exact_order import exact_order
-from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.order_search import OrderSearch
 from dhelix.passes.orders import Limits
-from dhelix.passes.strand_duplication import StrandDuplication
-from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import pairing_order
 from dhelix.passes.strand_sequences import find_strands
 from dhelix.passes.timeline import evaluate
 
-CASES = [("nvlink", "default"), ("nvlink", "connections1"), ("nvlink", "copy-engine"), ("no-p2p", "default")]
-# The step as XLA schedules it: structure alone.
-STRUCTURE = (StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing())
+CASES = [
+    *(("nvlink", setting) for setting in ("default", "connections1", "copy-engine")),
+    *(("no-p2p", setting) for setting in ("default", "small-buffers")),
+]
 
 
 @dataclass(frozen=True)
@@ -79,11 +76,13 @@ def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
     from dhelix.runtime import lowering
+    from dhelix.runtime.schedules import default_passes
 
     mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)
     config = preset(preset_name, layers=layers, seq=8192)
     training = make_train_step(config, mesh, optax.adamw(1e-4), microbatches=microbatches)
-    step = strand_interleave(training.train_step, passes=STRUCTURE, strict=True, donate_argnums=0)
+    structure = default_passes("xla")  # the step as XLA schedules it
+    step = strand_interleave(training.train_step, passes=structure, strict=True, donate_argnums=0)
     lowered: Any = step.lower(training.abstract_state(), training.abstract_batch(microbatches))
     return lowering.compiled_module(deviceless.compile_tuned(lowered))
 

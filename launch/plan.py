@@ -205,14 +205,14 @@ def _confirmed(
 def _with_alternatives(
     options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
 ) -> list[tuple[CostModel, Program]]:
-    """Each model with the step as it is, and with what may be faster: all-to-alls in place of collectives, and chains
+    """Each model with the step as it is, and with what may be faster: other collectives in place of some, and chains
     from a gather to a scatter in parts."""
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
     programs: dict[_Alternative, Program] = {((), 0): whole}
     others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
         for decomposed, row_parts in others:
-            exchanged = [f"all-to-alls for {'s and '.join(decomposed)}s"] if decomposed else []
+            exchanged = [f"{'s and '.join(decomposed)}s decomposed"] if decomposed else []
             told = " and ".join([*exchanged, *([f"{row_parts} row parts"] if row_parts else [])])
             words = f"both strands are compiled{_apart(whole.skew)} with {told}"
             made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew)
@@ -221,7 +221,7 @@ def _with_alternatives(
 
 
 def _alternatives(whole: Program, model: CostModel) -> list[_Alternative]:
-    """Kinds of collectives that all-to-alls take the place of, and parts of rows: nothing of both first."""
+    """Kinds of collectives that others take the place of, and parts of rows: nothing of both first."""
     kinds = exchange.faster_kinds(HloModule.from_bytes(whole.module), model)
     pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
     return [(k, parts) for k in dict.fromkeys([(), kinds]) for parts in ((0, RowPartition.parts) if pays else (0,))]

@@ -85,7 +85,7 @@ def picture(candidate: Candidate) -> PlanPicture:
     for segment in body.segments:
         begins.append(begins[-1] + segment.predicted_us)
     target = plan.target
-    more = f" with all-to-alls for {'s and '.join(target.decomposed)}s" if target.decomposed else ""
+    more = f" with {'s and '.join(target.decomposed)}s decomposed" if target.decomposed else ""
     more += f", {target.row_parts} row parts where one strand runs" if target.row_parts else ""
     title = f"{plan.program}: what runs with what"
     summary = (

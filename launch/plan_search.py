@@ -18,6 +18,7 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.launch.dumps import Memory as Counted
 from dhelix.launch.plan_step import Program
+from dhelix.passes import exchange
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collectives import find_collective
 from dhelix.passes.costs import CostModel, Costs
@@ -65,7 +66,8 @@ class Candidate:
 
     def rank(self) -> float:
         """Seconds, and 1 % more with all-to-alls."""
-        return self.seconds * (_DECOMPOSED if self.plan.target.decomposed else 1.0)
+        all_to_alls = any(exchange.INSTEAD[kind] == "all-to-all" for kind in self.plan.target.decomposed)
+        return self.seconds * (_DECOMPOSED if all_to_alls else 1.0)
 
     @cached_property
     def places(self) -> dict[str, Place]:

@@ -44,7 +44,7 @@ class Program:
       gpus: how many it runs on.
       hardware: the GPU it was compiled for; None if a dump does not say.
       memory: of one GPU, in XLA's order; None if a dump does not say.
-      decomposed: kinds of collectives that all-to-alls take the place of.
+      decomposed: kinds of collectives that others take the place of.
       skew: layers that the strands are apart.
       row_parts: of chains from a gather to a scatter where one strand runs; 0: whole.
       before: the module as passes before fusion see it, serialized; None of a dump.

@@ -106,7 +106,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
 def _settings(view: PlanView) -> Table:
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
     table.add_column("launch setting")
-    table.add_column("all-to-alls for")
+    table.add_column("decomposed")
     table.add_column("skew", justify="right")
     table.add_column("row parts", justify="right")
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):

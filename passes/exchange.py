@@ -1,4 +1,6 @@
-"""All-to-alls in place of other collectives: what the passes that make them share.
+"""Other collectives in place of collectives: what the passes that make them share.
+
+All-to-alls take the place of all-gathers and reduce-scatters, all-gathers that of collective-permutes that swap.
 
 An all-to-all sends each device its part directly. On symmetric memory copy engines do it, which take no SMs; through
 host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/profiles.md).
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dhelix.passes.collectives import GROUP_FIELDS, find_collective
+from dhelix.passes.collectives import GROUP_FIELDS, Groups, find_collective
 from dhelix.passes.costs import CostModel, Costs, trip_count
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
 from dhelix.passes.manager import PassContext, Stage
@@ -24,7 +26,9 @@ from dhelix.passes.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.profiles import roofline
 from dhelix.profiles.keys import CollectiveKey
 
-KINDS = ("all-gather", "reduce-scatter")
+INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collective-permute": "all-gather"}
+KINDS = tuple(INSTEAD)
+UNMEASURED = "nothing was measured that says whether it pays"
 MIN_BYTES = 4 << 20
 """Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
 _GAIN = 0.05
@@ -58,7 +62,7 @@ class Decomposition:
         decompose: Callable[[Instruction], None],
     ) -> bool:
         """`decompose` for each collective of a kind for which it pays. Notes say how many, and why others stay."""
-        if self.overlapped and (reason := self._why_none(module)):
+        if self.overlapped and (reason := self.why_none(module)):
             context.note(f"left alone: {reason}")
             return False
         done, left = 0, Counter[str]()
@@ -73,12 +77,13 @@ class Decomposition:
         for reason, count in sorted(left.items()):
             context.note(f"left alone: {reason}", count=count)
         if done:
-            context.note(f"{kind}s are now all-to-alls", count=done)
+            context.note(f"{kind}s are now {INSTEAD[kind]}s", count=done)
         return bool(done)
 
-    def _why_none(self, module: HloModule) -> str:
+    def why_none(self, module: HloModule) -> str:
+        """Why all stay where they are to lie under compute; "" if some may go."""
         if self.model is None:
-            return "nothing was measured that says whether it pays"
+            return UNMEASURED
         return "" if is_communication_bound(module, self.model) else "compute takes longer than communication"
 
 
@@ -97,7 +102,7 @@ def why_not(collective: Instruction) -> str:
 
 
 def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: int) -> str:
-    """Why `collective` stays; "" if it is to become an all-to-all: by `model`, or without one by its size."""
+    """Why `collective` stays; "" if another takes its place: by `model`, or without one by its size."""
     found = find_collective(collective)
     if found is None or found.size < min_bytes:
         return f"smaller than {min_bytes} bytes"
@@ -106,27 +111,38 @@ def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: in
     key = OperatorKeys(model.hardware.gpus_per_node, model.implementation)[collective]
     if not isinstance(key, CollectiveKey):
         return "no key to look its cost up by"
-    return "" if is_faster(key, model) else "not faster with an all-to-all"
+    return "" if is_faster(key, model) else f"not faster with an {INSTEAD[key.kind]}"
 
 
 def is_faster(key: CollectiveKey, model: CostModel) -> bool:
-    """Whether an all-to-all, and a pass over memory before or after it, take clearly less time than this collective,
-    alone."""
-    moved = key.bytes + key.bytes // key.group_size
-    exchange = model.estimator.solo(replace(key, kind="all-to-all")).seconds
+    """Whether what may take its place, and a pass over memory before or after it, take clearly less time than this
+    collective, alone."""
+    swaps = key.kind == "collective-permute"
+    moved = 2 * key.bytes if swaps else key.bytes + key.bytes // key.group_size
+    other = replace(key, kind=INSTEAD[key.kind], bytes=2 * key.bytes if swaps else key.bytes)
+    exchange = model.estimator.solo(other).seconds
     enough = (1.0 - _GAIN) * model.estimator.solo(key).seconds
     return exchange + roofline.memory_seconds(moved, model.hardware) < enough
 
 
 def faster_kinds(module: HloModule, model: CostModel) -> tuple[str, ...]:
-    """Kinds of collectives of which all large ones in a module are faster, alone, with all-to-alls."""
+    """Kinds of collectives of which all large ones in a module are faster, alone, by what may take their place; of
+    collective-permutes those that swap."""
     keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
     found = defaultdict[str, set[bool]](set)
-    for instruction in (i for c in module.computations for i in c.instructions if find_collective(i)):
+    for instruction in (i for c in module.computations for i in c.instructions):
+        collective = find_collective(instruction)
+        if collective is None or (collective.kind == "collective-permute" and not is_swap(collective.groups)):
+            continue
         key = keys[instruction]
         if isinstance(key, CollectiveKey) and key.kind in KINDS and key.bytes >= MIN_BYTES:
             found[key.kind].add(is_faster(key, model))
     return tuple(kind for kind in KINDS if found[kind] == {True})
+
+
+def is_swap(pairs: Groups) -> bool:
+    """Whether every device of a permutation sends to the one that it receives from, and none to itself."""
+    return bool(pairs) and all(a != b and (b, a) in pairs for a, b in pairs)
 
 
 def is_communication_bound(module: HloModule, model: CostModel) -> bool:

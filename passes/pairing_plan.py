@@ -96,7 +96,7 @@ class PlanTarget:
     Attributes:
       hardware, link, setting: of the profile that it rests on.
       collectives: how they run (`profiles.keys.IMPLEMENTATIONS`).
-      decomposed: kinds of collectives that all-to-alls take the place of (`passes/exchange.py`).
+      decomposed: kinds of collectives that others take the place of (`exchange.INSTEAD`).
       environment, xla_flags: the setting, spelled out.
       memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
       max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.

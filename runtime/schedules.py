@@ -38,6 +38,7 @@ from dhelix.passes.exclusive_kernels import ExclusiveKernels
 from dhelix.passes.gradient_accumulation import GradientAccumulation
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.pairing_plan import PairingPlan
+from dhelix.passes.permute_decomposition import PermuteDecomposition
 from dhelix.passes.planned_order import PlannedOrder
 from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.reference_orders import IntraBatch, RoundRobin
@@ -124,10 +125,11 @@ def alternatives(decomposed: Collection[str], row_parts: int) -> tuple[Pass, ...
 def decompositions(
     kinds: Collection[str], model: CostModel | None = None, overlapped: bool = False
 ) -> tuple[Pass, ...]:
-    """All-to-alls in place of large collectives of these kinds; options as of `exchange.Decomposition`."""
+    """Other collectives in place of large ones of these kinds; options as of `exchange.Decomposition`."""
     known: dict[str, Pass] = {
         "reduce-scatter": ReduceScatterDecomposition(model, overlapped),
         "all-gather": AllGatherDecomposition(model, overlapped),
+        "collective-permute": PermuteDecomposition(model, overlapped),
     }
     return tuple(one for kind, one in known.items() if kind in kinds)
 

@@ -28,8 +28,8 @@ class Specialization:
     alone, which means that its caller runs the plain one, and a line in the log says why. With `strict` all of these
     raise instead.
 
-    A plan that does not fit is only known to be refused when the compiler has come to the order, and the all-to-alls
-    that it asks for have been made by then. Such a step is compiled again, without anything of the plan.
+    A plan that does not fit is only known to be refused when the compiler has come to the order, and what it puts in
+    place of collectives has been made by then. Such a step is compiled again, without anything of the plan.
 
     Attributes:
       original: as the user's function lowers.

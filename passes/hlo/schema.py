@@ -102,6 +102,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("comparison_direction", 63, "string"),
         ("custom_call_has_side_effect", 65, "bool"),
         ("frontend_attributes", 68, "FrontendAttributes"),
+        ("use_global_device_ids", 71, "bool"),
         ("output_operand_aliasing", 74, "OutputOperandAliasing*"),
         ("async_execution_thread", 79, "string"),
         ("collective_device_list", 87, "CollectiveDeviceList"),
