@@ -216,7 +216,11 @@ class _Links:
     def _await_all(self, held: Held) -> None:
         """Until all devices have begun, if this may be the first part that leaves: a block that began with an own one
         has got others' parts of it."""
-        pl.when(held.place.number < self.plan.gemm.clusters)(self.all_devices.wait)
+
+        @pl.when(held.place.number < self.plan.gemm.clusters)
+        def _() -> None:
+            self.all_devices.wait()
+            hopper_gemm.fence_proxies()
 
     def _tell(self, job: Job) -> None:
         """Tells the owner of a part that all of it has been sent, when it is there."""

@@ -74,8 +74,8 @@ def test_nobody_goes_on_before_all_have_begun_and_all_go_on(seed):
     chance = random.Random(seed)
     n, calls = chance.randint(2, 5), 4
     clock = iter(range(1, 1 << 30))
-    # What lies in memory at first may be anything, such as the stamps of other devices.
-    devices = [Device(me, [chance.randint(-3, 6) for _ in range(n)]) for me in range(n)]
+    # What lies in memory at first may be anything but a stamp of this run.
+    devices = [Device(me, [chance.randint(-(1 << 40), 0) for _ in range(n)]) for me in range(n)]
     running = {it.me: kernel(devices, it.me, clock, chance) for it in devices}
     speeds = [chance.choice([1, 1, 5, 40]) for _ in range(n)]
     for _ in range(200_000):

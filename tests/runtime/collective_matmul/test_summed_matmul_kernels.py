@@ -89,6 +89,14 @@ def test_sender_and_owner_agree_where_a_tile_lies(it: Plan):
     assert all(owned[owner, tile] == place for (owner, _, tile), place in sent.items())
 
 
+@pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}")
+def test_every_peer_gets_a_part_that_is_sent_behind_the_meeting(it: Plan):
+    """A block whose first tile is its device's own one does not wait for it, and who leaves relies on it."""
+    order, own = [turn for turn, *_ in jobs(it, 0)], it.devices - 1
+    waited = {turn for number, turn in enumerate(order) if order[number % it.gemm.clusters] != own}
+    assert waited >= set(range(own))
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_parts_have_a_round_of_tiles_to_arrive_and_no_cluster_has_but_own_ones(devices):
     it = plan("matmul_reduce_scatter", 16384, 16384, devices, dataclasses.replace(TILES, sms=40))
