@@ -146,7 +146,7 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             def again(candidate: Candidate, closer: MemoryLimit) -> Candidate:
                 return find(candidate.program, of_setting[candidate.plan.target.setting], limit=closer)
 
-            best, memory = _confirmed(candidates, again, options, limit, work, console)
+            candidates, best, memory = _confirmed(candidates, again, options, limit, work, console)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
 
@@ -179,25 +179,28 @@ def _confirmed(
     limit: MemoryLimit,
     work: _Work,
     console: Console,
-) -> tuple[Candidate, Memory]:
+) -> tuple[list[Candidate], Candidate, Memory]:
     """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`.
 
     The compiler may leave more between buffers than in XLA's order; what is over by that is planned `again`, twice at
-    most, with as much left free.
+    most, with as much left free. First of all returns the candidates, with what was planned again in its place.
     """
     waiting: list[tuple[Candidate, tuple[MemoryLimit, ...]]] = [(candidate, (limit,)) for candidate in candidates]
     refused: list[OverLimitError] = []
+    given: list[Candidate] = []  # those that no other takes the place of
     while waiting:
         candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
         memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan)
         if limit.bytes is None or memory.peak <= limit.bytes:
-            return candidate, memory
+            best = candidate.with_memory(memory)
+            return [*given, best, *(other for other, _ in waiting)], best, memory
         refused.append(OverLimitError(candidate.program, limit, memory.peak))
         if len(limits) <= _AGAIN:
             closer = limits[-1].with_gaps_of(candidate, memory)
             with contextlib.suppress(OverLimitError):
                 waiting.append((work.do("planned again, with less", again, candidate, closer), (*limits, closer)))
                 continue
+        given.append(candidate)
         say(console, f"Left out, {candidate.plan.target.setting}: {refused[-1]}.")
     raise min(refused, key=lambda error: error.needed)
 

@@ -69,6 +69,13 @@ class Candidate:
         all_to_alls = any(exchange.INSTEAD[kind] == "all-to-all" for kind in self.plan.target.decomposed)
         return self.seconds * (_DECOMPOSED if all_to_alls else 1.0)
 
+    def with_memory(self, counted: Counted) -> Candidate:
+        """With a plan that may take what the compiler has counted, which is more than live ranges."""
+        needed, target = counted.peak - counted.arguments, self.plan.target
+        if not target.memory_limit or needed <= target.memory_limit:
+            return self
+        return replace(self, plan=replace(self.plan, target=replace(target, memory_limit=needed)))
+
     @cached_property
     def places(self) -> dict[str, Place]:
         """Every instruction that takes time, by its name."""

@@ -172,6 +172,8 @@ def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
     numbers = "memory_limit max_in_flight skew row_parts"
     fields = _fields(made_for, "hardware link setting collectives decomposed", numbers)
     start = _fields(start_with, "environment xla_flags")
+    if "row_parts" in fields and fields["row_parts"].value == 1:
+        raise fields["row_parts"].error("must be 0 or 2 or more")
     return PlanTarget(
         fields["hardware"].text(),
         fields["link"].text(),

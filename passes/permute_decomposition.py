@@ -7,7 +7,8 @@ Before, devices 0 and 1 on two stages:                After:
 
 Contract
     Consumes  plain collective-permutes, after partitioning and before fusion, in which a receives from b what b does
-              from a, and the pairs are an axis of a row-major mesh: a pipeline of two stages in its steady state.
+              from a, and the pairs are an axis of a row-major mesh of all devices: a pipeline of two stages in its
+              steady state.
     Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
               all-gather and the slice.
     Leaves    the others, with a note for each reason.
@@ -55,7 +56,10 @@ def _unfit(permute: Instruction) -> str:
         return "over replicas, not partitions"
     if not exchange.is_swap(device_groups(permute)):
         return "what it sends does not come back from there"
-    return "" if row_major_axis(_pairs(permute)) is not None else "its pairs are no axis of a mesh of devices in order"
+    pairs = _pairs(permute)
+    if 2 * len(pairs) != permute.computation.module.partitions:  # the others would get zeros, and gathers need all
+        return "its pairs are not known to be all devices"
+    return "" if row_major_axis(pairs) is not None else "its pairs are no axis of a mesh of devices in order"
 
 
 def _pairs(permute: Instruction) -> tuple[tuple[int, ...], ...]:

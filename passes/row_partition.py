@@ -31,14 +31,15 @@ here the parts stay apart until the last collective of the chain, so that nothin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dhelix.errors import DhelixError
 from dhelix.passes.collective_matmul_pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
 from dhelix.passes.collectives import device_groups, find_collective
 from dhelix.passes.costs import CostModel
-from dhelix.passes.exchange import Loads
-from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
+from dhelix.passes.exchange import UNMEASURED, Loads
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.rows import Parts, Rows, follow
@@ -54,18 +55,27 @@ class RowPartition:
 
     Attributes:
       model: costs that decide, for their launch setting. None: all chains are partitioned that can be.
-      parts: of the rows of each device.
+      parts: of the rows of each device, 2 or more.
+      costs_decide: without a model all chains stay whole.
     """
 
     model: CostModel | None = None
     parts: int = 2
+    costs_decide: bool = False
 
     name = "row-partition"
     stage = Stage.PRE_SCHEDULER
 
+    def __post_init__(self) -> None:
+        if self.parts < 2:
+            raise DhelixError(f"parts={self.parts} of the rows are no parts; give 2 or more")
+
     def run(self, module: HloModule, context: PassContext) -> bool:
-        if module.is_scheduled:
-            context.note("left alone: the module is scheduled")
+        reason = "the module is scheduled" if module.is_scheduled else ""
+        if self.costs_decide and self.model is None:
+            reason = UNMEASURED
+        if reason:
+            context.note(f"left alone: {reason}")
             return False
         left, done = Counter[str](), 0
         channel = 1 + max((i.proto.channel_id for c in module.computations for i in c.instructions), default=0)
@@ -110,13 +120,16 @@ def pays(module: HloModule, model: CostModel) -> bool:
 def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Iterator[Chain]:
     """Chains of a computation whose rows divide into `parts`, each when it is asked for, since those before may have
     changed the computation. Counts why other reduce-scatters are `left`."""
+    order: list[Instruction] = []
+    place: dict[Instruction, int] = {}
     for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
-        above = graph.ancestors(computation, [scatter])
-        gathers = [i for i in computation.instructions if i.opcode == "all-gather" and i in above]
-        reasons = ["no all-gather before it"]
-        for gather in reversed(gathers):
+        if computation.instructions is not order:  # the first time, or a chain was partitioned
+            order = computation.instructions
+            place = {i: n for n, i in enumerate(order)}
+        reasons = ["no all-gather leads to it without another collective"]
+        for gather in sorted(_gathers_before(scatter), key=place.__getitem__, reverse=True):
             try:
-                yield _chain(gather, scatter, above, parts)
+                yield _chain(gather, scatter, order[place[gather] + 1 : place[scatter]], parts)
                 break
             except Unfit as error:
                 reasons.append(str(error))
@@ -124,8 +137,38 @@ def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Ite
             left[reasons[min(1, len(reasons) - 1)]] += 1  # of the nearest
 
 
-def _chain(gather: Instruction, scatter: Instruction, above: set[Instruction], parts: int) -> Chain:
-    """The chain between both. Raises Unfit."""
+def _gathers_before(scatter: Instruction) -> set[Instruction]:
+    """All-gathers that a scatter depends on without another collective between."""
+    found: set[Instruction] = set()
+    seen: set[Instruction] = set()
+    pending = list(scatter.operands)
+    while pending:
+        top = pending.pop()
+        if top in seen:
+            continue
+        seen.add(top)
+        if top.opcode == "all-gather":
+            found.add(top)
+        elif find_collective(top) is None:
+            pending += top.operands
+    return found
+
+
+def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Instruction]) -> list[Instruction]:
+    """What depends on the gather and is needed by the scatter, of what stands `between` them, operands first."""
+    below, above = {gather}, {scatter}
+    for instruction in between:
+        if not below.isdisjoint((*instruction.operands, *instruction.control_predecessors)):
+            below.add(instruction)
+    above.update(scatter.operands, scatter.control_predecessors)
+    for instruction in reversed(between):
+        if instruction in above:
+            above.update(instruction.operands, instruction.control_predecessors)
+    return [i for i in between if i in below and i in above]
+
+
+def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruction], parts: int) -> Chain:
+    """The chain of both, which stand around `between`. Raises Unfit."""
     if mesh_axis(gather) != mesh_axis(scatter) or device_groups(gather) != device_groups(scatter):
         raise Unfit("gathered and scattered over other devices")
     if not is_sum(scatter):
@@ -136,15 +179,11 @@ def _chain(gather: Instruction, scatter: Instruction, above: set[Instruction], p
     size = gather.shape.dimensions[dimension]
     if size % (devices * parts):
         raise Unfit(f"its rows do not divide into {parts} parts")
-    computation = gather.computation
-    below = graph.descendants(computation, [gather])
-    steps = [i for i in computation.instructions if i in above and i in below and i not in (gather, scatter)]
+    steps = _on_the_way(gather, scatter, between)
     rows = {gather: Rows(dimension, 1, 1, devices, size)}
     for step in steps:
         if find_collective(step) is not None:
             raise Unfit("another collective stands on the way")
-        if step.control_predecessors:
-            raise Unfit(ORDERED)
         found = follow(step, rows)
         if found is None:
             raise Unfit(f"rows meet on the way, at a {step.opcode}")
@@ -154,8 +193,16 @@ def _chain(gather: Instruction, scatter: Instruction, above: set[Instruction], p
         raise Unfit("nothing is multiplied on the way")
     if not rows[summed].is_alone or rows[summed].dimension != scatter.proto.dimensions[0]:
         raise Unfit("what is scattered are not the rows")
+    chain = {gather, *steps, scatter}
+    if any(i in chain or not chain.isdisjoint(i.control_predecessors) for i in _ordered(gather.computation)):
+        raise Unfit(ORDERED)
     rows[scatter] = replace(rows[summed], devices=1, size=size // devices)
     return Chain(gather, tuple(steps), scatter, rows)
+
+
+def _ordered(computation: Computation) -> list[Instruction]:
+    """Instructions that control dependencies order."""
+    return [i for i in computation.instructions if i.control_predecessors]
 
 
 def _partition(chain: Chain, count: int, channel: int) -> None:

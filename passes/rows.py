@@ -99,6 +99,8 @@ def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows 
 
 def _regrouped(rows: Rows, before: Sequence[int], after: Sequence[int]) -> Rows | None:
     """After a reshape, which keeps how many values stand inside of a row."""
+    if 0 in before:
+        return None
     inside = rows.inside * math.prod(before[rows.dimension + 1 :])
     within = 1
     for dimension in reversed(range(len(after))):

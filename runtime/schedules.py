@@ -89,8 +89,8 @@ def default_passes(
     limits: dict[str, Any] = {"memory_limit": memory_limit, "model": model, "max_in_flight": max_in_flight}
     pairing = StrandPairing(hardware, **limits)
     apart = _strands(skew=skew)
-    partition = () if model is None else (RowPartition(model),)
-    strands = (*apart, *partition, *decompositions(exchange.KINDS, model, overlapped=True))
+    partition = RowPartition(model, costs_decide=True)
+    strands = (*apart, partition, *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(hardware, **limits)),
@@ -98,7 +98,7 @@ def default_passes(
         "round_robin": (*apart, RoundRobin(hardware, **limits)),
         "forward_forward": (*_strands("forward-forward"), pairing),
         "backward_backward": (*_strands("backward-backward"), pairing),
-        "intra_batch": (*partition, IntraBatch(hardware, **limits)),
+        "intra_batch": (partition, IntraBatch(hardware, **limits)),
     }
     return passes[schedule]
 

@@ -127,7 +127,8 @@ class Specialization:
         if not agreement.largest(int(put and refused)):
             return
         self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
-        self._compiled, self._session = None, self._begin(self._choice.without_plan())
+        self._choice = self._choice.without_plan()
+        self._compiled, self._session = None, self._begin(self._choice)
         reason = (
             "the plan is refused, so the step is compiled again without what it puts in place of collectives, as with"
             " schedule='xla'"

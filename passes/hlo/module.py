@@ -168,6 +168,12 @@ class HloModule:
         return self.proto.name
 
     @property
+    def partitions(self) -> int:
+        """How many devices it is partitioned over; 0 where it does not say, or runs on replicas too."""
+        found = self.proto.device_assignment
+        return found.computation_count if found.replica_count == 1 else 0
+
+    @property
     def is_scheduled(self) -> bool:
         return bool(self.schedule)
 

@@ -125,6 +125,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "InputOutputAlias": (("entries", 1, "AliasEntry*"),),
     "InstructionSequence": (("instruction_ids", 1, "int64*"),),
     "Schedule": (("sequences", 1, "map<int64,InstructionSequence>"),),
+    "DeviceAssignment": (("replica_count", 1, "int32"), ("computation_count", 2, "int32")),
     "Module": (
         ("name", 1, "string"),
         ("entry_computation_name", 2, "string"),
@@ -134,6 +135,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("entry_computation_id", 6, "int64"),
         ("schedule", 7, "Schedule"),
         ("input_output_alias", 8, "InputOutputAlias"),
+        ("device_assignment", 15, "DeviceAssignment"),
         ("frontend_attributes", 19, "FrontendAttributes"),
     ),
 }

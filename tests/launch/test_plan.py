@@ -154,7 +154,7 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
 
     def confirmed(gib: float) -> tuple[Candidate, Memory]:
         with plan_command._Work(console, 2) as work:
-            return plan_command._confirmed([slow, fast], again, options, MemoryLimit.of(gib, None), work, console)
+            return plan_command._confirmed([slow, fast], again, options, MemoryLimit.of(gib, None), work, console)[1:]
 
     assert fast.seconds < slow.seconds
     assert confirmed(2.0)[0] is fast
@@ -180,7 +180,9 @@ def test_what_the_compiler_says_to_be_over_the_limit_is_planned_again(monkeypatc
 
         console, limit = Console(file=io.StringIO()), MemoryLimit((1 << 30) + first.bytes + 1000)
         with plan_command._Work(console, 2) as work:
-            return plan_command._confirmed([first], again, trainer.Options(), limit, work, console)[0]
+            candidates, best, _ = plan_command._confirmed([first], again, trainer.Options(), limit, work, console)
+        assert candidates == [best]
+        return best
 
     assert confirmed([1001, 5000, 1000]).solve_seconds == 2.0
     assert beside == [first.bytes + 1000 - gap for gap in (1001, 5000)]

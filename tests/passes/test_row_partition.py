@@ -1,5 +1,6 @@
 """Chains from a gather to a scatter in parts of the rows: what CPU devices compute, and what stays whole."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import strategies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dhelix.errors import DhelixError
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule, shapes
 from dhelix.passes.manager import PassContext
@@ -182,6 +184,11 @@ def a_collective_between(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
     return scatter(jax.lax.psum(gather(x) @ w, "dp") @ v)
 
 
+def a_collective_beside(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    h = gather(x) @ w
+    return scatter((h + jax.lax.psum(h, "dp")) @ v)
+
+
 @pytest.mark.parametrize(
     ("body", "rows", "reason"),
     [
@@ -190,9 +197,14 @@ def a_collective_between(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
         (between_rows, 8, "rows meet on the way, at a dot"),
         (other_devices, 8, "gathered and scattered over other devices"),
         (other_dimension, 8, "what is scattered are not the rows"),
-        (a_collective_between, 8, "another collective stands on the way"),
+        (a_collective_between, 8, "no all-gather leads to it without another collective"),
+        (a_collective_beside, 8, "another collective stands on the way"),
         (lambda x, w, v: scatter(gather(x)), 8, "nothing is multiplied on the way"),
-        (lambda x, w, v: scatter(jnp.tile(x, (1, 4, 1)) @ w @ v), 8, "no all-gather before it"),
+        (
+            lambda x, w, v: scatter(jnp.tile(x, (1, 4, 1)) @ w @ v),
+            8,
+            "no all-gather leads to it without another collective",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_left(body: Body, rows: int, reason: str) -> None:
@@ -249,7 +261,50 @@ def test_a_part_does_not_wait_for_the_next() -> None:
     assert opcodes == ["all-gather", "dot"]
 
 
+def test_without_costs_that_are_to_decide_all_stay_whole() -> None:
+    context = PassContext(strict=True)
+    assert not RowPartition(costs_decide=True).run(HloModule.from_text(LAYER.replace("FFN", "3584")), context)
+    assert "nothing was measured" in context.notes[0].message
+    with pytest.raises(DhelixError, match="give 2 or more"):
+        RowPartition(parts=1)
+
+
+def test_empty_arrays_are_left() -> None:
+    def body(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        h = (gather(x) @ w[:, :0])[None].reshape(3, 32, 0)
+        return scatter(h @ v[:0])
+
+    RowPartition().run(HloModule.from_bytes(hlo_bytes(lowered(body)[0])), PassContext(strict=True))
+
+
+def test_many_layers_take_no_time() -> None:
+    """Each scatter looks at gathers before it, up to the next collective."""
+    layer = """
+  g.N = f32[64,8] all-gather(x.N), channel_id=1, use_global_device_ids=true, replica_groups={{0,1,2,3}}, dimensions={0}
+  a.N = f32[64,8] dot(g.N, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  b.N = f32[64,8] custom-call(a.N), custom_call_target="attention"
+  r.N = f32[16,8] reduce-scatter(b.N), channel_id=2, use_global_device_ids=true, replica_groups={{0,1,2,3}},
+    dimensions={0}, to_apply=add
+  x.M = f32[16,8] add(x.N, r.N)"""
+    layers = "".join(layer.replace(".N", f".{n}").replace(".M", f".{n + 1}") for n in range(400))
+    text = f"""HloModule m, num_partitions=4
+add {{ a = f32[] parameter(0) b = f32[] parameter(1) ROOT s = f32[] add(a, b) }}
+ENTRY e {{ x.0 = f32[16,8] parameter(0) w = f32[8,8] parameter(1) {layers}
+  ROOT y = f32[16,8] copy(x.400) }}"""
+    module, context = HloModule.from_text(text), PassContext(strict=True)
+    begun = time.process_time()
+    assert not RowPartition().run(module, context)
+    assert time.process_time() - begun < 2.0
+    assert context.notes[0].facts["count"] == 400
+
+
 def test_ordered_chains_and_scheduled_modules_are_left() -> None:
+    behind = LAYER.replace("FFN", "3584").replace(
+        "b = bf16", "n = bf16[] constant(1), control-predecessors={a}\n  b = bf16"
+    )
+    context = PassContext(strict=True)
+    assert not RowPartition().run(HloModule.from_text(behind), context)
+    assert context.notes[0].message == "left alone: the program orders it"
     ordered = LAYER.replace("FFN", "3584").replace("tanh(a)", "tanh(a), control-predecessors={w}")
     for text, reason in (
         (ordered, "left alone: the program orders it"),
