@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
-from dhelix.passes.hlo.edit import drop_dead
+from dhelix.passes.hlo.edit import ELEMENTWISE, drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.hlo.stacks import (
     is_empty,
@@ -49,10 +49,7 @@ from dhelix.passes.hlo.stacks import (
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import merged_loops
 
-_ELEMENTWISE = frozenset(
-    "abs add and clamp compare convert cosine divide erf exponential exponential-minus-one log log-plus-one logistic "
-    "maximum minimum multiply negate not or power reshape rsqrt select sign sine sqrt subtract tanh".split()
-)
+_ELEMENTWISE = ELEMENTWISE | {"and", "not", "or", "reshape"}
 _MOST_MADE = 2  # bytes that stand at a barrier, in units of what the residuals have
 
 

@@ -42,8 +42,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.collective_matmul_pattern import Unfit, is_marked, is_product, is_sum, only_moves
 from dhelix.passes.collectives import Groups, device_groups
-from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
-from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
+from dhelix.passes.hlo.edit import ELEMENTWISE, drop_dead, replace_all_uses
 from dhelix.passes.hlo.loops import Unknown, evaluate
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.replication import Replication
@@ -53,10 +53,7 @@ OTHERS = "what is computed of an all-gather reads more that is not known to be t
 READ = "a sum over devices is cut into parts, and read by others or ordered, too"
 MIXED = "what is cut into parts is the sum of more than sums over devices"
 ELSEWHERE = "the part of a sum over devices that is cut out is not known to be the device's own"
-_ELEMENTWISE = frozenset(
-    """abs add ceil clamp compare convert cosine divide erf exponential exponential-minus-one floor log log-plus-one
-    logistic maximum minimum multiply negate power rsqrt select sign sine sqrt subtract tanh""".split()
-)
+_ELEMENTWISE = ELEMENTWISE | {"ceil", "floor"}
 _LINEAR = frozenset("add copy reshape transpose".split())
 _MOST_NEEDED = 64  # instructions that an offset may follow from
 Users = dict[Instruction, list[Instruction]]
@@ -81,19 +78,12 @@ class CollectiveCanonicalization:
             if any(i.opcode in ("all-gather", "all-reduce") for i in computation.instructions):
                 late += _gather_late(computation, replication, left)
                 scattered += _scatter_sums(computation, left)
-        for reason, count in sorted(left.items()):
-            context.note(f"left alone: {reason}", count=count)
+        context.left_alone(left)
         if late:
             context.note("all-gathers behind what is elementwise", count=late)
         if scattered:
             context.note("reduce-scatters of all-reduces that were cut into parts", count=scattered)
         return bool(late or scattered)
-
-
-def _ordered(computation: Computation) -> set[Instruction]:
-    """What control dependencies tie."""
-    tied = [i for i in computation.instructions if i.control_predecessors]
-    return {*tied, *(p for i in tied for p in i.control_predecessors)}
 
 
 def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
@@ -114,7 +104,7 @@ def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Ins
 
 def _gather_late(computation: Computation, replication: Replication, left: Counter[str]) -> int:
     """Moves all-gathers of a computation behind what is elementwise. Returns how many."""
-    users, ordered = computation.users(), _ordered(computation)
+    users, ordered = computation.users(), graph.tied(computation)
     builder, stands_for = Builder(computation), dict[Instruction, Instruction]()
     for gather in [i for i in computation.instructions if i.opcode == "all-gather"]:
         if len(gather.operands) != 1 or shapes.is_tuple(gather.shape) or is_marked(gather) or gather in ordered:
@@ -200,7 +190,7 @@ def _of_a_shard(builder: Builder, gather: Instruction, behind: Sequence[Instruct
 
 def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
     """Makes reduce-scatters of all-reduces that are cut into parts. Returns how many."""
-    users, ordered = computation.users(), _ordered(computation)
+    users, ordered = computation.users(), graph.tied(computation)
     builder, stands_for = Builder(computation), dict[Instruction, Instruction]()
     offsets: Offsets = {}
     made = 0

@@ -97,8 +97,7 @@ class CollectiveMatmul:
                     stands_for.update(_splice(match, *found, splicer))
             if stands_for:
                 _put_in_place(computation, stands_for)
-        for reason, count in sorted(left.items()):
-            context.note(f"left alone: {reason}", count=count)
+        context.left_alone(left)
         for (site, form), count in sorted(made.items()):
             context.note("a collective matmul", site=site, form=form, count=count)
         return bool(made)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dhelix.passes.hlo import Instruction, shapes
+from dhelix.passes.hlo import HloModule, Instruction, shapes
 from dhelix.passes.hlo.schema import InstructionProto
 
 KINDS = frozenset(
@@ -22,6 +22,7 @@ KINDS = frozenset(
 GROUP_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
 
 Groups = tuple[tuple[int, ...], ...]
+_COMBINER_KEY = "combiner_key"  # a frontend attribute of XLA's: collectives with different ones are not combined
 _KERNEL, _PEERS = "mosaic_gpu", b"uses_xla_collective_metadata = true"
 
 
@@ -62,6 +63,22 @@ def start_of(done: Instruction) -> Instruction:
     while start.opcode == "async-update":
         start = start.operands[0]
     return start
+
+
+def keep_apart(collective: Instruction, name: str) -> None:
+    """XLA combines the collective with those alone that are kept apart by the same names."""
+    attributes = collective.proto.frontend_attributes.map
+    attributes[_COMBINER_KEY] = f"{name} {attributes[_COMBINER_KEY]}" if _COMBINER_KEY in attributes else name
+
+
+def kept_apart(collective: Instruction) -> str:
+    """Names by which it is kept apart, if any."""
+    return collective.proto.frontend_attributes.map.get(_COMBINER_KEY, "")
+
+
+def free_channel(module: HloModule) -> int:
+    """The first channel behind all that the collectives of a module have."""
+    return 1 + max((i.proto.channel_id for c in module.computations for i in c.instructions), default=0)
 
 
 def find_collective(instruction: Instruction) -> Collective | None:

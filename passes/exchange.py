@@ -74,8 +74,7 @@ class Decomposition:
                 else:
                     decompose(collective)
                     done += 1
-        for reason, count in sorted(left.items()):
-            context.note(f"left alone: {reason}", count=count)
+        context.left_alone(left)
         if done:
             context.note(f"{kind}s are now {INSTEAD[kind]}s", count=done)
         return bool(done)
@@ -145,43 +144,47 @@ def is_swap(pairs: Groups) -> bool:
     return bool(pairs) and all(a != b and (b, a) in pairs for a, b in pairs)
 
 
-def is_communication_bound(module: HloModule, model: CostModel) -> bool:
-    """Whether the collectives of a module, before it is scheduled, take longer than everything else, each alone."""
-    communication, rest = Loads(model)[module.entry]
-    return communication > rest
-
-
-class Loads(dict[Computation, tuple[float, float]]):
-    """Seconds of communication, and of all else, in one run of computations before they are scheduled, each alone."""
+class Alone:
+    """Seconds of operators before they are scheduled, each alone: of collectives by a profile, of all else by the
+    roofline."""
 
     def __init__(self, model: CostModel) -> None:
-        super().__init__()
         self._keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
         self._costs = Costs(model.hardware)
         self._estimator = model.estimator
 
     def seconds(self, instruction: Instruction, parts: int = 1) -> float:
-        """Of what is no loop: of a collective, or one of so many parts of its bytes, from the profile; of all else by
-        the roofline."""
+        """Of what is no loop; of a collective, if it had so many times fewer bytes."""
         key = None if find_collective(instruction) is None else self._keys[instruction]
         if not isinstance(key, CollectiveKey):
             return self._costs[instruction].seconds
         return self._estimator.solo(replace(key, bytes=key.bytes // parts)).seconds
 
-    def __missing__(self, computation: Computation) -> tuple[float, float]:
-        communication = rest = 0.0
-        for instruction in computation.instructions:
-            if instruction.opcode in CONTROL_FLOW:
-                count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
-                called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-                inner = max(map(self.__getitem__, called), key=sum)  # the longest branch, as in `costs`
-                communication, rest = communication + count * inner[0], rest + count * inner[1]
-            elif find_collective(instruction) is None:
-                rest += self.seconds(instruction)
-            else:
-                communication += self.seconds(instruction)
-        self[computation] = communication, rest
-        return self[computation]
+
+def is_communication_bound(module: HloModule, model: CostModel) -> bool:
+    """Whether the collectives of a module, before it is scheduled, take longer than everything else, each alone."""
+    alone = Alone(model)
+    known: dict[Computation, tuple[float, float]] = {}
+
+    def loads(computation: Computation) -> tuple[float, float]:
+        """Seconds of communication, and of all else."""
+        if computation not in known:
+            communication = rest = 0.0
+            for instruction in computation.instructions:
+                if instruction.opcode in CONTROL_FLOW:
+                    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+                    inner = max(map(loads, called), key=sum)  # the longest branch, as in `costs`
+                    communication, rest = communication + count * inner[0], rest + count * inner[1]
+                elif find_collective(instruction) is None:
+                    rest += alone.seconds(instruction)
+                else:
+                    communication += alone.seconds(instruction)
+            known[computation] = communication, rest
+        return known[computation]
+
+    communication, rest = loads(module.entry)
+    return communication > rest
 
 
 def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,11 @@ class PassContext:
         """
         name = None if instruction is None else str(getattr(instruction, "name", instruction))
         self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str)))
+
+    def left_alone(self, reasons: Mapping[str, int]) -> None:
+        """Records why so many places stay as they are, one note for each reason."""
+        for reason, count in sorted(reasons.items()):
+            self.note(f"left alone: {reason}", count=count)
 
 
 class Pass(Protocol):

@@ -36,16 +36,15 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_matmul_pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
-from dhelix.passes.collectives import device_groups, find_collective
+from dhelix.passes.collectives import device_groups, find_collective, free_channel, keep_apart, kept_apart
 from dhelix.passes.costs import CostModel
-from dhelix.passes.exchange import UNMEASURED, Loads
-from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction
+from dhelix.passes.exchange import UNMEASURED, Alone
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.rows import Parts, Rows, follow
 
-_KEY = "combiner_key"  # a frontend attribute of XLA's: collectives with different ones are not combined
-_PART = "part "  # and a number
+_PART = "part "  # and a number: by that collectives are kept apart
 _PRODUCTS = ("dot", "custom-call")  # attention too; what else there is XLA has yet to fuse
 
 
@@ -71,25 +70,20 @@ class RowPartition:
             raise DhelixError(f"parts={self.parts} of the rows are no parts; give 2 or more")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        reason = "the module is scheduled" if module.is_scheduled else ""
-        if self.costs_decide and self.model is None:
-            reason = UNMEASURED
-        if reason:
-            context.note(f"left alone: {reason}")
+        if module.is_scheduled:
+            context.note("left alone: the module is scheduled")
             return False
-        left, done = Counter[str](), 0
-        channel = 1 + max((i.proto.channel_id for c in module.computations for i in c.instructions), default=0)
-        loads = None if self.model is None else Loads(self.model)
+        if self.costs_decide and self.model is None:
+            context.note(f"left alone: {UNMEASURED}")
+            return False
+        left, done, channel = Counter[str](), 0, free_channel(module)
+        alone = None if self.model is None else Alone(self.model)
         for computation in list(module.computations):
-            for chain in find_chains(computation, self.parts, left):
-                if reason := _why_left(chain, self.parts, loads):
-                    left[reason] += 1
-                    continue
+            for chain in _worth_it(computation, self.parts, alone, left):
                 _partition(chain, self.parts, channel)
                 channel += 2 * self.parts
                 done += 1
-        for reason, count in sorted(left.items()):
-            context.note(f"left alone: {reason}", count=count)
+        context.left_alone(left)
         if done:
             context.note(f"chains from a gather to a scatter in {self.parts} parts", count=done)
         return bool(done)
@@ -112,9 +106,19 @@ class Chain:
 
 def pays(module: HloModule, model: CostModel) -> bool:
     """Whether any chain of a module, which stays as it is, is faster in parts."""
-    parts, loads = RowPartition.parts, Loads(model)
-    chains = (chain for computation in module.computations for chain in find_chains(computation, parts, Counter()))
-    return not all(_why_left(chain, parts, loads) for chain in chains)
+    found = (_worth_it(c, RowPartition.parts, Alone(model), Counter()) for c in module.computations)
+    return any(True for chains in found for _ in chains)
+
+
+def _worth_it(computation: Computation, parts: int, alone: Alone | None, left: Counter[str]) -> Iterator[Chain]:
+    """The chains that are to be computed in parts: those that can be, and by costs, if there are any, are faster so.
+    Counts why others are `left`."""
+    why_none = _why_none(computation, alone)
+    for chain in find_chains(computation, parts, left):
+        if reason := why_none or _why_too_dear(chain, parts, alone):
+            left[reason] += 1
+        else:
+            yield chain
 
 
 def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Iterator[Chain]:
@@ -156,11 +160,10 @@ def _gathers_before(scatter: Instruction) -> set[Instruction]:
 
 def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Instruction]) -> list[Instruction]:
     """What depends on the gather and is needed by the scatter, of what stands `between` them, operands first."""
-    below, above = {gather}, {scatter}
+    below, above = {gather}, {*scatter.operands, *scatter.control_predecessors}
     for instruction in between:
         if not below.isdisjoint((*instruction.operands, *instruction.control_predecessors)):
             below.add(instruction)
-    above.update(scatter.operands, scatter.control_predecessors)
     for instruction in reversed(between):
         if instruction in above:
             above.update(instruction.operands, instruction.control_predecessors)
@@ -173,7 +176,7 @@ def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruct
         raise Unfit("gathered and scattered over other devices")
     if not is_sum(scatter):
         raise Unfit("not a sum")
-    if _PART in gather.proto.frontend_attributes.map.get(_KEY, ""):
+    if _PART in kept_apart(gather):
         raise Unfit("it is a part")
     dimension, devices = gather.proto.dimensions[0], mesh_axis(gather)[1]
     size = gather.shape.dimensions[dimension]
@@ -193,16 +196,10 @@ def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruct
         raise Unfit("nothing is multiplied on the way")
     if not rows[summed].is_alone or rows[summed].dimension != scatter.proto.dimensions[0]:
         raise Unfit("what is scattered are not the rows")
-    chain = {gather, *steps, scatter}
-    if any(i in chain or not chain.isdisjoint(i.control_predecessors) for i in _ordered(gather.computation)):
+    if not graph.tied(gather.computation).isdisjoint((gather, *steps, scatter)):
         raise Unfit(ORDERED)
     rows[scatter] = replace(rows[summed], devices=1, size=size // devices)
     return Chain(gather, tuple(steps), scatter, rows)
-
-
-def _ordered(computation: Computation) -> list[Instruction]:
-    """Instructions that control dependencies order."""
-    return [i for i in computation.instructions if i.control_predecessors]
 
 
 def _partition(chain: Chain, count: int, channel: int) -> None:
@@ -228,27 +225,31 @@ def _partition(chain: Chain, count: int, channel: int) -> None:
         own[scatter] = parts.part(scatter, rows[scatter], number, own)
         for collective, which in ((own[gather], 2 * number), (own[scatter], 2 * number + 1)):
             collective.proto.channel_id = channel + which
-            attributes = collective.proto.frontend_attributes.map
-            attributes[_KEY] = f"{attributes[_KEY]} {_PART}{number}" if _KEY in attributes else f"{_PART}{number}"
+            keep_apart(collective, f"{_PART}{number}")
     whole = {i: parts.join([own[i] for own in made], i, rows[i]) for i in (*read, scatter)}
     replace_all_uses(computation, whole)
     computation.sort()
     drop_dead(computation)
 
 
-def _why_left(chain: Chain, parts: int, loads: Loads | None) -> str:
-    """Why a chain stays whole; "" if it does not. Without `loads` it does where it can."""
-    if co_executes(chain.gather.computation):
+def _why_none(computation: Computation, alone: Alone | None) -> str:
+    """Why all chains of a computation stay whole; "" if some may not."""
+    if co_executes(computation):
         return "the other strand hides its collectives"
-    if loads is None:
+    if alone is None:
         return ""
-    beside = chain.gather.computation.instructions
-    communication = sum(loads.seconds(i) for i in beside if find_collective(i) is not None)
-    if communication < sum(loads.seconds(i) for i in beside if i.opcode in _PRODUCTS):
-        return "products take longer than communication"
-    gather, scatter = loads.seconds(chain.gather), loads.seconds(chain.scatter)
-    gather_part, scatter_part = loads.seconds(chain.gather, parts), loads.seconds(chain.scatter, parts)
-    between = sum(loads.seconds(step) for step in chain.steps)
+    communication = sum(alone.seconds(i) for i in computation.instructions if find_collective(i) is not None)
+    products = sum(alone.seconds(i) for i in computation.instructions if i.opcode in _PRODUCTS)
+    return "products take longer than communication" if communication < products else ""
+
+
+def _why_too_dear(chain: Chain, parts: int, alone: Alone | None) -> str:
+    """Why a chain stays whole; "" if its parts take less time, where nothing runs beside them."""
+    if alone is None:
+        return ""
+    gather, scatter = alone.seconds(chain.gather), alone.seconds(chain.scatter)
+    gather_part, scatter_part = alone.seconds(chain.gather, parts), alone.seconds(chain.scatter, parts)
+    between = sum(alone.seconds(step) for step in chain.steps)
     computed = scattered = 0.0  # when the parts so far are
     for number in range(parts):
         computed = max(computed, (number + 1) * gather_part) + between / parts

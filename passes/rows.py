@@ -14,7 +14,8 @@ same of every device, can be computed for itself. In memory, parts lie
 within the dimension that the rows are in. `follow` says where the rows are in a result, `part` makes an instruction
 for one part from operands for that part, `take` cuts a part out of a whole array and `join` puts parts together.
 
-Used by `passes/row_partition.py`.
+Used by `passes/row_partition.py`. (`dimension_factors.py` follows all dimensions of an array at once, through what
+moves values and no more.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,9 @@ from typing import Any
 
 from dhelix.passes.dimension_factors import dense, reshaped
 from dhelix.passes.hlo import Builder, Instruction
+from dhelix.passes.hlo.edit import ELEMENTWISE
 
-_ELEMENTWISE = frozenset(
-    "abs add and ceil clamp compare convert copy cosine divide erf exponential exponential-minus-one floor log "
-    "log-plus-one logistic maximum minimum multiply negate not or power rsqrt select sign sine sqrt subtract "
-    "tanh".split()
-)
+_ELEMENTWISE = ELEMENTWISE | {"and", "ceil", "copy", "floor", "not", "or"}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import GROUP_FIELDS, device_groups
+from dhelix.passes.collectives import GROUP_FIELDS, device_groups, free_channel
 from dhelix.passes.dimension_factors import dense, reshaped
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, edit
 from dhelix.passes.hlo.edit import inline_calls, replace_uses
@@ -59,8 +59,7 @@ class Splicer:
 
     def __init__(self, module: HloModule) -> None:
         self.module = module
-        used = (i.proto.channel_id for c in module.computations for i in c.instructions)
-        self.channel = 1 + max(used, default=0)
+        self.channel = free_channel(module)
 
     def import_entry(
         self, source: HloModule, computation: Computation, arguments: Sequence[Instruction], stack: str

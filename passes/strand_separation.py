@@ -19,12 +19,12 @@ Why it is legal: it is a hint. It costs what combining would save, one launch of
 
 from dataclasses import dataclass
 
+from dhelix.passes.collectives import keep_apart
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strand_duplication import ALPHA, BETA
 
 _COMBINED = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
-_KEY = "combiner_key"
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class StrandSeparation:
                     continue
                 for strand in counts:
                     if f"{strand}/" in instruction.op_name:
-                        attributes = instruction.proto.frontend_attributes.map
-                        attributes[_KEY] = f"{strand} {attributes[_KEY]}" if _KEY in attributes else strand
+                        keep_apart(instruction, strand)
                         counts[strand] += 1
         if any(counts.values()):
             context.note("collectives of the strands are not combined with each other", **counts)

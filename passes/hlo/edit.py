@@ -9,6 +9,11 @@ from dhelix.passes.hlo.module import Computation, Instruction
 _APPLIED = frozenset(
     "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter sort".split()
 )
+ELEMENTWISE = frozenset(
+    "abs add clamp compare convert cosine divide erf exponential exponential-minus-one log log-plus-one logistic "
+    "maximum minimum multiply negate power rsqrt select sign sine sqrt subtract tanh".split()
+)
+"""Opcodes of arithmetic, each element of whose result is that of the elements in the same place."""
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 
 

@@ -24,6 +24,12 @@ def ancestors(computation: Computation, seeds: Iterable[Instruction]) -> set[Ins
     return found
 
 
+def tied(computation: Computation) -> set[Instruction]:
+    """What control dependencies order, before or behind another."""
+    found = [i for i in computation.instructions if i.control_predecessors]
+    return {*found, *(p for i in found for p in i.control_predecessors)}
+
+
 def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
     """Who calls each computation, in module order."""
     found: dict[Computation, list[Instruction]] = {c: [] for c in module.computations}

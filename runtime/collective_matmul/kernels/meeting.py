@@ -18,8 +18,9 @@ before the peer wrote its stamp; in 3 it cannot. A device must not leave before 
 theirs: kernels leave when they have got all that every peer sends, and some of it comes from blocks that have waited
 for the meeting. (In `summed_matmul` that is all but blocks whose first tile is their device's own one.)
 
-Stamps of one device never repeat. Those of two devices may be equal if their timers and clocks say the same, and be
-taken for each other where calls over two axes use one address: by estimate in less than 1e-8 of such calls.
+Stamps of one device do not repeat for hours. Those of two devices may be equal if their timers and clocks say the
+same, and be taken for each other where calls over two axes use one address: by estimate in less than 1e-8 of such
+calls.
 
 Needs counters that are zeroed before a kernel begins, as those of `pl.get_global` are, and
 `compiler_params=PARAMS`.
