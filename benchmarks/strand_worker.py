@@ -199,6 +199,7 @@ class Worker:
                     if self.training_of(program.variant) is not training:
                         training, state = self.training_of(program.variant), None  # or two states would live
                         state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
+                        jax.block_until_ready((state, batches))  # or the first step's time would hold theirs
                     for batch in batches:
                         state = timed(program, clocks, state, batch)
                 self.save()
@@ -217,7 +218,7 @@ class Worker:
                 continue
             try:
                 module, training = compiled_module(program.compiled), self.training_of(program.variant)
-                state = training.init(jax.random.key(0))
+                state = jax.block_until_ready(training.init(jax.random.key(0)))
                 add_trace(program.result, traced(program.compiled, state, self.batches(training, 1)[0], module))
                 program.result.predicted_ms = self.predict(module)
             except Exception as error:

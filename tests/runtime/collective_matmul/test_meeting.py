@@ -1,6 +1,6 @@
 """Devices meet inside a kernel: the order of its messages, played with devices that begin whenever they like.
 
-Its run on GPUs is in benchmarks; the interpreter knows no remote memory.
+On GPUs: `test_on_gpus.py`; the interpreter knows no remote memory.
 """
 
 from __future__ import annotations
