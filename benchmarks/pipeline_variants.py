@@ -37,6 +37,7 @@ class Variant:
       shared_ends: see above; of pipelines.
       sharding: "shard_map", or "auto" for XLA's partitioner.
       dp: data parallelism in place of tensor parallelism; without a pipeline.
+      sends_beside: of `Fold`.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Variant:
     shared_ends: bool = False
     sharding: Any = "shard_map"
     dp: int = 1
+    sends_beside: bool = False
 
     @property
     def kind(self) -> str:
@@ -61,6 +63,7 @@ VARIANTS: dict[str, Variant] = {
         Variant("W, xla", "w", shared_ends=True),
         Variant("W, list", "w", "list", shared_ends=True),
         Variant("W, dp", "w", "dp", shared_ends=True),
+        Variant("W, sends beside, dp", "w", "dp", shared_ends=True, sends_beside=True),
         Variant("W, own ends, xla", "w"),
         Variant("W, own ends, dp", "w", "dp"),
         Variant("1F1B", "1f1b"),
@@ -101,7 +104,13 @@ def training_of(
     if variant.pipelined:
         mesh = make_mesh(dp, tp, devices, pp=stages)
         return make_pipelined_step(
-            config, mesh, optimizer, microbatches, variant.schedule, shared_ends=variant.shared_ends
+            config,
+            mesh,
+            optimizer,
+            microbatches,
+            variant.schedule,
+            shared_ends=variant.shared_ends,
+            sends_beside=variant.sends_beside,
         )
     mesh = make_mesh(variant.dp, stages * tp // variant.dp, devices)
     return make_train_step(config, mesh, optimizer, microbatches // variant.dp, variant.sharding)

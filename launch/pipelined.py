@@ -65,12 +65,13 @@ def make_pipelined_step(
     chunks_per_stage: int = 2,
     sharding: Sharding = "shard_map",
     shared_ends: bool | None = None,
+    sends_beside: bool = False,
 ) -> PipelinedTraining:
     """A train step of `config` over `mesh` (axes `pp`, `dp` and `tp`), its layers on the stages that `schedule` says.
 
     Args:
       optimizer: works element by element or with norms; see `folded_state` for what padding forbids.
-      schedule, chunks_per_stage: see `Fold`.
+      schedule, chunks_per_stage, sends_beside: see `Fold`.
       sharding: collectives of dp and tp by hand, or by XLA's partitioner.
       shared_ends: whether embedding and head are split over `pp`, too; by default with schedule "w" by hand.
 
@@ -81,7 +82,7 @@ def make_pipelined_step(
     shared = _shares_ends(schedule, sharding, shared_ends)
     ends = ("tp", AXIS) if shared else ("tp",)
     check_mesh(config, mesh, microbatches, (AXIS, "dp", "tp"), ends)
-    fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh)
+    fold = Fold(mesh.shape[AXIS], config.layers, schedule, chunks_per_stage, AXIS, mesh, sends_beside)
     layout = fold.layout(config.layers)
     config = dataclasses.replace(config, attention=_attention(config, mesh, sharding))
     specs = llama.param_specs(config, AXIS, shared)

@@ -11,8 +11,10 @@ own chunks' layers; all run the same program, and tables (`tables.py`) say what 
     x, dx -> the stages that need them next (collective-permute), or with the next tick (`phases.Messages`)
 
 In an SI block neither strand reads what the other one makes, so the loop over layers is what the passes make of a step
-without a pipeline, and the same scheduling applies. A forward may write its residuals over those that the backward has
-read in the same iteration; a barrier keeps the read before the write, else XLA copies the whole ring.
+without a pipeline, and the same scheduling applies. Messages stand behind that loop, beside nothing; with
+`sends_beside` the last layers stand there, too, and the scheduling has both in hand. A forward may write its residuals
+over those that the backward has read in the same iteration; a barrier keeps the read before the write, else XLA copies
+the whole ring.
 
 Masking. In a lockstep schedule a stage without work computes along, on whatever lies there, and what it makes is
 dropped: residuals go to a dead slot, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
@@ -67,12 +69,14 @@ class Pipeline:
       of: the loss function's parts, forward and backward.
       axis: the mesh axis of the stages.
       shared_ends: whether all stages compute embedding and head together (`ends.py`).
+      sends_beside: whether the last layers of an SI block stand outside of its loop, for messages to lie beside.
     """
 
     of: Derivatives
     schedule: Schedule
     axis: str
     shared_ends: bool
+    sends_beside: bool = False
 
     def run(self, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]) -> Sums:
         """
@@ -136,6 +140,7 @@ class _Run:
         self.axis, self.of, self.schedule = pipeline.axis, pipeline.of, pipeline.schedule
         self.stage, self.stacks = stage, list(stacks)
         self.padded = self.schedule.layout.padded
+        self.sends_beside = pipeline.sends_beside
         self.forward_table, self.backward_table = directions(self.schedule)
         self.ends = Ends(self.of, list(ends), batches, pipeline.shared_ends, self.schedule.lockstep)
         self.context = self.of.context(self.ends.batch(0))
@@ -194,14 +199,29 @@ class _Run:
         ]
         for wanted, body, on in kinds:
             if wanted:
-                going = lax.fori_loop(0, n if self.schedule.lockstep else jnp.where(on, n, 0), body, going)
+                rounds = n - (self.sends_beside and body is both)
+                going = lax.fori_loop(0, rounds if self.schedule.lockstep else jnp.where(on, n, 0), body, going)
             if wanted and body is behind:  # a later loop writes the ring: not before this one has read it
                 ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
                 going = going.but(ring=ring, cotangents=cotangents)
+        if pattern.both and self.sends_beside:
+            going = self._last_pair(tick, going)
         if pattern.forward and pattern.backward:  # nothing is sent that waits for its receiver beside another loop
             x, cotangents = lax.optimization_barrier((going.x, going.cotangents))
             going = going.but(x=x, cotangents=cotangents)
         return going
+
+    def _last_pair(self, tick: _Tick, going: _Going) -> _Going:
+        """The last layer of both strands, neither of which waits for the other one.
+
+        Places wait for what the layers start from, or all that they read would be fetched, and held, before the loop.
+        """
+        after = [*going.cotangents, *going.layers], going.x
+        behind, ahead = (
+            lax.optimization_barrier((jnp.int32(layer), values))[0]
+            for layer, values in zip((0, self.padded - 1), after, strict=True)
+        )
+        return self._layer_forward(tick, ahead, self._layer_backward(tick, behind, going, written=True))
 
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
         x = self._begin_forward(tick, state)

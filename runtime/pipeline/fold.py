@@ -25,6 +25,8 @@ class Fold:
       chunks_per_stage: of the interleaved schedule.
       axis: of the mesh.
       mesh: needed where `value_and_grad` is called outside of `jax.shard_map`.
+      sends_beside: of the fold: whether messages of an SI block may leave beside its last layers. Where links are slow
+        that is faster by a part of what messages take, for up to 2 % more memory (docs/pipeline.md).
     """
 
     stages: int
@@ -33,6 +35,7 @@ class Fold:
     chunks_per_stage: int = 2
     axis: str = "pp"
     mesh: Mesh | None = None
+    sends_beside: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stages", "layers", "chunks_per_stage"):
@@ -41,6 +44,8 @@ class Fold:
                 raise DhelixError(f"Fold({name}={value!r}): give how many, 1 or more")
         if self.schedule not in SCHEDULES:
             raise DhelixError(f"Fold(schedule={self.schedule!r}) means nothing; take one of {', '.join(SCHEDULES)}")
+        if self.sends_beside and self.schedule != "w":
+            raise DhelixError(f'Fold(sends_beside=True) is of schedule "w", not of "{self.schedule}": leave it out')
 
     @property
     def places(self) -> int:

@@ -74,7 +74,7 @@ def pipelined_sums(
     chain = take_apart(jaxpr, len(params))
     _check_folded(chain, folded, fold)
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
-    pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis))
+    pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis), fold.sends_beside)
     if not chain.casts:  # what makes the weights is traced for as many layers as a stage has
         shapes = _stacked(params, folded, padded * fold.places)
         chain = dataclasses.replace(chain, prepare=take_apart(trace(function, shapes, batch), len(params)).prepare)

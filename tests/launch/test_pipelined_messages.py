@@ -17,17 +17,17 @@ from dhelix.runtime.lowering import compiled_module
 MICROBATCHES = 4
 
 
-def ticks(schedule: str) -> list[list[str]]:
-    """For each loop over ticks: exchanges, and loops over layers, in the order in which they are launched."""
-    config = preset("llama-8b", 8, seq=4096, vocab=1024)
+def ticks(of: str, layers: int = 8, sends_beside: bool = False, **order: Any) -> list[list[str]]:
+    """For each loop over ticks: exchanges, loops over layers and updates outside of them, as they are launched."""
+    config = preset("llama-8b", layers, seq=4096, vocab=1024)
     mesh = make_mesh(1, 1, deviceless.topology("h200", "1x1x2").devices, pp=2)
-    training = make_pipelined_step(config, mesh, optax.sgd(0.1), MICROBATCHES, schedule)
-    options: Any = {"pipeline": training.fold, "microbatches": MICROBATCHES, "passes": ()}
+    training = make_pipelined_step(config, mesh, optax.sgd(0.1), MICROBATCHES, of, sends_beside=sends_beside)
+    options: Any = {"pipeline": training.fold, "microbatches": MICROBATCHES, **(order or {"passes": ()})}
     step = strand_interleave(training.train_step, **options)
     lowered = step.lower(training.abstract_state(), training.abstract_batch(MICROBATCHES))
     module = compiled_module(deviceless.compile(lowered))
     loops = [i.called[0] for i in sequence_of(module.entry) if i.opcode == "while"]
-    return [found for body in loops if (found := events(body))]
+    return [found for body in loops if set(found := events(body)) - {"update"}]
 
 
 def events(body: Computation) -> list[str]:
@@ -38,6 +38,8 @@ def events(body: Computation) -> list[str]:
         elif instruction.opcode == "while":
             products = [i.op_name for i in graph.walk(instruction.called[0]) if "dot_general" in i.op_name]
             found += [strand for strand in (BETA, ALPHA) if any(f"/{strand}/" in name for name in products)]
+        elif "dynamic_update_slice" in instruction.op_name:
+            found.append("update")
     return found
 
 
@@ -53,3 +55,15 @@ def test_under_1f1b_nothing_is_received_before_both_stages_are_done() -> None:
     """A receive that waits beside a loop takes a part of the GPU from it."""
     (tick,) = ticks("1f1b")
     assert tick[:2] == [BETA, ALPHA]
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_in_an_si_block_messages_may_leave_beside_its_last_layers() -> None:
+    """Here they lie beside writes of residuals and sums of gradients."""
+    found = ticks("w", layers=12, sends_beside=True, schedule="dp")
+    steady = next(tick for tick in found if {BETA, ALPHA} < set(tick))
+    assert steady[:2] == [BETA, ALPHA]
+    starts, dones = ([n for n, event in enumerate(steady) if event == end] for end in ("start", "done"))
+    assert len(starts) == len(dones) == 2
+    assert all("update" in steady[start:done] for start, done in zip(starts, dones, strict=True))

@@ -131,15 +131,16 @@ class Setting:
     rows: int = 4
     shared: bool = False
     schedule: str = "w"
+    sends_beside: bool = False
 
     @property
     def name(self) -> str:
-        ends = "_shared" if self.shared else ""
-        return f"{self.schedule}_pp{self.pp}_tp{self.tp}_dp{self.dp}_M{self.microbatches}_L{self.layers}{ends}"
+        how = "_shared" * self.shared + "_sends_beside" * self.sends_beside
+        return f"{self.schedule}_pp{self.pp}_tp{self.tp}_dp{self.dp}_M{self.microbatches}_L{self.layers}{how}"
 
     @property
     def fold(self) -> Fold:
-        return Fold(self.pp, layers=self.layers, schedule=self.schedule)
+        return Fold(self.pp, layers=self.layers, schedule=self.schedule, sends_beside=self.sends_beside)
 
     @property
     def mesh(self) -> Mesh:

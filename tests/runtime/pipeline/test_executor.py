@@ -21,6 +21,8 @@ SETTINGS = [
     Setting(pp=2, microbatches=1, layers=4),
     Setting(pp=4, microbatches=4, layers=9, shared=True),  # as many as stages, and layers that do not divide
     Setting(pp=8, microbatches=5, layers=16),  # fewer than stages, and odd
+    Setting(pp=2, tp=2, dp=2, microbatches=3, layers=12, shared=True, sends_beside=True),  # chunks of three
+    Setting(pp=4, microbatches=5, layers=8, sends_beside=True),  # chunks of one
     Setting(pp=4, microbatches=3, layers=5, schedule="1f1b"),
     Setting(pp=2, tp=2, dp=2, microbatches=3, layers=5, shared=True, schedule="interleaved"),
     Setting(pp=2, tp=2, dp=2, microbatches=5, layers=5, schedule="dualpipev"),
