@@ -76,7 +76,7 @@ class Pipeline:
     schedule: Schedule
     axis: str
     shared_ends: bool
-    sends_beside: bool = False
+    sends_beside: bool
 
     def run(self, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]) -> Sums:
         """
@@ -216,11 +216,8 @@ class _Run:
 
         Places wait for what the layers start from, or all that they read would be fetched, and held, before the loop.
         """
-        after = [*going.cotangents, *going.layers], going.x
-        behind, ahead = (
-            lax.optimization_barrier((jnp.int32(layer), values))[0]
-            for layer, values in zip((0, self.padded - 1), after, strict=True)
-        )
+        behind = _after([*going.cotangents, *going.layers], 0)
+        ahead = _after(going.x, self.padded - 1)
         return self._layer_forward(tick, ahead, self._layer_backward(tick, behind, going, written=True))
 
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
@@ -330,6 +327,10 @@ class _Run:
 
     def _context(self, row: Row) -> Values:
         return self.of.context(self.ends.batch(row.microbatch)) if self.of.context_of_batch else self.context
+
+
+def _after(values: Values, layer: int) -> jax.Array:
+    return lax.optimization_barrier((values, jnp.int32(layer)))[1]
 
 
 def _put_message(row: Row, place: str, stays: str, inbox: Values, made: Values, arrived: Values) -> Values:
