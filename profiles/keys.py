@@ -26,6 +26,8 @@ COLLECTIVE_KINDS = (
 )
 IMPLEMENTATIONS = ("nccl", "symmetric", "user-buffers", "triton")
 
+_CLOCKED = ("gemm", "grouped-gemm", "attention", "attention-backward")
+
 _OPERATOR = re.compile(rf"({'|'.join(OPERATOR_KINDS)}) (\S+) (\d+(?:x\d+)*)?")
 _COLLECTIVE = re.compile(
     rf"({'|'.join(COLLECTIVE_KINDS)}) (\d+)B (\d+)x(\d+) groups=(\d+) ({'|'.join(IMPLEMENTATIONS)})"
@@ -52,6 +54,11 @@ class OperatorKey:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.family} {'x'.join(map(str, self.sizes))}"
+
+    @property
+    def clocked(self) -> bool:
+        """Whether it takes longer where the limit of power lowers the GPU's clock; what waits for memory does not."""
+        return self.kind in _CLOCKED
 
 
 @dataclass(frozen=True, order=True, slots=True)

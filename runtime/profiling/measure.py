@@ -6,7 +6,8 @@
 
 What is run: a placeholder of flat arrays, whose insides two passes replace while XLA compiles it
 (`replay_library_calls` before scheduling, `replay` after it). Hooks are taken back when the compilation ends.
-The times come from one profiler trace of one execution.
+The times come from one profiler trace of one execution, some time after the one that warmed up: a GPU that has rested
+works at its full clock for some 30 ms.
 
 On several GPUs a collective seems longer on those that arrive early and wait. The true time is that of the last
 to arrive, the shortest: so a sample with a collective is that of the GPU on which it took least. GPUs of other
@@ -15,6 +16,7 @@ processes do not count: each process sees its own.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ from dhelix.runtime.profiling.executions import Execution
 
 _AXIS = "gpus"
 _SIDES = ("first", "second")
+_REST_SECONDS = 0.1
 _MEMORY_SHARE = 0.5  # of what JAX may allocate, for arguments; results and cuDNN's workspaces need the rest
 _BROKEN = (
     "ILLEGAL_ADDRESS",
@@ -130,6 +133,7 @@ class GpuMeasurer:
         compiled = compile_program(program, self.mesh, self.options)
         arguments = self._arguments(program)
         jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
+        time.sleep(_REST_SECONDS)
         name = f"jit_{placeholder_name(program)}"
         found = executions.record(lambda: jax.block_until_ready(compiled(*arguments)), name, _instance)
         named = [list(executions.between_marks(of_gpu, _is_mark)) for of_gpu in found.values()]

@@ -4,17 +4,19 @@
     wanted = session.missing(step)             # operators alone, then pairs of those that matter
     profile = session.run(step, progress=print_progress, save=storage_save)
 
-Measured in batches, and `save` is called after each: what was measured is never lost, and a second run goes on
-where the first stopped. Operators alone come first, because their times decide which pairs are worth measuring:
-both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2 measures all
-pairs of its table 2), the longest operator of each kind and the paper's bases with each other, and some collectives
-at once, over the same GPUs and over different axes of the mesh.
+Measured in batches, and `save` is called after each: what was measured is never lost, and a second run goes on where
+the first stopped. Products and attention are measured in bursts of BURST_SECONDS after a rest, at the clock of a GPU
+that its limit of power does not slow: dense work is slowed after some 30 ms, by up to a fifth, and how much a step is,
+follows from the step (`passes.costs.PowerLimit`). Operators alone come first, because their times decide which pairs
+are worth measuring: both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2
+measures all pairs of its table 2), the longest operator of each kind and the paper's bases with each other, and some
+collectives at once, over the same GPUs and over different axes of the mesh.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,7 +34,9 @@ from dhelix.runtime.profiling.measure import Measurer, Outcome
 
 MIN_SECONDS = 20e-6
 """Operators and collectives that take less are not worth a pair: launching them takes about as long."""
-ALONE_REPEATS, PAIR_REPEATS = 10, 7
+ALONE_REPEATS, BURST_REPEATS, PAIR_REPEATS = 10, 5, 7
+BURST_SECONDS = 20e-3
+"""Of products and attention in one program, all repeats together, as far as their times are known before."""
 _BATCH = 120  # items
 _COLLECTIVE_PAIRS = 24  # over the same GPUs, and as many over others
 
@@ -48,7 +52,8 @@ class Step:
       module: the compiled, scheduled module.
       further: more compiled modules whose operators are measured too, such as those of `operator_bases`.
       bases: instructions of any of the modules; those that compute are measured beside each other, too.
-      traced: times alone that a trace of the step gave.
+      traced: times alone that a trace of the step gave; of products and attention they count only where these do not
+        run by themselves, since a step has its own clock.
       gap_seconds: see `Section`.
     """
 
@@ -118,7 +123,9 @@ class Session:
         """What would be measured now; pairs as far as estimates say that they matter."""
         operators, refused = self._operators(step)
         known = Section(self.setting) if self._again else self.section
-        alone = tuple(Item(o) for o in operators if o.key not in step.traced and self._lacks(o.key, known))
+        alone = tuple(
+            Item(o) for o in operators if (_clocked(o.key) or o.key not in step.traced) and self._lacks(o.key, known)
+        )
         pairs = tuple(p for p in self._wanted_pairs(operators, step) if self._lacks(pair_key(p), known))
         return Wanted(alone, pairs, refused)
 
@@ -138,15 +145,18 @@ class Session:
             raise DhelixError("this session has nothing to measure with; give it a measurer")
         known = Section(self.setting) if self._again else self.section
         traced = {key: timing for key, timing in step.traced.items() if known.solo(key) is None}
-        self._add(_split(traced, self.setting, step.gap_seconds), save)
+        unclocked = {key: timing for key, timing in traced.items() if not _clocked(key)}
+        self._add(_split(unclocked, self.setting, step.gap_seconds), save)
         wanted = self.missing(step)
         failures = {name: reason for name, reason in wanted.refused if name not in self.section.failures}
         self._add(Section(self.setting, failures=failures), save)
         done = 0
-        for batch in itertools.batched(wanted.alone, _BATCH):
+        for batch, repeats in self._batches(wanted.alone):
             progress(done, len(wanted), "operators alone")
-            self._add(section_of(self.setting, batch, measurer.measure(batch, ALONE_REPEATS)), save)
+            self._add(section_of(self.setting, batch, measurer.measure(batch, repeats)), save)
             done += len(batch)
+        clocked = {key: timing for key, timing in traced.items() if self.section.solo(key) is None}
+        self._add(_split(clocked, self.setting), save)
         pairs = self.missing(step).pairs  # now by measured times
         total = done + len(pairs)
         for batch in itertools.batched(pairs, _BATCH):
@@ -157,6 +167,23 @@ class Session:
             done += len(batch)
         progress(done, done, "done")
         return self.profile
+
+    def _batches(self, items: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], int]]:
+        """What is measured in one program, and how often; products and attention in bursts."""
+        others = [item for item in items if not _clocked(item.first.key)]
+        yield from ((batch, ALONE_REPEATS) for batch in itertools.batched(others, _BATCH))
+        estimator = Estimator(self.profile, self._hardware, self.setting)
+        burst: list[Item] = []
+        left = BURST_SECONDS
+        for item in (item for item in items if _clocked(item.first.key)):
+            seconds = BURST_REPEATS * estimator.solo(item.first.key).seconds
+            if burst and seconds > left:
+                yield tuple(burst), BURST_REPEATS
+                burst, left = [], BURST_SECONDS
+            burst.append(item)
+            left -= seconds
+        if burst:
+            yield tuple(burst), BURST_REPEATS
 
     def _add(self, section: Section, save: Callable[[Profile], None]) -> None:
         if section != Section(self.setting):
@@ -262,6 +289,10 @@ def _varied(pairs: Sequence[Item]) -> list[Item]:
         seen.setdefault(tuple((o.key.kind, _groups(o)) for o in pair.operators), pair)
     first = list(seen.values())
     return first + [pair for pair in pairs if pair not in first]
+
+
+def _clocked(key: Key) -> bool:
+    return isinstance(key, OperatorKey) and key.clocked
 
 
 def _kind(operator: Operator) -> str:
