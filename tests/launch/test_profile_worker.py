@@ -145,7 +145,7 @@ def test_a_step_is_measured_and_progress_is_told(machine: Machine, work: Work, s
     out = tmp_path / "out.json"
     told = work(Request("default", str(out), module=step_file, keep=str(tmp_path)))
     assert told[-1] == {"finished": True}
-    assert [message["what"] for message in told[:-1]] == ["operators alone", "pairs", "done"]
+    assert [message["what"] for message in told[:-1]] == [*2 * ["operators alone"], "pairs", "done"]
     assert told[-2]["done"] == told[-2]["total"] > told[0]["done"] == 0
     profile = storage.load(out)
     assert (profile.hardware, profile.link, profile.measured_on) == ("H200", "nvlink", (HERE,))
@@ -170,9 +170,9 @@ def test_what_is_in_the_file_is_not_measured_again(
     assert set(storage.load(out).sections) == {"connections1", "default"}
 
 
-@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize(("calls", "known"), [(0, 0), (1, len(small_step.NAMES) - 1), (2, len(small_step.NAMES))])
 def test_killed_at_any_moment_it_leaves_a_file_to_go_on_from(
-    calls: int, machine: Machine, work: Work, step_file: str, tmp_path: Path
+    calls: int, known: int, machine: Machine, work: Work, step_file: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
     request = Request("default", str(out), module=step_file)
@@ -180,7 +180,7 @@ def test_killed_at_any_moment_it_leaves_a_file_to_go_on_from(
     with pytest.raises(KeyboardInterrupt):
         work(request)
     section = storage.load(out).section("default")
-    assert len(section.operators) + len(section.collectives) == calls * len(small_step.NAMES)
+    assert len(section.operators) + len(section.collectives) == known
     machine.patience = 10
     work(request)
     alone = [item for item in machine.items if item.second is None]
@@ -207,6 +207,20 @@ def test_a_step_is_traced_only_if_something_is_missing(
     assert traced == [("state", "batch")]
     assert "traces the step" not in [m.get("what") for m in work(request)]
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_passes_make_of_a_step_by_the_new_costs_is_measured_too(
+    plain: bool, machine: Machine, work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = iter((8192, 4096, 4096, 4096))
+    monkeypatch.setattr(profile_worker, "build", lambda preset: ("a step", lambda: ("state", "batch")))
+    monkeypatch.setattr(profile_worker, "compiled_step", lambda lowered: Step(small_step.module(rows=next(rows))))
+    monkeypatch.setattr(profile_worker, "observe", lambda step, *_: step)
+    out = tmp_path / "out.json"
+    work(Request("default", str(out), preset={"preset": "llama-8b", "plain": plain}, pairs=False))
+    gathers = storage.load(out).section("default").collectives
+    assert len({key.bytes for key in gathers if key.kind == "all-gather"}) == (1 if plain else 2)
 
 
 def test_a_step_that_does_not_fit_is_measured_operator_by_operator(
