@@ -13,6 +13,7 @@ what follows from it, and `Cost.source` says which; `Costs.rates` is what two in
 """
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,7 +33,7 @@ from dhelix.profiles.collective_matmul_estimates import collective_key, estimate
 from dhelix.profiles.contention import MIN_RATE
 from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.hardware import Hardware, describe
-from dhelix.profiles.keys import CollectiveKey, Key
+from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import SETTINGS, Profile
 
 
@@ -53,6 +54,8 @@ class Cost:
       bytes: of device memory read and written; for a collective, what each device sends.
       source: what `seconds` rests on; of a sum, its least certain part.
       launch: seconds for which compute stands still before a collective begins.
+      communication: seconds of `seconds` in which it communicates; of a kernel that also multiplies, what its
+        collective takes alone.
     """
 
     seconds: float
@@ -61,6 +64,7 @@ class Cost:
     lane: Lane = Lane.COMPUTE
     source: Source = Source.GUESS
     launch: float = 0.0
+    communication: float = 0.0
 
 
 FREE = Cost(0.0, source=Source.MEASURED)
@@ -71,21 +75,38 @@ _FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
 
 @dataclass(frozen=True, slots=True)
 class PowerLimit:
-    """How much lower the clock is in a step that leaves a GPU little rest, since its power is limited.
+    """How much lower the clock is in a step that computes densely, since a GPU's power is limited.
+
+    What is limited is a mean over some 30 ms, so steps have one clock, and it follows from what they do in their time.
+    Profiles hold times at the full clock (`runtime.profiling.session`).
 
     Attributes:
-      free: the load up to which the clock is that of the profile. Load is the share of the step's time in which compute
-        works, and `communication` times that in which collectives run.
-      slope: how much longer per load beyond that everything takes whose speed is the clock's.
+      free: the load up to which the clock is the full one. Load is the share of `Hardware.peak_flops` that products and
+        attention do (of attention what the mask leaves), and `communication` times the share of time in collectives.
+      slope: how many times longer per load beyond that products and attention take.
     """
 
     free: float
     slope: float
     communication: float
 
-    def clock(self, compute: float, communication: float) -> float:
-        """How many times longer products and attention take, from shares of the step's time."""
-        return 1.0 + self.slope * max(compute + self.communication * communication - self.free, 0.0)
+    def clock(self, load: float, seconds: float, slower: float) -> float:
+        """How many times longer products and attention take than at the full clock.
+
+        Their length makes the step longer, and its load lower: the clock c is where
+
+            c - 1 = slope (load seconds / (seconds + (c - 1) slower) - free)
+
+        Args:
+          load: at the full clock.
+          seconds: of the step, at the full clock.
+          slower: by how many seconds the step is longer for c = 2, as far as it grows evenly.
+        """
+        if load <= self.free or seconds <= 0.0:
+            return 1.0
+        above = 2.0 * self.slope * (load - self.free) * seconds
+        half = seconds + self.slope * self.free * slower
+        return 1.0 + above / (half + math.sqrt(half * half + 2.0 * above * slower))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +114,7 @@ class Kernel:
     """A collective matmul that is one kernel, which nothing runs beside.
 
     Attributes:
-      seconds: alone, at the clock of the profile.
+      seconds: alone, at the full clock.
       communication: seconds of its collective alone.
     """
 
@@ -124,21 +145,23 @@ class InStep:
 
     def cost(self, cost: Cost, key: Key, estimate: Estimate) -> Cost:
         """`cost` with the time that was estimated for `key`."""
-        clock = self.clock if key.kind in _BY_THE_CLOCK else 1.0
+        clock = self.clock if isinstance(key, OperatorKey) and key.clocked else 1.0
         launch = self.launch if _on_copy_engines(key) else 0.0
         return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
 
     def kernel(self, cost: Cost, kernel: Kernel) -> Cost:
-        """`cost` of a kernel, which waits for its peers as a collective does.
-
-        It communicates while it computes. Where the step's load is high that lowers the clock for all; what the step
-        loses by it is in the kernel's own time.
-        """
+        """`cost` of a kernel, which waits for its peers as a collective does."""
         if kernel.seconds <= 0.0:
-            return FREE
-        lower = 0.0 if self.power is None or self.clock <= 1.0 else self.power.slope * self.power.communication
-        seconds = self.clock * kernel.seconds + self.wait + lower * kernel.communication
-        return replace(cost, seconds=seconds, source=kernel.source, lane=Lane.COMPUTE, launch=0.0)
+            return replace(FREE, flops=cost.flops)  # another instruction counts for it, but the step computes this
+        seconds = self.clock * kernel.seconds + self.wait
+        return replace(
+            cost,
+            seconds=seconds,
+            source=kernel.source,
+            lane=Lane.COMPUTE,
+            launch=0.0,
+            communication=kernel.communication,
+        )
 
 
 def _on_copy_engines(key: Key) -> bool:
@@ -146,14 +169,13 @@ def _on_copy_engines(key: Key) -> bool:
     return isinstance(key, CollectiveKey) and key.implementation == "symmetric" and key.kind in _COPIED
 
 
-_BY_THE_CLOCK = ("gemm", "grouped-gemm", "attention", "attention-backward")
 _COPIED = ("all-gather", "all-to-all")
 
 BY_THEMSELVES = InStep()
 # From traces of steps of Llama-8B shapes on 4 x H200; docs/benchmarks.md says how, and what they are worth elsewhere.
 _WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
 _LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
-_POWER = PowerLimit(free=0.9, slope=0.6, communication=0.4)
+_POWER = PowerLimit(free=0.44, slope=2.0, communication=0.15)
 
 _NOTHING: Mapping[Instruction, Kernel] = MappingProxyType({})
 
@@ -192,6 +214,8 @@ class Costs(dict[Instruction, Cost]):
             key = self.operator_keys[instruction]
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
+        if cost.lane is not Lane.COMPUTE:
+            cost = replace(cost, communication=cost.seconds)
         self[instruction] = cost
         return cost
 
@@ -212,6 +236,8 @@ class Costs(dict[Instruction, Cost]):
 
     def at_clock(self, clock: float) -> "Costs":
         """The same, where products and attention take so many times longer than alone."""
+        if clock == self.in_step.clock:
+            return self
         in_step = replace(self.in_step, clock=clock)
         made = Costs(self.hardware, self.estimator, in_step=in_step, matmuls=self.matmuls, instead=self.instead)
         made.operator_keys, made._rates = self.operator_keys, self._rates
@@ -373,7 +399,13 @@ def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) 
     count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
     called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
     longest = max((_sum([inner(i) for i in c.instructions]) for c in called), key=lambda c: c.seconds, default=FREE)
-    return replace(longest, seconds=count * longest.seconds, flops=count * longest.flops, bytes=count * longest.bytes)
+    return replace(
+        longest,
+        seconds=count * longest.seconds,
+        flops=count * longest.flops,
+        bytes=count * longest.bytes,
+        communication=count * longest.communication,
+    )
 
 
 def _sum(costs: list[Cost]) -> Cost:
@@ -382,6 +414,7 @@ def _sum(costs: list[Cost]) -> Cost:
         sum(c.flops for c in costs),
         sum(c.bytes for c in costs),
         source=max((c.source for c in costs), key=lambda s: s.rank, default=Source.MEASURED),
+        communication=sum(c.communication for c in costs),
     )
 
 

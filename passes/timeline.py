@@ -33,7 +33,7 @@ behind a collective that waits for its lane waits, too. Two gathers of 300 us, b
 Costs for steps say more (`costs.InStep`): compute pauses before each kernel, and where copy engines are given a
 collective; a collective takes longer, since it waits for the last of its GPUs. In a pause, collectives run alone. Last,
 the clock is lower where a step leaves the GPU little rest. That follows from the step as a whole (`settled`), so it is
-known of whole modules (`simulate_module`); schedulers compare orders at the profile's clock.
+known of whole modules (`simulate_module`); schedulers compare orders at the full clock, which profiles are of.
 
 Collectives on both lanes do not slow each other, as their links differ; compute beside both proceeds at the
 lower of its two rates.
@@ -52,6 +52,8 @@ from dhelix.passes.collectives import is_start, start_of
 from dhelix.passes.costs import BY_THEMSELVES, Cost, Costs, Lane, sequence_of, trip_count
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
+
+_SLOWED = 1.2  # times as long, to see how a step grows with its products
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,18 @@ def simulate_module(module: HloModule, hardware: Hardware, costs: Mapping[Instru
 
 
 def settled(module: HloModule, costs: Costs) -> Costs:
-    """`costs` at the clock that the module's step settles at, by what runs in it at the profile's clock."""
-    power, step = costs.in_step.power, evaluate(sequence_of(module.entry), costs)
-    if power is None or not step.seconds:
+    """`costs` at the clock that the module's step settles at, by what it does in its time."""
+    power, sequence = costs.in_step.power, sequence_of(module.entry)
+    if power is None:
         return costs
-    clock = power.clock(step.compute_alone / step.seconds, step.communication / step.seconds)
-    return costs if clock == costs.in_step.clock else costs.at_clock(clock)
+    full = costs.at_clock(1.0)
+    seconds = evaluate(sequence, full).seconds
+    peak, sent = costs.hardware.peak_flops, power.communication
+    work = sum(full[i].flops / peak + sent * full[i].communication for i in sequence)
+    if work <= power.free * seconds:
+        return full
+    slower = (evaluate(sequence, costs.at_clock(_SLOWED)).seconds - seconds) / (_SLOWED - 1.0)
+    return costs.at_clock(power.clock(work / seconds, seconds, slower))
 
 
 @dataclass(slots=True)

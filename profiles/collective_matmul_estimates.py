@@ -4,8 +4,8 @@
     estimate(site, form, times, gemm)                  Estimate(seconds=0.00123, ...): the gather is hidden
 
 Times of collective matmuls are of loops without a rest, at the clock that the GPUs' limit of power leaves; there cuBLAS
-takes 15 to 20 % longer than in a profile, whose clock a step's costs start from. Both tables have the GEMM, so what is
-taken of one is the ratio of a form's time to the GEMM's, from the first of these that there is:
+takes 15 to 20 % longer than in a profile, which is of the full clock. Both tables have the GEMM, so what is taken of
+one is the ratio of a form's time to the GEMM's, from the first of these that there is:
 
 1. The site in this form: measured, if the GEMM is.
 2. The site in the same form with other tiles, the fastest of them: interpolated.

@@ -92,19 +92,17 @@ def test_nothing_runs_beside_it() -> None:
     assert timeline.seconds == pytest.approx(in_turn, rel=0.01)
 
 
-def test_where_the_clock_is_low_its_communication_lowers_it_too() -> None:
+def test_it_follows_the_clock_and_loads_the_gpu_by_what_it_sends_too() -> None:
     kernel, costs = instruction(module(), "kernel"), model().costs()
-    power = costs.in_step.power
-    assert power is not None
-    expected = 1.25 * 1.1e-3 + costs.in_step.wait + power.slope * power.communication * 4e-4
-    assert costs.at_clock(1.25)[kernel].seconds == pytest.approx(expected)
+    assert costs.at_clock(1.25)[kernel].seconds == pytest.approx(1.25 * 1.1e-3 + costs.in_step.wait)
+    assert costs[kernel].communication == 4e-4 and costs[kernel].flops > 0.0
 
 
 def test_other_instructions_may_count_as_kernels() -> None:
     program = module()
     kernel, start = instruction(program, "kernel"), instruction(program, "start")
     costs = model().costs().with_kernels({kernel: Kernel(0.0), start: Kernel(2.0, source=Source.GUESS)})
-    assert costs[kernel].seconds == 0.0
+    assert costs[kernel].seconds == 0.0 < costs[kernel].flops, "what it computes still loads the GPU"
     assert costs[start].lane is Lane.COMPUTE and costs[start].seconds > 2.0
     assert costs.at_clock(1.25)[start].seconds > 2.5
 

@@ -7,10 +7,20 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.passes.collective_schedule import CollectiveSchedule
 from dhelix.passes.collectives import device_groups, find_collective
-from dhelix.passes.costs import BY_THEMSELVES, CostModel, Costs, Lane, instruction_cost, trip_count
+from dhelix.passes.costs import (
+    BY_THEMSELVES,
+    CostModel,
+    Costs,
+    Lane,
+    PowerLimit,
+    instruction_cost,
+    sequence_of,
+    trip_count,
+)
 from dhelix.passes.fingerprint import input_fingerprint
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.operator_keys import key_of
+from dhelix.passes.timeline import evaluate, settled
 from dhelix.profiles import roofline
 from dhelix.profiles.contention import MIN_RATE
 from dhelix.profiles.estimates import Estimator, Source
@@ -179,14 +189,39 @@ def test_a_cost_model_is_a_profile_under_one_setting() -> None:
 
 
 def test_the_costs_of_a_cost_model_are_those_of_a_step() -> None:
-    """Pauses are the setting's own; over NVLink collectives wait; with less rest the clock is lower."""
+    """Pauses are the setting's own; over NVLink collectives wait; the limit of power is known."""
     section = Section("default", gap_seconds=3e-6)
     assert Costs(H200).in_step == BY_THEMSELVES
     hosted = CostModel(Profile("H200", "no-p2p").with_section(section)).costs().in_step
     nvlink = CostModel(measured_pair("gather", "gemm", PAIR).with_section(section)).costs().in_step
     assert hosted.pause == nvlink.pause == 3e-6 and hosted.wait == 0.0 < nvlink.wait
     assert nvlink.power is not None and nvlink.clock == 1.0
-    assert nvlink.power.clock(0.8, 0.1) == 1.0 < nvlink.power.clock(0.9, 0.3)
+
+
+def test_a_step_settles_where_its_load_and_its_clock_agree() -> None:
+    power = PowerLimit(free=0.4, slope=2.0, communication=0.1)
+    assert power.clock(0.4, 1.0, 0.8) == 1.0 < power.clock(0.41, 1.0, 0.8)
+    assert power.clock(0.5, 2.0, 0.0) == pytest.approx(1.0 + 2.0 * 0.1), "its length does not follow the clock"
+    for load, seconds, slower in ((0.5, 1.0, 0.8), (0.7, 3.0, 3.0), (0.45, 0.1, 0.02)):
+        clock = power.clock(load, seconds, slower)
+        assert clock == pytest.approx(1.0 + 2.0 * (load * seconds / (seconds + (clock - 1.0) * slower) - 0.4))
+
+
+def test_a_module_settles_at_the_clock_that_its_load_leaves() -> None:
+    gemm, gather = named("gemm"), named("gather")
+    module, keys = gemm.computation.module, (key_of(gemm), key_of(gather))
+    assert isinstance(keys[0], OperatorKey) and isinstance(keys[1], CollectiveKey)
+    section = Section("default", {keys[0]: Timing(5e-3)}, {keys[1]: Timing(1e-3)})
+    costs = CostModel(Profile("H200", "nvlink").with_section(section)).costs()
+    assert settled(module, costs) is costs, "with a product this slow it has rest"
+    power = PowerLimit(free=0.01, slope=1.0, communication=0.1)
+    costs.in_step = dataclasses.replace(costs.in_step, power=power)
+    found = settled(module, costs)
+    seconds = evaluate(sequence_of(module.entry), found).seconds
+    work = [costs[i].flops / H200.peak_flops + 0.1 * costs[i].communication for i in sequence_of(module.entry)]
+    assert 1.01 < found.in_step.clock == pytest.approx(1.0 + sum(work) / seconds - 0.01)
+    known = Costs(H200)
+    assert settled(module, known) is known, "nothing is known of a roofline's clock"
 
 
 def test_only_copy_engines_stop_compute_and_only_products_and_attention_follow_the_clock() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
-from dhelix.passes.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane, PowerLimit
+from dhelix.passes.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.timeline import Timeline, evaluate, settled, simulate
+from dhelix.passes.timeline import Timeline, evaluate, simulate
 from dhelix.profiles import storage
 from dhelix.profiles.contention import MIN_RATE, measured_rates, pair_seconds
 from dhelix.profiles.estimates import Estimator
@@ -228,19 +228,6 @@ def test_costs_know_whether_their_setting_has_one_connection(setting: str, in_or
         CostModel(Profile("H200", "nvlink").with_section(Section(setting)), setting).costs().in_step.in_order
         is in_order
     )
-
-
-def test_a_step_that_leaves_no_rest_settles_at_a_lower_clock() -> None:
-    """6 s of compute and 2 of a gather beside it: a load of 1 + 0.5 * 2 / 6."""
-    power = PowerLimit(free=0.75, slope=0.6, communication=0.5)
-    program = [Start("g", 2.0, "p"), Op("x", 6.0, ("p",)), Done("g")]
-    module, costs = profiled(program, ["x", "g_done"], {("g", "x"): (1.0, 1.0)}, in_step=InStep(power=power))
-    assert settled(module, costs).in_step.clock == pytest.approx(1.0 + 0.6 * (1.0 + 1.0 / 6.0 - 0.75))
-    waiting, rested = profiled([Start("g", 9.0, "p"), Done("g"), Op("x", 6.0, ("g_done",))], ["x"], {})
-    rested.in_step = InStep(power=power)
-    assert settled(waiting, rested).in_step.clock == 1.0
-    known = Costs(H200)
-    assert settled(module, known) is known, "nothing is known of a roofline's clock"
 
 
 def test_evaluation_needs_to_know_the_hardware() -> None:
