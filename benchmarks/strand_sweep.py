@@ -4,14 +4,18 @@
     python benchmarks/strand_sweep.py --plot DIR/*.json --picture docs/images/strands-sweep.png
 
 The share of communication is what it costs XLA's best program, (plain - no communication) / plain; channel caps make
-it larger, as slower links would. Beside our points stand the papers' own, as far as they publish both numbers
-(`profiles/published.py`); theirs is the share that the Megatron-LM baseline spends in collectives, on other GPUs.
+it larger, as slower links would. With `--profile` what operators cost under a cap is measured first (`dhelix profile`),
+as users would on such a link; without it our order is made for the link without a cap. Beside our points stand the
+papers' own, as far as they publish both numbers (`profiles/published.py`); theirs is the share that the Megatron-LM
+baseline spends in collectives, on other GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +28,7 @@ from dhelix.benchmarks.strand_variants import OURS, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
 from dhelix.profiles import published
 from dhelix.profiles.published import Published
+from dhelix.profiles.storage import SEARCH_PATH
 
 _COMPARED = "plain; strands, dp; plain, no communication; strands, no communication"
 _SPEED_UP, _SHARE = "speed-up over Megatron-LM", "share of time in communication"
@@ -53,9 +58,10 @@ def points(measured: Sequence[Group]) -> list[Point]:
         if best is None or xla is None or cost is None:
             continue
         w = group.run.workload
-        cap = f", {w['channels']} channels" if w.get("channels") else ""
+        cap = f", {w['channels']} channel{'s' * (w['channels'] > 1)}" if w.get("channels") else ""
         setting = best.setting.replace("_", " ")
-        name = f"{w['preset'].title()}, TP {w['tp']}, S {w['seq']}, M {w['microbatches']}{cap}, {setting}"
+        shards = f" (shards of {w['shards']})" if w.get("shards") else ""
+        name = f"{w['preset'].title()}, TP {w['tp']}{shards}, S {w['seq']}, M {w['microbatches']}{cap}, {setting}"
         found.append(Point(name, cost / xla.median_ms, xla.median_ms / best.median_ms))
     return found
 
@@ -90,7 +96,8 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
     shares = [most * n / 100 for n in range(100)]
     bound = [1 / max(s, 1 - s) for s in shares]
     axis.plot(shares, bound, color="#aab2bb", linestyle="--", label="all hidden that compute can hide")
-    named = []
+    named: list[str] = []
+    placed: list[Point] = []  # with their numbers above them
     for of_paper, colour, marker, label in (
         (True, "#e08a3c", "s", "DHelix (A40, A800)"),
         (False, "#3f7cac", "o", "here"),
@@ -99,8 +106,10 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
         axis.scatter([p.share for p in some], [p.speed_up for p in some], color=colour, marker=marker, label=label)
         for p in some:
             named.append(f"{len(named) + 1}  {p.name.removeprefix('DHelix: ')}")
-            place = {"xytext": (0, 6), "textcoords": "offset points"}
+            crowded = any(abs(q.share - p.share) < 0.018 and abs(q.speed_up - p.speed_up) < 0.03 for q in placed)
+            place = {"xytext": (0, -13 if crowded else 6), "textcoords": "offset points"}
             axis.annotate(str(len(named)), (p.share, p.speed_up), ha="center", size=8, **place)
+            placed += [] if crowded else [p]
     axis.text(1.02, 1.0, "\n".join(named), transform=axis.transAxes, size=7, va="top", linespacing=1.8)
     axis.set(xlabel="share of communication", ylabel="speed-up", xlim=(0, most))
     axis.set_ylim(0.95, max([1.5, *(p.speed_up for p in drawn)]) + 0.1)
@@ -114,37 +123,50 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
 def sweep(arguments: argparse.Namespace) -> list[Path]:
     """Measures every workload there is time for. Returns the files."""
     began, longest, files = time.monotonic(), 0.0, []
-    numbers = (
-        map(int, text.split(",")) for text in (arguments.tp, arguments.seq, arguments.microbatches, arguments.channels)
-    )
-    for tp, seq, microbatches, channels in itertools.product(*numbers):
+    lists = ("channels", "tp", "shards", "seq", "microbatches")
+    numbers = (map(int, str(getattr(arguments, name)).split(",")) for name in lists)
+    for channels, tp, shards, seq, microbatches in itertools.product(*numbers):
         left = arguments.budget_s - (time.monotonic() - began) if arguments.budget_s else 0.0
-        name = f"sweep_tp{tp}_s{seq}_m{microbatches}_c{channels}"
+        name = f"sweep_tp{tp}" + f"of{shards}" * bool(shards) + f"_s{seq}_m{microbatches}_c{channels}"
         if arguments.budget_s and left < 0.8 * longest:
             print(f"dropped {name}: {left:.0f} s of the budget were left", flush=True)
             continue
-        command = ["--preset", arguments.preset, "--layers", str(arguments.layers), "--vocab", str(arguments.vocab)]
-        command += [
-            "--tp",
-            str(tp),
-            "--seq",
-            str(seq),
-            "--microbatches",
-            str(microbatches),
-            "--channels",
-            str(channels),
-        ]
-        command += ["--no_traces", "--name", name, "--out", str(arguments.out), "--budget_s", str(left)]
-        options = strands.parser().parse_args(command)
+        given = {"preset": arguments.preset, "layers": arguments.layers, "vocab": arguments.vocab, "tp": tp}
+        given |= {"shards": shards, "seq": seq, "microbatches": microbatches, "channels": channels}
+        given |= {"rounds": arguments.rounds, "steps": arguments.steps}
+        given |= {"name": name, "out": arguments.out, "budget_s": left}
+        options = strands.parser().parse_args(["--no_traces", *(f"--{key}={value}" for key, value in given.items())])
         options.settings = chosen(arguments.settings, SETTINGS, "setting")
         options.variants = chosen(arguments.variants, VARIANTS, "variant")
         start = time.monotonic()
         try:
+            if arguments.profile:
+                profile(options)
             files.append(strands.measure(options))
         except DhelixError as error:  # a workload that does not fit must not cost the others their turn
             print(f"{name}: {error}", flush=True)
         longest = max(longest, time.monotonic() - start)
     return files
+
+
+def profile(options: argparse.Namespace) -> None:
+    """Measures what a workload's operators cost under its cap, if that is not known, for the processes that follow.
+
+    Raises:
+      DhelixError: it could not be measured.
+    """
+    folder = options.out / f"costs_tp{options.tp}_c{options.channels}"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = sorted({SETTINGS[name].profiled for name in options.settings})
+    workload = {"preset": options.preset, "layers": options.layers, "seq": options.seq, "mesh": f"tp={options.tp}"}
+    workload |= {"microbatches": options.microbatches, "settings": ",".join(settings)}
+    command = [sys.executable, "-c", "from dhelix.launch import cli; cli.main()", "profile", "--interleave"]
+    command += [f"--{key}={value}" for key, value in workload.items()]
+    os.environ[SEARCH_PATH] = str(folder)  # the processes of `strands.measure` look there, and this one writes there
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    flags += [f"--xla_gpu_nccl_collective_max_nchannels={options.channels}"] * bool(options.channels)
+    if subprocess.run(command, env={**os.environ, "XLA_FLAGS": " ".join(flags).strip()}).returncode:
+        raise DhelixError("its costs were not measured")
 
 
 def main() -> None:
@@ -153,11 +175,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--tp", default="2,4", help="sizes, separated by commas")
+    parser.add_argument("--shards", default="0", help="GPUs have as much as with so many; 0: as with --tp")
     parser.add_argument("--seq", default="8192")
     parser.add_argument("--microbatches", default="8")
     parser.add_argument("--channels", default="0", help="most channels of a collective; 0: NCCL's choice")
     parser.add_argument("--settings", default="default,connections1")
     parser.add_argument("--variants", default=_COMPARED)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant, of --steps steps")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="measure costs under each cap first")
     parser.add_argument("--budget_s", type=float, default=0.0, help="seconds for all workloads; 0: no limit")
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--plot", type=Path, nargs="+", help="files to draw; nothing is measured")

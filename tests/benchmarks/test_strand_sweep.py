@@ -1,5 +1,6 @@
 """Speed-up over the share of communication: points from results and from papers, the picture, the budget."""
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from dhelix.benchmarks import strand_sweep, strands
 from dhelix.benchmarks.strand_results import Result, Run, groups
 from dhelix.benchmarks.strand_sweep import Point, paper_points, points, save_png
+from dhelix.errors import DhelixError
+from dhelix.profiles.storage import SEARCH_PATH
 
 WORKLOAD = {"preset": "llama-8b", "tp": 4, "seq": 8192, "microbatches": 16, "channels": 0}
 
@@ -39,9 +42,29 @@ def test_workloads_beyond_the_budget_are_dropped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(strand_sweep.time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(strands, "measure", lambda options: Path(f"{options.name}.json"))
     arguments = Namespace(
-        preset="llama-8b", layers=2, vocab=64, tp="2,4", seq="4096", microbatches="4", channels="0,4",
-        settings="default", variants="plain", budget_s=600.0, out=tmp_path,
+        preset="llama-8b", layers=2, vocab=64, tp="2,4", shards="0", seq="4096", microbatches="4", channels="0,4",
+        settings="default", variants="plain", rounds=1, steps=1, profile=False, budget_s=600.0, out=tmp_path,
     )  # fmt: skip
     files = strand_sweep.sweep(arguments)
-    assert [file.name for file in files] == ["sweep_tp2_s4096_m4_c0.json", "sweep_tp2_s4096_m4_c4.json"]
+    assert [file.name for file in files] == ["sweep_tp2_s4096_m4_c0.json", "sweep_tp4_s4096_m4_c0.json"]
     assert "dropped sweep_tp4_s4096_m4_c4" in capsys.readouterr().out
+
+
+def test_costs_are_measured_under_the_cap_that_steps_run_under(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], env: dict[str, str]) -> Namespace:
+        ran.append((command, env))
+        return Namespace(returncode=len(ran) - 1)
+
+    monkeypatch.setenv(SEARCH_PATH, "elsewhere")
+    monkeypatch.setattr(strand_sweep.subprocess, "run", run)
+    options = Namespace(preset="llama-8b", layers=8, seq=8192, tp=2, microbatches=4, channels=4, out=tmp_path)
+    options.settings = ["default", "no_p2p", "copy_engine1"]
+    strand_sweep.profile(options)
+    command, environment = ran[0]
+    assert {"profile", "--interleave", "--mesh=tp=2", "--settings=copy-engine1,default"} <= set(command)
+    assert environment["XLA_FLAGS"].endswith("--xla_gpu_nccl_collective_max_nchannels=4")
+    assert environment[SEARCH_PATH] == os.environ[SEARCH_PATH] == str(tmp_path / "costs_tp2_c4")
+    with pytest.raises(DhelixError, match="its costs were not measured"):
+        strand_sweep.profile(options)
