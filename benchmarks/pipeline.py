@@ -32,7 +32,7 @@ from dhelix.benchmarks.pipeline_variants import ESSENTIAL, VARIANTS
 from dhelix.benchmarks.strand_variants import SETTINGS, chosen
 from dhelix.errors import DhelixError
 
-_WORKER = Path(__file__).parent / "pipeline_worker.py"
+WORKER = Path(__file__).parent / "pipeline_worker.py"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def main() -> None:
     arguments = parser().parse_args()
     try:
         complete(arguments)
-        path = strands.measure(arguments, _file_name(arguments), _WORKER, tables)
+        path = strands.measure(arguments, _file_name(arguments), WORKER, tables)
     except DhelixError as error:
         sys.exit(str(error))
     print(f"results in {path}")
