@@ -23,6 +23,7 @@ from dhelix.runtime.collective_matmul import mosaic
 from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.launch_settings import link_of
 
+_DTYPES = ("bfloat16", "float16", "float32", "float64")  # of all forms but the monolithic one
 _MOST_CHUNKS = 4  # of a hybrid that does not say how many
 _GPU = ("cuda", "gpu")
 _HOPPER = re.compile(r"\bG?H\d{2,3}\b")  # H100, H200, H800, H20, GH200
@@ -60,6 +61,9 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
 
 def resolve(wanted: Form | None, place: Place) -> Form:
     """The form that runs at `place`: `wanted`, or with None the best; one that can be had in any case."""
+    if wanted is None and place.site.dtype not in _DTYPES:
+        _log_once(f"{place.site.key}: {MONOLITHIC.key}, since no other form multiplies {place.site.dtype}")
+        return MONOLITHIC
     if wanted is None:
         times = _times_here()
         wanted = choose(place.site, times)
@@ -81,6 +85,8 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
     """
     if form.name == "monolithic":
         return None
+    if place.site.dtype not in _DTYPES:
+        return f"multiplies {', '.join(_DTYPES)} and not {place.site.dtype}: cast both operands"
     if not isinstance(place.axis_name, str):
         return f"works on one mesh axis, not on {place.axis_name}: name one"
     site, n = place.site, place.site.axis_size

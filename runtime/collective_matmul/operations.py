@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from dhelix.errors import DhelixError
@@ -142,10 +141,8 @@ def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: A
             raise DhelixError(
                 f"{kind}: x {list(x.shape)} and w {list(w.shape)} do not multiply: give [..., rows, k] and [k, columns]"
             )
-        if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise DhelixError(
-                f"{kind}: x is {x.dtype.name} and w {w.dtype.name}: cast both to one of bfloat16, float16, float32"
-            )
+        if x.dtype != w.dtype:
+            raise DhelixError(f"{kind}: x is {x.dtype.name} and w {w.dtype.name}: cast one to the type of the other")
     operands = [x, *weights]
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     varying = frozenset(axes).union(*map(gradients.varying_axes, operands))

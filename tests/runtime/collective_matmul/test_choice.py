@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from absl import logging
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import collective_matmul_times
@@ -83,13 +84,30 @@ def test_an_axis_must_be_one_of_a_surrounding_shard_map(form: str) -> None:
         (all_gather_matmul, (jnp.ones((4, 4)), jnp.ones((3, 4))), r"x \[4, 4\] and w \[3, 4\] do not multiply"),
         (matmul_all_reduce, (jnp.ones(4), jnp.ones((4, 4))), r"give \[..., rows, k\] and \[k, columns\]"),
         (matmul_reduce_scatter, (jnp.ones((4, 4)), jnp.ones((4, 4), "bfloat16")), "x is float32 and w bfloat16: cast"),
-        (matmul_all_reduce, (jnp.ones((4, 4), int), jnp.ones((4, 4), int)), "cast both to one of bfloat16"),
         (all_gather_matmul, (jnp.ones((4, 4)), ()), "no weights: give one or more"),
     ],
 )
 def test_operands_that_do_not_fit(operation: Callable[..., Any], operands: tuple[Any, ...], message: str) -> None:
     with pytest.raises(DhelixError, match=message):
         jax.make_jaxpr(lambda: operation(*operands, "tp"), axis_env=[("tp", 2)])()
+
+
+def test_other_types_are_monolithic_and_an_error_for_who_asks_for_a_form(lines: list[str]) -> None:
+    for number, kind in enumerate((jnp.int8, jnp.float8_e4m3fn, jnp.complex64)):
+        x = jnp.ones((4, 4), kind)
+
+        def step(form: str, x: jax.Array = x) -> jax.Array:
+            columns, rows = PartitionSpec(None, "tp"), PartitionSpec("tp", None)
+            multiply = partial(matmul_all_reduce, axis_name="tp", form=form)
+            over = jax.shard_map(multiply, mesh=mesh(tp=2), in_specs=(columns, rows), out_specs=PartitionSpec())
+            return jax.jit(over)(x, x)
+
+        result = step("auto")
+        assert result.dtype == kind and (result.astype(complex) == 4.0).all()
+        assert f"monolithic, since no other form multiplies {x.dtype.name}" in lines[number]
+        assert len(lines) == number + 1
+        with pytest.raises(DhelixError, match=f'form "ring" multiplies bfloat16, .* and not {x.dtype.name}: cast both'):
+            step("ring")
 
 
 def test_auto_on_cpu_is_monolithic_whatever_the_shape() -> None:
