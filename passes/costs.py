@@ -154,14 +154,8 @@ class InStep:
         if kernel.seconds <= 0.0:
             return replace(FREE, flops=cost.flops)  # another instruction counts for it, but the step computes this
         seconds = self.clock * kernel.seconds + self.wait
-        return replace(
-            cost,
-            seconds=seconds,
-            source=kernel.source,
-            lane=Lane.COMPUTE,
-            launch=0.0,
-            communication=kernel.communication,
-        )
+        sent = kernel.communication
+        return replace(cost, seconds=seconds, source=kernel.source, lane=Lane.COMPUTE, launch=0.0, communication=sent)
 
 
 def _on_copy_engines(key: Key) -> bool:
@@ -175,7 +169,8 @@ BY_THEMSELVES = InStep()
 # From traces of steps of Llama-8B shapes on 4 x H200; docs/benchmarks.md says how, and what they are worth elsewhere.
 _WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
 _LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
-_POWER = PowerLimit(free=0.44, slope=2.0, communication=0.15)
+_H200 = PowerLimit(free=0.44, slope=2.0, communication=0.15)
+_POWER = {"H200": _H200, "H100": _H200}  # by GPU; of the H100 not measured, but it is the same chip with the same 700 W
 
 _NOTHING: Mapping[Instruction, Kernel] = MappingProxyType({})
 
@@ -332,7 +327,11 @@ class CostModel:
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
         wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
         in_step = InStep(
-            pause, wait, launch, _POWER, in_order=self.setting in SETTINGS and SETTINGS[self.setting].in_order
+            pause,
+            wait,
+            launch,
+            _POWER.get(self.profile.hardware),
+            in_order=self.setting in SETTINGS and SETTINGS[self.setting].in_order,
         )
         return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls)
 

@@ -196,6 +196,7 @@ def test_the_costs_of_a_cost_model_are_those_of_a_step() -> None:
     nvlink = CostModel(measured_pair("gather", "gemm", PAIR).with_section(section)).costs().in_step
     assert hosted.pause == nvlink.pause == 3e-6 and hosted.wait == 0.0 < nvlink.wait
     assert nvlink.power is not None and nvlink.clock == 1.0
+    assert CostModel(Profile("A100", "nvlink").with_section(section)).costs().in_step.power is None, "not known"
 
 
 def test_a_step_settles_where_its_load_and_its_clock_agree() -> None:
