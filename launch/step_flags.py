@@ -13,7 +13,8 @@ from dhelix.models import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 
 _NAMES = (
-    "preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline", "batch",
+    "preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline", "sends_beside",
+    "batch",
 )  # fmt: skip
 
 
@@ -33,6 +34,12 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
     number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "schedule of the pipeline (default: w, two strands)")
+    flags.DEFINE_bool(
+        "sends_beside",
+        default.sends_beside,
+        "messages of schedule w may leave beside the last layers of a tick: for slow links; takes memory",
+        flag_values=values,
+    )
     number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
 
 

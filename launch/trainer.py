@@ -51,6 +51,7 @@ class Options:
     mesh: str = ""
     pp: int = 1
     pipeline: str | None = None
+    sends_beside: bool = False
     sharding: str = "shard_map"
     batch: int | None = None
     steps: int = 50
@@ -161,8 +162,9 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
 
 def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
     if options.pp == 1:
-        if options.pipeline is not None:
-            raise DhelixError("--pipeline needs --pp; give the number of stages")
+        for name, given in (("pipeline", options.pipeline is not None), ("sends_beside", options.sends_beside)):
+            if given:
+                raise DhelixError(f"--{name} needs --pp; give the number of stages")
         return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
     return make_pipelined_step(
         config,
@@ -171,6 +173,7 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
         options.microbatches,
         options.pipeline or "w",
         sharding=options.sharding,  # type: ignore
+        sends_beside=options.sends_beside,
     )
 
 

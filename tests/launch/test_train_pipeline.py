@@ -51,6 +51,8 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pyt
         (["--pp=2", "--mesh=dp=1,tp=4", "--seq=20"], "does not divide by tp x pp 8; use a sequence length that does"),
         (["--pp=2", "--verify"], "compare losses with those of a run without --pp"),
         (["--pipeline=1f1b"], "--pipeline needs --pp"),
+        (["--sends_beside"], "--sends_beside needs --pp"),
+        (["--pp=2", "--mesh=dp=4", "--pipeline=1f1b", "--sends_beside"], 'is of schedule "w", not of "1f1b"'),
         (["--mesh=pp=2"], "stages of a pipeline are --pp"),
     ],
 )
