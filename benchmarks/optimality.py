@@ -30,7 +30,7 @@ from dhelix.passes.strand_sequences import find_strands
 from dhelix.passes.timeline import evaluate
 
 CASES = [
-    *(("nvlink", setting) for setting in ("default", "connections1", "copy-engine")),
+    *(("nvlink", setting) for setting in ("default", "connections1", "copy-engine", "copy-engine1")),
     *(("no-p2p", setting) for setting in ("default", "small-buffers")),
 ]
 

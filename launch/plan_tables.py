@@ -80,6 +80,7 @@ class PlanView:
             "plain_us": self._plain_us(candidate),
             "hidden_fraction": round(predicted.hidden_fraction, 6),
             "guessed_fraction": round(predicted.guessed_fraction, 6),
+            "guessed_overlap_fraction": round(predicted.guessed_overlap_fraction, 6),
             "solve_seconds": round(candidate.solve_seconds, 3),
         }
 
@@ -112,7 +113,7 @@ def _settings(view: PlanView) -> Table:
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
     for candidate in sorted(view.candidates, key=Candidate.rank):
-        target, timeline = candidate.plan.target, candidate.timeline
+        target, predicted, timeline = candidate.plan.target, candidate.plan.predicted, candidate.timeline
         plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
         table.add_row(
             target.setting,
@@ -122,14 +123,17 @@ def _settings(view: PlanView) -> Table:
             _ms(candidate.seconds),
             _ms(candidate.seconds_xla),
             "-" if plain is None else _ms(plain),
-            f"{candidate.plan.predicted.hidden_fraction:.0%}",
+            f"{predicted.hidden_fraction:.0%}",
             _ms(timeline.slow_down),
             _ms(timeline.exposed),
-            f"{candidate.plan.predicted.guessed_fraction:.1%}",
+            f"{predicted.guessed_fraction:.1%} / {predicted.guessed_overlap_fraction:.0%}",
             f"{candidate.solve_seconds:.1f} s",
             style="bold" if candidate is view.best else "",
         )
-    table.caption = "hidden: share of communication under compute; slow-down: what that costs compute"
+    table.caption = (
+        "hidden: share of communication under compute; slow-down: what that costs compute;"
+        " guessed: of times alone / of overlap"
+    )
     table.caption_justify = "left"
     return table
 

@@ -200,6 +200,7 @@ class Costs(dict[Instruction, Cost]):
         self.matmuls, self.instead = matmuls, instead
         self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
         self._rates: dict[tuple[Instruction, Instruction, bool, bool], tuple[float, float]] = {}
+        self._guessed: set[tuple[str, str]] = set()
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = instruction_cost(instruction, self.hardware, self.__getitem__)
@@ -235,13 +236,13 @@ class Costs(dict[Instruction, Cost]):
             return self
         in_step = replace(self.in_step, clock=clock)
         made = Costs(self.hardware, self.estimator, in_step=in_step, matmuls=self.matmuls, instead=self.instead)
-        made.operator_keys, made._rates = self.operator_keys, self._rates
+        made.operator_keys, made._rates, made._guessed = self.operator_keys, self._rates, self._guessed
         return made
 
     def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
         """The same, where some instructions count as kernels of collective matmuls; what is known is kept."""
         made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
-        made.operator_keys = self.operator_keys
+        made.operator_keys, made._guessed = self.operator_keys, self._guessed
         kept = {i: cost for i, cost in self.items() if i not in instead and i.opcode not in CONTROL_FLOW}
         made.update(kept)
         made._rates = {asked: rates for asked, rates in self._rates.items() if asked[0] in kept}
@@ -265,6 +266,10 @@ class Costs(dict[Instruction, Cost]):
             known = self._rates[asked] = self._find_rates(*asked)
         return known
 
+    def rates_are_guessed(self, compute: str, collective: str) -> bool:
+        """Whether `rates` took the hardware's constants for these instructions, where it was asked about them."""
+        return self.estimator is None or (compute, collective) in self._guessed
+
     def _find_rates(
         self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool
     ) -> tuple[float, float]:
@@ -282,6 +287,7 @@ class Costs(dict[Instruction, Cost]):
             if estimator is not None and estimator.pair(*pair).source is not Source.GUESS:
                 first, second = (max(rate, MIN_RATE) for rate in estimator.rates(*pair))
                 return (second, first) if collective_first else (first, second)
+        self._guessed.add((compute.name, collective.name))
         return constants
 
 

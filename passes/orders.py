@@ -21,13 +21,15 @@ from dhelix.passes.costs import Cost, Costs, Lane
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassContext
+from dhelix.passes.manager import PassContext, say_once
 from dhelix.passes.operator_keys import FREE_OPCODES
-from dhelix.passes.timeline import Timeline, simulate, simulate_module
+from dhelix.passes.timeline import Timeline, guessed_overlap, simulate, simulate_module
 from dhelix.profiles.hardware import Hardware
 
 _UNMEASURED = 2.5
 """How much more than by measured costs an order has to gain by a roofline's."""
+_GUESSED = 0.1
+"""Share of the overlap above which it is said that it is guessed."""
 
 
 class MemoryRefusal(PassRefusal):
@@ -221,13 +223,23 @@ def apply_order(
     _check_memory(module, memory_limit, memory.peak(module.entry, module.schedule[module.entry]), original)
     if all(module.schedule[c] == original[c] for c in chosen):
         return False
-    after = simulate_module(module, costs.hardware, costs).seconds
-    facts = {"seconds_before": before, "seconds_after": after}
+    played = simulate_module(module, costs.hardware, costs)
+    after, guessed = played.seconds, guessed_overlap(played, costs)
+    facts = {"seconds_before": before, "seconds_after": after, "guessed_overlap": guessed}
     if after >= before and min_gain is not None and needed <= memory_limit and not crowded:
         module.schedule.update(original)
         context.note("stood down: the module as a whole plays no faster", **facts)
         return False
     context.note("the module as a whole", **facts)
+    if costs.estimator is not None and guessed > _GUESSED:
+        setting, hardware = costs.estimator.section.setting, costs.hardware
+        say_once(
+            f"for {guessed:.0%} of the time in which collectives run beside compute the profile of {hardware.name} has "
+            f"no pairs like theirs under the launch setting {setting!r}. Compute is taken to run at "
+            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed there; "
+            "`dhelix profile` of this step measures it",
+            ("guessed overlap", setting),
+        )
     return True
 
 

@@ -139,13 +139,16 @@ class PlanTarget:
 @dataclass(frozen=True)
 class Prediction:
     """Of one step. `hidden_fraction`: share of the communication, as it runs, that lies under compute;
-    `guessed_fraction`: share of all operators' time alone that no measurement stands behind."""
+    `guessed_fraction`: share of all operators' time alone that no measurement stands behind;
+    `guessed_overlap_fraction`: share of the time in which collectives run beside compute for which none says how much
+    they slow each other down (`timeline.guessed_overlap`)."""
 
     makespan_us: float = 0.0
     compute_us: float = 0.0
     communication_us: float = 0.0
     hidden_fraction: float = 0.0
     guessed_fraction: float = 0.0
+    guessed_overlap_fraction: float = 0.0
 
 
 @dataclass(frozen=True)

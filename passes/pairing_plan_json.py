@@ -7,7 +7,8 @@
                  "decomposed": ["reduce-scatter"], "memory_limit": 0, "max_in_flight": 0, "skew": 0,
                  "row_parts": 0},
     "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
-    "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004},
+    "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004,
+                  "guessed_overlap_fraction": 0.01},
     "bodies": [
     {
     "name": "both strands: 8 collectives, 18 products, 2 attentions",
@@ -187,9 +188,8 @@ def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
 
 
 def _prediction(value: Checked) -> Prediction:
-    names = tuple(vars(Prediction()))
-    fields = _fields(value, " ".join(names))
-    return Prediction(**{n: fields[n].number(_MAX_MICROSECONDS if n.endswith("_us") else 1.0) for n in names})
+    fields = _fields(value, "", " ".join(vars(Prediction())))
+    return Prediction(**{n: v.number(_MAX_MICROSECONDS if n.endswith("_us") else 1.0) for n, v in fields.items()})
 
 
 def _body(row: Checked) -> PlanBody:

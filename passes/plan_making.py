@@ -24,7 +24,7 @@ from dhelix.passes.plan_operators import PlanOperators
 from dhelix.passes.planned_order import planned_sequence
 from dhelix.passes.step_time import predict
 from dhelix.passes.strand_sequences import find_strands
-from dhelix.passes.timeline import Timeline, evaluate, settled
+from dhelix.passes.timeline import Timeline, evaluate, guessed_overlap, settled
 from dhelix.profiles.estimates import Source
 
 Schedule = Mapping[Computation, Sequence[Instruction]]
@@ -78,6 +78,7 @@ def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Predictio
         1e6 * timeline.communication,
         timeline.hidden / timeline.communication if timeline.communication else 1.0,
         predict(module, costs).shares[Source.GUESS],
+        guessed_overlap(timeline, costs),
     )
 
 

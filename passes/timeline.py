@@ -177,6 +177,13 @@ def settled(module: HloModule, costs: Costs) -> Costs:
     return costs.at_clock(power.clock(work / seconds, seconds, slower))
 
 
+def guessed_overlap(timeline: Timeline, costs: Costs) -> float:
+    """Share of the time in which collectives run beside compute for which no measured pair says how both proceed."""
+    beside = [(under, c.instruction, seconds) for c in timeline.collectives for under, seconds in c.under]
+    guessed = sum(seconds for under, collective, seconds in beside if costs.rates_are_guessed(under, collective))
+    return guessed / (sum(seconds for *_, seconds in beside) or 1.0)
+
+
 @dataclass(slots=True)
 class _Tally:
     lane: Lane

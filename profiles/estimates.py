@@ -8,7 +8,7 @@
 A time alone is taken from the first of these that has one:
 
 1. the section of the launch setting: measured;
-2. the other sections, because times alone hardly depend on settings: interpolated;
+2. the other sections, because times alone hardly depend on settings, and for operators other links: interpolated;
 3. near relatives in this section, or in all together (`interpolation`): interpolated;
 4. farther relatives, which calibrate the roofline, or the plain roofline: a guess.
 
@@ -147,6 +147,8 @@ class Estimator:
             timing = section.solo(key)
             if timing is not None:
                 return Estimate(timing.seconds, source, timing.spread)
+        if self.profile and isinstance(key, OperatorKey) and (timing := self.profile.elsewhere.get(key)) is not None:
+            return Estimate(timing.seconds, Source.INTERPOLATED, timing.spread)
         found = [relatives.at(key) for relatives in (self._relatives, self._relatives_everywhere)]
         for interpolation in found:
             if interpolation is not None and interpolation.near:

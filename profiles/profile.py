@@ -213,12 +213,14 @@ class Profile:
         `two-nodes` (two processes over sockets).
       measured_on: oldest first; more than one after files were merged.
       sections: by the setting's name.
+      elsewhere: operators alone on the same hardware over other links; no part of the profile's file.
     """
 
     hardware: str
     link: str
     measured_on: tuple[Provenance, ...] = ()
     sections: Mapping[str, Section] = field(default_factory=dict)
+    elsewhere: Mapping[OperatorKey, Timing] = _EMPTY
 
     def section(self, setting: str) -> Section:
         """Empty if nothing was measured under that setting."""

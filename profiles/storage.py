@@ -17,12 +17,15 @@ import re
 import stat
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import checked_json
 from dhelix.profiles.checked_json import ProfileFileError
-from dhelix.profiles.profile import Profile, Provenance
+from dhelix.profiles.hardware import LINKS
+from dhelix.profiles.keys import OperatorKey
+from dhelix.profiles.profile import Profile, Provenance, Timing
 from dhelix.profiles.profile_json import dumps, loads
 
 __all__ = [
@@ -60,12 +63,33 @@ def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None
     """All that is known of this hardware and link, or None.
 
     Looked up are the shipped file, the file of the same name in each folder of DHELIX_PROFILES and of `extra`, then
-    the files of `extra`. Later ones override entry by entry, see `Profile.merged`.
+    the files of `extra`. Later ones override entry by entry, see `Profile.merged`. What else is shipped or known of the
+    hardware, over other links, is `Profile.elsewhere`.
 
     Raises:
       ProfileFileError: a file cannot be read, or is of other hardware or another link than its place says.
       DhelixError: a folder or file that is asked for does not exist.
     """
+    profile = _over_one_link(hardware, link, extra)
+    if profile is None:
+        return None
+    return replace(profile, elsewhere=_operators_elsewhere(hardware, link))
+
+
+def _operators_elsewhere(hardware: str, link: str) -> dict[OperatorKey, Timing]:
+    """Operators of the same hardware over other links."""
+    found: dict[OperatorKey, Timing] = {}
+    for other in (other for other in LINKS if other != link.lower()):
+        try:
+            profile = _over_one_link(hardware, other, ())
+        except DhelixError:  # whoever uses that link is told
+            continue
+        for section in profile.sections.values() if profile else ():
+            found = {**section.operators, **found}
+    return found
+
+
+def _over_one_link(hardware: str, link: str, extra: Sequence[Path]) -> Profile | None:
     name = file_name(hardware, link)
     optional = [folder / name for folder in (_SHIPPED, *_search_path())]
     optional += [folder / name for folder in extra if folder.is_dir()]

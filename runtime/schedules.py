@@ -261,6 +261,9 @@ class Choice:
             passes = planned_passes(self.plan, self.memory_limit)
             if kind is not None:
                 self._compare_with_plan(self.plan, kind)
+            elif lowered is not None:
+                line = "a plan orders what GPUs run: on other devices it is not looked at, but for its skew"
+                say_once(line, (line,))
         else:
             limits = {"max_in_flight": self.max_in_flight, "skew": self.skew}
             passes = default_passes(self.schedule, None, self.memory_limit, **limits)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dhelix.passes import pairing_plan_json
+from dhelix.passes import manager, pairing_plan_json
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext
@@ -53,6 +53,17 @@ def test_a_plan_gives_the_order_it_was_made_of_and_predicts_its_time() -> None:
     (body,) = made.bodies
     assert body.predicted_us == pytest.approx(made.predicted.makespan_us, rel=1e-4)
     assert body.runs == 1 and len(body.order) == len(body.operators)
+
+
+def test_overlap_that_was_never_measured_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "_said", set())
+    made = [plan()[0] for _ in range(2)]
+    assert made[0].predicted.guessed_overlap_fraction == 1.0
+    (record,) = caplog.records
+    assert "for 100% of the time in which collectives run beside compute" in record.getMessage()
+    assert "H200-no-p2p" in record.getMessage() and "'connections1'" in record.getMessage()
 
 
 def test_a_segment_begins_where_a_collective_is_launched() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dhelix.errors import DhelixError
 from dhelix.passes.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.timeline import Timeline, evaluate, simulate
+from dhelix.passes.timeline import Timeline, evaluate, guessed_overlap, simulate
 from dhelix.profiles import storage
 from dhelix.profiles.contention import MIN_RATE, measured_rates, pair_seconds
 from dhelix.profiles.estimates import Estimator
@@ -122,6 +122,33 @@ def test_nothing_measured_leaves_the_constants_of_the_hardware() -> None:
     module, costs = profiled(GATHER_UNDER_X, ["y"], {})
     order = module.schedule[module.entry]
     assert simulate(module.entry, order, costs, H200) == simulate(module.entry, order, dict(costs), H200)
+
+
+def test_overlap_is_guessed_where_no_pair_like_it_was_measured() -> None:
+    program = [
+        Start("g", 2.0, "p"),
+        Op("x", 4.0, ("p",)),
+        Done("g"),
+        Start("h", 2.0, "p"),
+        Op("y", 4.0, ("g_done",)),
+        Done("h"),
+    ]
+    module, costs = profiled(program, ["x", "y", "h_done"], {("g", "x"): (0.5, 0.5)})
+    timeline = evaluate(module.schedule[module.entry], costs)
+    known, guessed = (next(c.hidden for c in timeline.collectives if c.instruction == name) for name in "gh")
+    assert known > 0.0 and guessed > 0.0
+    assert guessed_overlap(timeline, costs) == pytest.approx(guessed / (known + guessed))
+    assert guessed_overlap(timeline, costs.at_clock(1.5)) == guessed_overlap(timeline, costs)
+
+
+def test_without_a_profile_all_overlap_is_guessed() -> None:
+    module, costs = build(GATHER_UNDER_X, ["y"])
+    roofline = Costs(H200)
+    roofline.update(costs)
+    timeline = evaluate(module.schedule[module.entry], roofline)
+    assert timeline.hidden > 0.0 and guessed_overlap(timeline, roofline) == 1.0
+    alone = evaluate([i for i in module.schedule[module.entry] if i.name == "x"], roofline)
+    assert guessed_overlap(alone, roofline) == 0.0
 
 
 def test_a_starved_collective_comes_after_compute() -> None:

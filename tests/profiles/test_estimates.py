@@ -43,6 +43,16 @@ def test_another_setting_is_as_good_as_an_interpolation(key: Key) -> None:
     assert (other.seconds, other.source) == (estimator(DEFAULT).solo(key).seconds, Source.INTERPOLATED)
 
 
+def test_an_operator_over_another_link_comes_after_this_links_settings_and_before_relatives() -> None:
+    near = gemm(8192, 6144, 4096)
+    profile = Profile(
+        "H200", "no-p2p", sections={"default": DEFAULT}, elsewhere={GEMM: Timing(9e-4), near: Timing(7e-4)}
+    )
+    found = Estimator(profile, H200_NO_P2P, "connections1")
+    assert found.solo(GEMM).seconds == 4e-4
+    assert (found.solo(near).seconds, found.solo(near).source) == (7e-4, Source.INTERPOLATED)
+
+
 def test_the_own_setting_comes_before_default_and_default_before_others() -> None:
     sections = [
         Section(name, {GEMM: Timing(t)}) for name, t in (("zz", 1e-4), ("default", 2e-4), ("connections1", 3e-4))

@@ -110,6 +110,14 @@ def test_on_cpu_no_costs_are_looked_for(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
 
 
+def test_on_cpu_it_is_said_that_a_plan_is_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    program = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    for _ in range(2):
+        choice(plan=PLAN).manager(program)
+    (record,) = caplog.records
+    assert "a plan orders what GPUs run" in record.getMessage()
+
+
 @pytest.mark.deviceless
 def test_a_profile_of_another_link_is_said(lowered: jax.stages.Lowered, caplog: pytest.LogCaptureFixture) -> None:
     given = Profile("H200", "no-p2p").with_section(Section("default"))
