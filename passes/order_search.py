@@ -10,9 +10,10 @@ Every instruction follows from that (`Body.sequence`), and `seconds` is what the
    fits into memory. What lives between segments does not depend on the order inside.
 3. `improve`: local search by moves of single operators and waits. Random moves first, of which those count that are
    not slower by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); then
-   each operator by a few places, as long as that is faster. Most of a moved order is looked up and not played
-   (`passes/order_timing.py`). The search ends after an amount of work and not of seconds, so that the result is the
-   same on every host.
+   each operator by a few places, as long as that is faster. Half-way it looks at orders in which collectives come in
+   other turns: moves of one operator hardly lead there, for what needs them would have to change places, too. Most of a
+   moved order is looked up and not played (`passes/order_timing.py`). The search ends after an amount of work and not
+   of seconds, so that the result is the same on every host.
 """
 
 import random
@@ -33,7 +34,11 @@ _REACH = 12  # places that an operator is moved by at once
 _GAIN = 1e-6  # share of the time that counts as faster
 _WORSE = 3e-3  # share of the time by which random moves may be slower, at first
 _WAITING = 0.1  # share of the random moves that move a wait
-_WANDERED = 0.9  # share of the work that goes into random moves
+_WANDERED = 0.9  # share of the work that goes into random moves, and of that
+_SETTLED = 0.5  # before collectives come in other turns,
+_SHORT, _LONGER = 0.02, 0.075  # and for each order in other turns that is tried, and that is tried further
+_LEAST = 200  # work for each, so that short orders can settle
+_TURNS, _TRIED, _FURTHER = 70, 6, 2  # such orders: looked at, tried without threshold, tried further
 
 
 class OrderSearch:
@@ -241,10 +246,47 @@ class OrderSearch:
         timing = OrderTiming(self.body, self.states, self.timed, self.parts)
         waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))
         waiting = *start[1], *waits
-        wandered = self._wander((timing.seconds(waiting), waiting), timing, int(_WANDERED * work))
-        return min(start, self._climb(wandered, timing, work))[1]
+        until = int(_WANDERED * work)
+        best = self._wander((timing.seconds(waiting), waiting), timing, int(_SETTLED * until))
+        best = self._wander(self._in_other_turns(best, timing, until), timing, until)
+        return min(start, self._climb(best, timing, work))[1]
 
-    def _wander(self, start: Timed, timing: OrderTiming, work: int) -> Timed:
+    def _in_other_turns(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
+        """The fastest of `best` and what random moves make of it with collectives in other turns."""
+        tried = sorted((timing.seconds(order), order) for order in self._other_turns(best[1]))
+        for count, share, worse in ((_TRIED, _SHORT, 0.0), (_FURTHER, _LONGER, _WORSE)):
+            more = max(int(share * work), _LEAST)
+            tried = sorted(self._wander(one, timing, timing.work + more, worse) for one in tried[:count])
+        return min([best, *(one for one in tried if self.fits(one[1]))])
+
+    def _other_turns(self, order: Order) -> list[Order]:
+        """`order` with collectives in other turns, by one exchange of neighbours after the other: the nearest ones."""
+        first = tuple(n for n in order if n not in self._compute and n not in self.waits)
+        seen, queue, found = {first}, [first], []
+        for turns in queue:  # which grows meanwhile
+            for k in range(len(turns) - 1):
+                other = (*turns[:k], turns[k + 1], turns[k], *turns[k + 2 :])
+                if other in seen or len(seen) == _TURNS:
+                    continue
+                seen.add(other)
+                if (turned := self._turned(order, other)) is not None:
+                    queue.append(other)
+                    found.append(turned)
+        return found
+
+    def _turned(self, order: Order, turns: Order) -> Order | None:
+        """`order` with `turns` in the places of its collectives, and before each what it needs; None if that is one
+        whose turn comes later. Waits go to the end: they were for the turns of before."""
+        next_turn = iter(turns)
+        wanted = [next(next_turn) if n in turns else n for n in order if n not in self.waits]
+        place = {n: k for k, n in enumerate(wanted)}
+        before = {n: sorted(self.needs[n], key=place.__getitem__) for n in wanted}
+        laid: dict[int, None] = {}
+        for number in wanted:
+            lay(number, before, laid)
+        return (*laid, *self.waits) if tuple(n for n in laid if n in turns) == turns else None
+
+    def _wander(self, start: Timed, timing: OrderTiming, work: int, worse: float = _WORSE) -> Timed:
         """Random moves, taken if what they lead to is not slower by more than a share, which falls to nothing.
 
         Memory is asked about the fastest so far alone: from one that does not fit, back to the fastest that does.
@@ -254,7 +296,7 @@ class OrderSearch:
         while (left := work - timing.work) > 0:
             movable = waits if waits and draw.random() < _WAITING else self.numbers
             order = self._moved(here[1], draw.choice(movable), draw)
-            enough = here[0] * (1.0 + _WORSE * left / work)
+            enough = here[0] * (1.0 + worse * left / work)
             if (seconds := timing.seconds(order, enough)) < enough:
                 here = seconds, order
                 if seconds < best[0] * (1.0 - _GAIN):

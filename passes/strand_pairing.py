@@ -124,7 +124,7 @@ def plan_body(
     starts = search.fitting(found)
     improved = starts[0][1] if starts else found[-1]
     if starts and len(number) <= _LONG:
-        improved = search.improve(starts[0], min(_WORK, _WORK_SHORT * len(number) ** 2))
+        improved = search.improve(starts[0], min(_WORK, max(_WORK_LAYER, _WORK_SHORT * len(number) ** 2)))
     most = limits.max_in_flight
     orders = {
         "xla": few_in_flight(sequence, body.before, costs, most),

@@ -150,13 +150,11 @@ class Body:
         return list(laid)
 
 
-def lay(
-    instruction: Instruction, before: Mapping[Instruction, Sequence[Instruction]], laid: dict[Instruction, None]
-) -> None:
-    """`instruction`, after what must come `before` it."""
-    if instruction in laid:
+def lay[T](wanted: T, before: Mapping[T, Sequence[T]], laid: dict[T, None]) -> None:
+    """`wanted`, after what must come `before` it."""
+    if wanted in laid:
         return
-    stack = [instruction]
+    stack = [wanted]
     while stack:
         current = stack[-1]
         missing = [b for b in before[current] if b not in laid]

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from ortools.sat.python import cp_model as cp_sat
@@ -15,101 +14,18 @@ from dhelix.passes.exact_bound import least_makespan
 from dhelix.passes.exact_model import NANO, Overlap
 from dhelix.passes.exact_order import ExactOrder, exact_order
 from dhelix.passes.exact_problem import Problem
-from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.orders import Limits, dependencies
+from dhelix.passes.orders import Limits
 from dhelix.passes.strand_pairing import pairing_order
 from dhelix.passes.timeline import evaluate
-from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import H200
-from dhelix.profiles.profile import Profile
-from dhelix.tests.passes.schedules import PERMUTING_LOOP, Done, Op, Program, Start, build
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A program and the rates of its pairs: by compute, collective, and how they meet (`Costs.rates`)."""
-
-    program: Program
-    results: list[str]
-    rates: Mapping[tuple[str, str, bool, bool], tuple[float, float]]
-
-    def module(self, in_step: InStep = BY_THEMSELVES) -> tuple[HloModule, Costs]:
-        module, costs = build(self.program, self.results)
-        starts = [i for i, cost in costs.items() if cost.lane is not Lane.COMPUTE]
-        costs |= {i: dataclasses.replace(costs[i], launch=in_step.launch) for i in starts}
-        return module, KnownRates(costs, self.rates, in_step)
-
-
-class KnownRates(Costs):
-    """Costs with rates of pairs, as those of a profile."""
-
-    def __init__(self, costs: Mapping[Instruction, Cost], rates: Mapping, in_step: InStep) -> None:
-        profile = Profile("H200", "nvlink")
-        super().__init__(H200, Estimator(profile, H200), in_step=in_step)
-        self.update(costs)
-        self.known = rates
-
-    def rates(
-        self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
-    ) -> tuple[float, float]:
-        return self.known[compute.name, collective.name, collective_first, running]
-
-
-def random_case(draw: random.Random) -> Case:
-    """Two chains with a collective each, sometimes another in one, and a product that nothing waits for."""
-
-    def micro() -> float:
-        return 1e-5 * draw.randint(2, 20)
-
-    program: list[Op | Start | Done] = []
-    for strand in "ab":
-        value = "p"
-        for n in range(draw.choice((1, 1, 2)) if strand == "a" else 1):
-            if draw.random() < 0.6:
-                program.append(Op(f"{strand}{n}", micro(), (value,)))
-                value = f"{strand}{n}"
-            lane = Lane.COMM_INTER if draw.random() < 0.2 else Lane.COMM
-            program += [Start(f"{strand}g{n}", micro(), value, lane=lane), Done(f"{strand}g{n}")]
-            value = f"{strand}g{n}_done"
-        program.append(Op(f"{strand}z", micro(), (value,)))
-    program.append(Op("w", micro(), ("p",)))
-    rates = {}
-    for compute in (s.name for s in program if isinstance(s, Op)):
-        for collective in (s.name for s in program if isinstance(s, Start)):
-            for meeting in ((True, False), (False, False), (True, True)):
-                own = draw.choice((0.5, 0.7, 0.9, 1.0))
-                rates[compute, collective, *meeting] = own, draw.choice((0.01, 1.0 - 0.5 * own, 0.8, 1.0))
-    return Case(program, ["az", "bz", "w"], rates)
-
-
-def limits_of(module: HloModule) -> Limits:
-    return Limits(H200, sys.maxsize, Memory(module))
-
-
-def all_orders(sequence: Sequence[Instruction], before: Mapping[Instruction, set[Instruction]]) -> Iterator[list]:
-    """Every legal order of what is left; what takes no time at all comes at once."""
-    if not sequence:
-        yield []
-        return
-    left = set(sequence)
-    ready = [i for i in sequence if not before[i] & left]
-    free = [i for i in ready if i.opcode in ("parameter", "tuple")]
-    for instruction in free[:1] or ready:
-        for rest in all_orders([i for i in sequence if i is not instruction], before):
-            yield [instruction, *rest]
-
-
-def fastest(module: HloModule, costs: Costs) -> float:
-    sequence = module.schedule[module.entry]
-    before: dict[Instruction, set[Instruction]] = {i: set() for i in sequence}
-    for earlier, later in dependencies(module.entry, sequence, Memory(module)):
-        before[later].add(earlier)
-    return min(evaluate(order, costs).seconds for order in all_orders(sequence, before))
+from dhelix.tests.passes.random_cases import Case, fastest, random_case, unlimited
+from dhelix.tests.passes.schedules import PERMUTING_LOOP, Done, Op, Start, build
 
 
 def solve(module: HloModule, costs: Costs, effort: float = 1.0) -> ExactOrder:
-    found = exact_order(module.entry, module.schedule[module.entry], costs, limits_of(module), effort=effort)
+    found = exact_order(module.entry, module.schedule[module.entry], costs, unlimited(module), effort=effort)
     verify_sequence(module.entry, list(found.order))
     assert found.seconds == evaluate(found.order, costs).seconds
     return found
@@ -154,7 +70,7 @@ def test_two_strands_hide_each_other() -> None:
     found = solve(module, costs)
     assert found.seconds == pytest.approx(4e-4) and fastest(module, costs) == pytest.approx(4e-4)
     assert found.solved and found.bound == pytest.approx(4e-4, rel=1e-3)
-    paired = pairing_order(module.entry, module.schedule[module.entry], costs, limits_of(module))
+    paired = pairing_order(module.entry, module.schedule[module.entry], costs, unlimited(module))
     assert evaluate(paired, costs).seconds == pytest.approx(4e-4)
 
 
@@ -176,7 +92,7 @@ def test_each_order_of_collectives_is_bounded_by_itself() -> None:
     draw = random.Random(7)
     for _ in range(4):
         module, costs = random_case(draw).module(InStep(pause=3e-6, wait=1e-5))
-        problem = Problem(module.entry, module.schedule[module.entry], costs, limits_of(module))
+        problem = Problem(module.entry, module.schedule[module.entry], costs, unlimited(module))
         least = fastest(module, costs)
         slack = Overlap(cp_sat, problem, 1.0).slack
         assert least_makespan(cp_sat, problem, 2.0 * least, 2.0) - slack <= least * NANO
@@ -207,7 +123,7 @@ def test_loops_are_bounded_by_what_they_compute(outer: float) -> None:
         for c in module.computations
         for i in c.instructions
     }
-    entry, limits = module.entry, limits_of(module)
+    entry, limits = module.entry, unlimited(module)
     found = exact_order(entry, module.schedule[entry], costs, limits, effort=0.3)
     assert 1.399e-3 <= found.bound <= found.seconds <= evaluate(module.schedule[entry], costs, H200).seconds
 
@@ -221,7 +137,7 @@ def test_the_same_order_each_time() -> None:
 def test_a_known_order_is_where_it_begins() -> None:
     """Without any effort the start is the order, and nothing is known of the rest."""
     module, costs = PAIR.module()
-    sequence, limits = module.schedule[module.entry], limits_of(module)
+    sequence, limits = module.schedule[module.entry], unlimited(module)
     paired = pairing_order(module.entry, sequence, costs, limits)
     found = exact_order(module.entry, sequence, costs, limits, paired, effort=0.0)
     assert list(found.order) == paired and not found.solved and found.bound <= found.seconds
@@ -239,14 +155,14 @@ def test_orders_that_need_too_much_memory_are_not_taken() -> None:
 
 def test_what_takes_no_time_takes_none() -> None:
     module, costs = build([Op("x", 0.0, ("p",))], ["x"])
-    found = exact_order(module.entry, module.schedule[module.entry], costs, limits_of(module), effort=0.1)
+    found = exact_order(module.entry, module.schedule[module.entry], costs, unlimited(module), effort=0.1)
     assert (found.seconds, found.bound, found.gap) == (0.0, 0.0, 0.0)
 
 
 def test_large_bodies_are_refused() -> None:
     module, costs = build([Op(f"x{n}", 1e-6, ("p",)) for n in range(300)], ["x0"])
     with pytest.raises(DhelixError, match="too large for an exact model: at most 250"):
-        exact_order(module.entry, module.schedule[module.entry], costs, limits_of(module))
+        exact_order(module.entry, module.schedule[module.entry], costs, unlimited(module))
 
 
 def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dhelix.passes.costs import Lane
+from dhelix.passes.costs import InStep, Lane
+from dhelix.passes.order_search import OrderSearch
 from dhelix.passes.pairing_table import Plan, pair
-from dhelix.passes.strand_sequences import Operator
+from dhelix.passes.strand_sequences import Operator, find_strands
+from dhelix.tests.passes.random_cases import random_case, unlimited
 
 
 def operators(draw: random.Random, count: int, start: int) -> list[Operator]:
@@ -80,6 +82,26 @@ def test_the_plan_is_as_fast_as_the_fastest_of_all_segmentations() -> None:
         assert plan is not None and plan.seconds == pytest.approx(least)
         check_plan(plan, first, second, longest)
     assert 10 < infeasible < 300
+
+
+def test_with_segments_that_the_evaluator_plays_it_is_as_fast_as_the_fastest_segmentation() -> None:
+    """1,000 instances with rates of pairs of their own, in which order and launch of both segments decide P."""
+    draw = random.Random(3)
+    for _ in range(1000):
+        module, costs = random_case(draw).module(InStep(pause=3e-6, wait=1e-5))
+        limits = unlimited(module)
+        search = OrderSearch(find_strands(module.entry, module.schedule[module.entry], costs, limits), costs, limits)
+        first, second = search.body.first.operators, search.body.second.operators
+        assert first and second
+        allowed = search.allowed(first, second)
+
+        def cost(f: Sequence[Operator], s: Sequence[Operator], search: OrderSearch = search) -> float:
+            return search.segment(f, s)[0]
+
+        plan = pair(first, second, cost, 3, allowed)
+        assert plan is not None
+        assert plan.seconds == pytest.approx(brute_force(first, second, cost, 3, allowed))
+        check_plan(plan, first, second, 3)
 
 
 def check_plan(plan: Plan, first: Sequence[Operator], second: Sequence[Operator], longest: int) -> None:
