@@ -118,4 +118,5 @@ def name_of(options: trainer.Options, training: Training) -> str:
     axes = " x ".join(f"{name} {size}" for name, size in training.mesh.shape.items())
     how = "" if options.plain else ", interleaved"
     size = f"{training.config.layers} layers, sequence {training.config.seq}, {options.microbatches} micro-batches"
+    size += f", vocabulary {options.vocab:,}" if options.vocab else ""
     return f"{options.preset}: {size}{how}, {axes}"

@@ -13,8 +13,8 @@ from dhelix.models import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 
 _NAMES = (
-    "preset", "layers", "seq", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline", "sends_beside",
-    "batch",
+    "preset", "layers", "seq", "vocab", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline",
+    "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -27,6 +27,7 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     choice("preset", preset, list(PRESETS), "the model")
     number("layers", None, "number of layers, if not the preset's")
     number("seq", None, "sequence length, if not the preset's")
+    number("vocab", None, "size of the vocabulary, if not the preset's")
     choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
     text("remat", None, "none, full or a policy of jax.checkpoint_policies")
     number("microbatches", default.microbatches, "micro-batches per step")

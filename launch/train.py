@@ -49,6 +49,7 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("interleave", help="with interleaved strands (the default)")
     switch("verify", help="compare the first step with the plain one")
     choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: dp)")
+    text("profile", None, "file of measured costs (default: the shipped one and the user's own)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
     number("skew", None, "layers that the strands are apart, so that both ends of the step overlap, too", 1)
@@ -106,7 +107,7 @@ def _check(chosen: dict[str, Any]) -> None:
             "--verify compares with the step without strands, and a pipeline has none; leave out --verify, and compare "
             "losses with those of a run without --pp"
         )
-    for name in ("plan", "schedule", "max_in_flight", "skew", "collective_matmul"):
+    for name in ("plan", "schedule", "profile", "max_in_flight", "skew", "collective_matmul"):
         if chosen["plain"] and chosen[name]:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:

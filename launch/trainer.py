@@ -45,6 +45,7 @@ class Options:
     preset: str = "llama-demo"
     layers: int | None = None
     seq: int | None = None
+    vocab: int | None = None
     dtype: str | None = None
     remat: str | None = None
     microbatches: int = 4
@@ -61,6 +62,7 @@ class Options:
     plain: bool = False
     verify: bool = False
     schedule: str | None = None
+    profile: str | None = None
     plan: str | None = None
     max_in_flight: int | None = None
     skew: int | None = None
@@ -134,7 +136,7 @@ def prepare(options: Options) -> Run:
     """Everything but the state. Raises DhelixError for options that do not fit each other or the devices."""
     config = configuration(options)
     if config.vocab < data.VOCABULARY:
-        raise DhelixError(f"{options.preset} has {config.vocab} tokens, and bytes need {data.VOCABULARY}")
+        raise DhelixError(f"the model has {config.vocab} tokens, and bytes need {data.VOCABULARY}: give --vocab")
     corpus = data.load(options.data)
     corpus.check(config.seq)
     training, batch = make_training(options, config, jax.devices())
@@ -143,7 +145,7 @@ def prepare(options: Options) -> Run:
 
 def configuration(options: Options) -> LlamaConfig:
     """The model. Raises DhelixError for options that do not fit each other."""
-    given = _given(seq=options.seq, dtype=options.dtype, remat=options.remat)
+    given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
     return _valid(lambda: preset(options.preset, options.layers, **given))
 
 
@@ -195,7 +197,7 @@ def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
 
 
 def _step(training: Training, options: Options) -> Any:
-    names = ("schedule", "plan", "max_in_flight", "skew", "collective_matmul")
+    names = ("schedule", "profile", "plan", "max_in_flight", "skew", "collective_matmul")
     given = {name: getattr(options, name) for name in names}
     chosen = {name: value for name, value in given.items() if value is not None}
     return make_step(training, options.plain, verify=options.verify, **chosen)
