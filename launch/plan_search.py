@@ -29,6 +29,7 @@ from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plan_making import executions, make_plan
 from dhelix.passes.plan_operators import PlanOperators
 from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.step_time import StepTime, predict
 from dhelix.passes.timeline import Timeline, simulate_module
 from dhelix.runtime.schedules import default_passes
 
@@ -75,6 +76,11 @@ class Candidate:
         if not target.memory_limit or needed <= target.memory_limit:
             return self
         return replace(self, plan=replace(self.plan, target=replace(target, memory_limit=needed)))
+
+    @cached_property
+    def step_time(self) -> StepTime:
+        """What the step runs, one after the other."""
+        return predict(self.module, self.costs)
 
     @cached_property
     def places(self) -> dict[str, Place]:

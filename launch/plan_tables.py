@@ -56,6 +56,7 @@ class PlanView:
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
             "xla_order_us": round(1e6 * self.best.seconds_xla, 2),
             "plain_us": self._plain_us(self.best),
+            "unknown_loops": list(self.best.step_time.unknown_loops),
             "collectives": self.best.collectives,
             "memory": {
                 "plain": self.plain_memory and self.plain_memory.peak,
@@ -100,7 +101,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
     if others:
         say(console, f"The plan orders too: {'; '.join(others)}.")
-    for line in (*_memory(view), _start(best)):
+    for line in filter(None, (best.step_time.unknown_text, *_memory(view), _start(best))):
         say(console, line)
 
 

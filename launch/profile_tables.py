@@ -251,7 +251,8 @@ def launch_order_text(pairs: Sequence[PairRow]) -> str:
 def coverage_text(view: StepView) -> str:
     shares = ", ".join(f"{share:.1%} {source}" for source, share in view.coverage.items())
     time = f"{time_text(view.time.busy)} of operators and collectives, each alone"
-    return f"Setting {view.setting}: the step runs {time}; {shares}."
+    text = f"Setting {view.setting}: the step runs {time}; {shares}."
+    return f"{text} {view.time.unknown_text}".rstrip()
 
 
 # ---- tables

@@ -64,6 +64,17 @@ class StepTime:
         return self.busy + self.gaps
 
     @property
+    def unknown_text(self) -> str:
+        """What is to be said of `unknown_loops`; "" where there are none."""
+        if not self.unknown_loops:
+            return ""
+        names = ", ".join(self.unknown_loops[:3]) + (", ..." if len(self.unknown_loops) > 3 else "")
+        return (
+            "Loops that run as often as the data say count once here, so a step takes another time than these: "
+            f"{names} ({len(self.unknown_loops)} in all)."
+        )
+
+    @property
     def busy(self) -> float:
         """Seconds in which something runs."""
         return sum(o.total for o in self.operators)

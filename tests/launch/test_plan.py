@@ -67,7 +67,7 @@ def test_json_of_a_dump(dump: Path, plan: Plan, tmp_path: Path) -> None:
         assert 0.0 <= found[name] <= 1.0
     assert [c["setting"] for c in found["candidates"]] == ["default", "connections1"]
     assert found["makespan_us"] == pytest.approx(min(c["makespan_us"] for c in found["candidates"]), abs=0.01)
-    assert set(found["memory"]) >= {"plain", "interleaved", "limit"}
+    assert set(found["memory"]) >= {"plain", "interleaved", "limit"} and found["unknown_loops"] == []
     gathers = [(c["kind"], c["lane"], c["bytes"], c["runs"]) for c in found["collectives"]]
     assert gathers == [("all-gather", "comm", 32 << 20, 1)] * 2
     for row in found["collectives"]:

@@ -136,6 +136,8 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named() -> None:
     endless = {', backend_config={"known_trip_count":{"n":"7"}}': ""}
     time = predict(step(endless), Costs(H200))
     assert time.unknown_loops == ("loop",)
+    assert time.unknown_text.endswith("another time than these: loop (1 in all).")
+    assert predict(step(), Costs(H200)).unknown_text == ""
     assert {o.count for o in time.operators if o.key.kind == "all-reduce"} == {1}
 
 
