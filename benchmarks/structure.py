@@ -55,6 +55,7 @@ CASES = (
     Case("remat full", overrides={"remat": "full"}),
     Case("unrolled layers", overrides={"scan_layers": False}),
     Case("automatic sharding", sharding="auto"),
+    Case("parameters split over dp (FSDP), DP 4", dp=4, tp=1, layers=6, sharding="fsdp"),
     Case("M = 3", microbatches=3),
     Case("M = 5", microbatches=5),
     Case("Llama-25B widths, TP 8", tp=8, preset="llama-25b"),

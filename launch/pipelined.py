@@ -99,7 +99,7 @@ def make_pipelined_step(
 
 def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
     if sharding not in ("shard_map", "auto"):
-        raise DhelixError(f"sharding={sharding!r} means nothing; take 'shard_map' or 'auto'")
+        raise DhelixError(f"sharding={sharding!r} means nothing in a pipeline; take 'shard_map' or 'auto'")
     if sharding == "auto" and asked:
         raise DhelixError("shared_ends=True needs sharding='shard_map': stages share a vocabulary by hand")
     return schedule == "w" and sharding == "shard_map" if asked is None else asked

@@ -32,7 +32,12 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     text("remat", None, "none, full or a policy of jax.checkpoint_policies")
     number("microbatches", default.microbatches, "micro-batches per step")
     text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
-    choice("sharding", default.sharding, ["shard_map", "auto"], "collectives by hand or by XLA")
+    choice(
+        "sharding",
+        default.sharding,
+        ["shard_map", "auto", "fsdp"],
+        "collectives by hand, by XLA, or parameters split over dp, too",
+    )
     number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "schedule of the pipeline (default: w, two strands)")
     flags.DEFINE_bool(

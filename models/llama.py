@@ -50,9 +50,9 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
     if pipeline is not None and not config.scan_layers:
         raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
     if pipeline is not None:
-        layers: Any = {name: _stacked(spec, pipeline, None) for name, spec in _LAYER_SPECS.items()}
+        layers: Any = {name: spec_of(pipeline, None, *spec) for name, spec in _LAYER_SPECS.items()}
     elif config.scan_layers:
-        layers = {name: _stacked(spec, None) for name, spec in _LAYER_SPECS.items()}
+        layers = {name: spec_of(None, *spec) for name, spec in _LAYER_SPECS.items()}
     else:
         layers = [dict(_LAYER_SPECS) for _ in range(config.layers)]
     vocabulary = ("tp", pipeline) if pipeline is not None and shared_ends else "tp"
@@ -62,12 +62,12 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
     return specs
 
 
-def _stacked(spec: PartitionSpec, *leading: str | None) -> PartitionSpec:
-    """`spec` behind leading dimensions, without Nones at the end: with them, equal shardings differ."""
-    entries = [*leading, *spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+def spec_of(*entries: Any) -> PartitionSpec:
+    """Without Nones at the end: with them, equal shardings differ."""
+    kept = list(entries)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return PartitionSpec(*kept)
 
 
 def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

@@ -31,7 +31,9 @@ from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
-Sharding = Literal["shard_map", "auto"]
+Sharding = Literal["shard_map", "auto", "fsdp"]
+"""Collectives by hand, by XLA's partitioner, or by it with every matrix, its gradient and its optimizer state split
+over `dp`, too: gathered where a layer needs it (FSDP, ZeRO-3)."""
 Gradients = Callable[[llama.Params, jax.Array], tuple[jax.Array, llama.Params]]
 """(parameters, tokens) -> (mean loss, float32 mean gradients)."""
 
@@ -174,19 +176,37 @@ def make_train_step(
     microbatches: int,
     sharding: Sharding = "shard_map",
 ) -> Training:
-    """A train step of `config` over `mesh` (axes `dp` and `tp`), with explicit collectives or by XLA's
-    partitioner.
+    """A train step of `config` over `mesh` (axes `dp` and `tp`), with collectives as `sharding` says.
 
     Raises ValueError for a mesh that the model does not divide over.
     """
-    if sharding not in ("shard_map", "auto"):
-        raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map' or 'auto'")
+    if sharding not in ("shard_map", "auto", "fsdp"):
+        raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map', 'auto' or 'fsdp'")
     check_mesh(config, mesh, microbatches)
     config = dataclasses.replace(config, attention=resolve_attention(config, mesh.devices.flat[0].platform))
     make_gradients = _manual_gradients if sharding == "shard_map" else _auto_gradients
     gradients_of = make_gradients(config, mesh, microbatches)
     initial = functools.partial(llama.init_params, config)
-    return assemble(config, mesh, microbatches, optimizer, gradients_of, llama.param_specs(config), initial)
+    specs = llama.param_specs(config)
+    if sharding == "fsdp":
+        specs = _over_dp(config, specs, jax.eval_shape(initial, jax.random.key(0)), mesh.shape["dp"])
+    return assemble(config, mesh, microbatches, optimizer, gradients_of, specs, initial)
+
+
+def _over_dp(config: LlamaConfig, specs: llama.Params, params: llama.Params, dp: int) -> llama.Params:
+    """`specs` with each matrix split over `dp` too, along its first dimension that is whole and divides. Never along
+    the layers: a scan over these reads one after the other."""
+
+    def split(path: tuple[Any, ...], spec: PartitionSpec, param: jax.ShapeDtypeStruct) -> PartitionSpec:
+        first = 1 if config.scan_layers and path[0].key == "layers" else 0
+        entries = [*spec, *[None] * (param.ndim - len(spec))]
+        free = [n for n in range(first, param.ndim) if entries[n] is None and param.shape[n] % dp == 0]
+        if param.ndim - first < 2 or not free:
+            return spec
+        entries[free[0]] = "dp"
+        return llama.spec_of(*entries)
+
+    return jax.tree_util.tree_map_with_path(split, specs, params)
 
 
 def assemble(

@@ -186,8 +186,9 @@ def test_strands_that_are_apart_train_as_plain_does(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_automatic_sharding_trains_too(capsys: pytest.CaptureFixture[str]) -> None:
-    plain, _ = train(capsys, "--plain", "--sharding=auto")
-    interleaved, lines = train(capsys, "--sharding=auto")
+@pytest.mark.parametrize("sharding", ["auto", "fsdp"])
+def test_automatic_sharding_trains_too(sharding: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train(capsys, "--plain", f"--sharding={sharding}")
+    interleaved, lines = train(capsys, f"--sharding={sharding}")
     assert any(line.startswith("strand-duplication: changed, ") for line in lines)
     assert numbers(interleaved) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]

@@ -16,12 +16,14 @@ from dhelix.passes.hlo.edit import replace_uses
 from dhelix.runtime import lowering
 
 MEMORY = 1.03  # peak of the interleaved step, at most, in units of the plain one's
+OF_BOTH = 1.05  # where gathered parameters of both strands live at once: in XLA's order, the schedulers keep to 1.03
 
 CASES = (
     Case("4 GPUs"),
     Case("8 GPUs", dp=2),
     Case("64 GPUs", dp=8, tp=8),
     Case("4 GPUs, automatic sharding", sharding="auto"),
+    Case("4 GPUs, parameters split over dp", dp=4, tp=1, layers=6, sharding="fsdp"),
 )
 
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
@@ -39,7 +41,8 @@ def test_one_merged_layer_loop_without_copies_and_with_no_more_memory(case: Case
     assert (found.layer_loops, found.merged_loops) == (1, 1)
     assert not found.residual_copies
     assert not found.other_copies
-    assert interleaved.peak <= MEMORY * measure(plain, strands=False).peak
+    memory = OF_BOTH if case.sharding == "fsdp" else MEMORY
+    assert interleaved.peak <= memory * measure(plain, strands=False).peak
 
 
 @pytest.mark.slow
