@@ -127,7 +127,9 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         with _Work(console, 1 + len(skews)) as work:
             plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
             wholes = [
-                work.do(f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew)
+                work.do(
+                    f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew, model=models[0]
+                )
                 for skew in skews
             ]
         programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
@@ -218,7 +220,7 @@ def _with_alternatives(
             exchanged = [f"{'s and '.join(decomposed)}s decomposed"] if decomposed else []
             told = " and ".join([*exchanged, *([f"{row_parts} row parts"] if row_parts else [])])
             words = f"both strands are compiled{_apart(whole.skew)} with {told}"
-            made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew)
+            made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew, model=models[0])
             programs[decomposed, row_parts] = made
     return [(model, programs[other]) for model, other in wanted]
 

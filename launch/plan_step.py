@@ -24,6 +24,8 @@ from dhelix.launch import dumps, profile_step, trainer
 from dhelix.launch.dumps import Memory
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.models import Training
+from dhelix.passes.costs import CostModel
+from dhelix.passes.gradient_reduction import GradientReduction
 from dhelix.passes.manager import Pass, Stage
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.planned_order import PlannedOrder
@@ -47,6 +49,7 @@ class Program:
       decomposed: kinds of collectives that others take the place of.
       skew: layers that the strands are apart.
       row_parts: of chains from a gather to a scatter where one strand runs; 0: whole.
+      reduced: 1: gradients are reduced layer by layer.
       before: the module as passes before fusion see it, serialized; None of a dump.
     """
 
@@ -58,6 +61,7 @@ class Program:
     decomposed: tuple[str, ...] = ()
     skew: int = 0
     row_parts: int = 0
+    reduced: int = 0
     before: bytes | None = None
 
 
@@ -74,15 +78,19 @@ def of_preset(
     row_parts: int = 0,
     target: str = "h200",
     skew: int = 0,
+    model: CostModel | None = None,
 ) -> Program:
-    """The step that `dhelix train` runs with these options, plain or with interleaved strands.
+    """The step that `dhelix train` runs with these options, plain or with interleaved strands; `model` decides what
+    costs decide of its structure.
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    passes = () if options.plain else (*default_passes("xla", skew=skew), *alternatives(decomposed, row_parts))
+    structure = *default_passes("xla", skew=skew), GradientReduction(model), *alternatives(decomposed, row_parts)
+    passes = () if options.plain else structure
     found = _compile(options, passes, target, strict=True)
     name = profile_step.name_of(options, found.training)
-    made = decomposed, skew, row_parts, found.before
+    changed = () if found.report is None else [e.name for e in found.report if e.outcome == CHANGED]
+    made = decomposed, skew, row_parts, int(GradientReduction.name in changed), found.before
     return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, *made)
 
 

@@ -51,6 +51,7 @@ class PlanView:
             "max_in_flight": target.max_in_flight,
             "skew": target.skew,
             "row_parts": target.row_parts,
+            "reduced": target.reduced,
             **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
             "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),

@@ -103,6 +103,7 @@ class PlanTarget:
       skew: layers that the strands are apart.
       row_parts: parts that chains from a gather to a scatter are computed in where one strand runs
         (`passes/row_partition.py`); 0: whole.
+      reduced: 1: gradients are reduced layer by layer (`passes/gradient_reduction.py`); 0: as the program has it.
     """
 
     hardware: str = "H200"
@@ -116,6 +117,7 @@ class PlanTarget:
     max_in_flight: int = 0
     skew: int = 0
     row_parts: int = 0
+    reduced: int = 0
 
     @classmethod
     def of(
@@ -128,11 +130,12 @@ class PlanTarget:
         max_in_flight: int | None = None,
         skew: int = 0,
         row_parts: int = 0,
+        reduced: int = 0,
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         start = tuple(sorted(known.environment.items())), known.training_flags
-        limits = memory_limit or 0, max_in_flight or 0, skew, row_parts
+        limits = memory_limit or 0, max_in_flight or 0, skew, row_parts, reduced
         return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
 
 

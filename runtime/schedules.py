@@ -36,6 +36,7 @@ from dhelix.passes.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.costs import CostModel
 from dhelix.passes.exclusive_kernels import ExclusiveKernels
 from dhelix.passes.gradient_accumulation import GradientAccumulation
+from dhelix.passes.gradient_reduction import GradientReduction
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.pairing_plan import PairingPlan
 from dhelix.passes.permute_decomposition import PermuteDecomposition
@@ -90,7 +91,7 @@ def default_passes(
     pairing = StrandPairing(hardware, **limits)
     apart = _strands(skew=skew)
     partition = RowPartition(model, costs_decide=True)
-    strands = (*apart, partition, *decompositions(exchange.KINDS, model, overlapped=True))
+    strands = (*apart, GradientReduction(model), partition, *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(hardware, **limits)),
@@ -112,14 +113,16 @@ def _strands(pairing: str = "forward-backward", skew: int = 0) -> tuple[Pass, ..
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
     """The passes that carry out a plan."""
-    strands = _strands(skew=plan.target.skew)
-    return (*strands, *alternatives(plan.target.decomposed, plan.target.row_parts), PlannedOrder(plan, memory_limit))
+    target = plan.target
+    chosen = alternatives(target.decomposed, target.row_parts, target.reduced)
+    return (*_strands(skew=target.skew), *chosen, PlannedOrder(plan, memory_limit))
 
 
-def alternatives(decomposed: Collection[str], row_parts: int) -> tuple[Pass, ...]:
+def alternatives(decomposed: Collection[str], row_parts: int, reduced: int = 0) -> tuple[Pass, ...]:
     """What a plan may say to stand in place of collectives: the passes that make it, wherever it can be."""
+    reduction = (GradientReduction(),) if reduced else ()
     partition = (RowPartition(parts=row_parts),) if row_parts else ()
-    return *partition, *decompositions(decomposed)
+    return *reduction, *partition, *decompositions(decomposed)
 
 
 def decompositions(

@@ -122,7 +122,9 @@ class Specialization:
     def _drop_refused_plan(self, plan: PairingPlan) -> None:
         """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
         done = self._session.report()
-        put = any(done[one.name].changed for one in alternatives(plan.target.decomposed, plan.target.row_parts))
+        target = plan.target
+        chosen = alternatives(target.decomposed, target.row_parts, target.reduced)
+        put = any(done[one.name].changed for one in chosen)
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
         if not agreement.largest(int(put and refused)):
             return
