@@ -56,7 +56,8 @@ class OrderSearch:
         self.is_whole = numbers is None
         self.timed = self._timed(body.timed if numbers is None else self._members())
         self.parts = {n: [i for i in body.parts[n] if i in self.timed] for n in self.numbers}
-        self.waits = body.waits_for if self.is_whole else {}
+        waits = body.waits_for.items() if self.is_whole else ()  # of copies that count as compute they change nothing
+        self.waits = {wait: pair for wait, pair in waits if body.operators[pair].lane is not Lane.COMPUTE}
         self.needs = {n: body.operators[n].needs & self.parts.keys() for n in self.numbers}
         self.needs |= {wait: frozenset((pair,)) for wait, pair in self.waits.items()}
         self.parts |= {wait: self.parts[pair] for wait, pair in self.waits.items()}

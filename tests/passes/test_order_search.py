@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dhelix.passes.buffers import Memory
 from dhelix.passes.collectives import is_done, is_start, start_of
-from dhelix.passes.costs import Cost
+from dhelix.passes.costs import Cost, Lane
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.order_search import OrderSearch
@@ -69,6 +69,13 @@ def test_compute_may_wait_for_a_collective() -> None:
     limits = Limits(slow, memory.peak(module.entry, module.schedule[module.entry]), memory)
     plan = plan_body(module.entry, module.schedule[module.entry], costs, limits)
     assert plan.seconds == 4.0
+
+
+def test_compute_waits_for_collectives_and_for_no_copy_that_counts_as_compute() -> None:
+    program = [Start("g", 1.0, "p"), Start("copy", 1.0, "p", lane=Lane.COMPUTE), Op("x", 1.0, ("p",))]
+    module, costs = build([*program, Done("g"), Done("copy")], ["x", "g_done", "copy_done"])
+    search = search_of(module, costs)
+    assert [search.body.heads[pair].name for pair in search.waits.values()] == ["g"]
 
 
 def test_what_travels_with_a_collective_runs_beneath_the_next() -> None:
