@@ -102,7 +102,8 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
     if others:
         say(console, f"The plan orders too: {'; '.join(others)}.")
-    for line in filter(None, (best.step_time.unknown_text, *_memory(view), _start(best))):
+    reduced = "Gradients are reduced layer by layer, beside the last backward." if target.reduced else ""
+    for line in filter(None, (best.step_time.unknown_text, reduced, *_memory(view), _start(best))):
         say(console, line)
 
 
