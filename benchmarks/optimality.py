@@ -1,6 +1,6 @@
 """How far the orders of layer bodies are from the best there can be, by the evaluator; without a GPU.
 
-    python benchmarks/optimality.py --effort 60 --out benchmarks/results
+    python benchmarks/optimality.py --out benchmarks/results
 
 The body in which the layers of both strands run, of Llama-8B and 25B shapes (sequence 8192, TP 4), is compiled for
 H200s with the card's kernels, and played under each launch setting with measured costs: XLA's order, the list
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["llama-8b", "llama-25b"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--effort", type=float, default=60.0, help="CP-SAT's deterministic time per body")
+    parser.add_argument("--effort", type=float, default=180.0, help="CP-SAT's deterministic time per body")
     parser.add_argument("--work", type=int, default=400_000, help="of the longer search (OrderTiming.work)")
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     arguments = parser.parse_args()

@@ -13,8 +13,9 @@ Contract
               loop's body are inlined (`strand_duplication`).
     Makes     the same of each slot, in the iteration after the one that writes it. Its first iteration stands in front
               of the loop, its last reduction behind it.
-    Leaves    stacks of less than `least` bytes a layer, groups of one device, other types than the stack's; and loops
-              whose compute hides less than smaller messages cost, by `model`, which it says.
+    Leaves    loops in which both strands run: the other one's compute is there to lie under; stacks of less than
+              `least` bytes a layer, groups of one device, other types than the stack's; and loops whose compute hides
+              less than smaller messages cost, by `model`, which it says.
 
 Why it is legal: a slot has its last value when its own iteration is over (index tables of the proved counter), and an
 all-reduce and what stands before it do to each element what they do to it in the whole stack. All devices go through
@@ -38,6 +39,7 @@ from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, split
 from dhelix.passes.hlo.stacks import slots_changed
 from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strand_duplication import LAYERS
 from dhelix.profiles.keys import CollectiveKey
 
 _ELEMENTWISE = frozenset("add subtract multiply divide".split())
@@ -66,7 +68,8 @@ class GradientReduction:
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
         for computation in list(module.computations):
-            for loop in [i for i in computation.instructions if i.opcode == "while"]:
+            loops = [i for i in computation.instructions if i.opcode == "while"]
+            for loop in [i for i in loops if not i.name.startswith(LAYERS)]:
                 found = _reductions(loop, self.least)
                 if found and not _pays(loop, found, self.model):
                     context.left_alone({"gradients reduced layer by layer cost more than they hide": len(found)})
@@ -103,7 +106,8 @@ def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
         return []
     users = loop.computation.users()
     results = users[loop]
-    if (whole.trip_count or 0) < 2 or any(r.opcode != "get-tuple-element" for r in results):
+    counted = (whole.trip_count or 0) > 1 and whole.induction_index is not None
+    if not counted or any(r.opcode != "get-tuple-element" for r in results):
         return []
     after = descendants(loop.computation, [loop])
     found = []

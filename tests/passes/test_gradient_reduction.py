@@ -128,6 +128,29 @@ def test_costs_decide() -> None:
     ]
 
 
+def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> None:
+    """The strands' own loop stays one: its stacks lie under the other strand."""
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(lax.scan(lambda x, w: (x + lax.pmean(jnp.tanh(x @ w), "dp"), None), x, weights)[0]))
+
+    def local(weights: jax.Array, batches: jax.Array) -> jax.Array:
+        def micro_batch(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return total + lax.pmean(jax.grad(loss)(weights, x), "dp"), None
+
+        return weights - lax.scan(micro_batch, jnp.zeros_like(weights), batches)[0]
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "dp")), out_specs=P(), check_vma=False)
+    draw = np.random.default_rng(0)
+    weights = jnp.asarray(draw.standard_normal((LAYERS, WIDTH, WIDTH)) / 4, jnp.float32)
+    batches = jnp.asarray(draw.standard_normal((5, 8, WIDTH)), jnp.float32)
+    strands = strand_interleave(step, passes=(*default_passes("xla"), ANY), strict=True)
+    np.testing.assert_array_equal(strands(weights, batches), jax.jit(step)(weights, batches))
+    (note,) = strands.report(weights, batches)[GradientReduction.name].notes
+    assert not (note.instruction or "").startswith("strand_layers")
+
+
 @pytest.mark.parametrize(("skew", "outcome"), [(0, CHANGED), (1, UNCHANGED)])
 def test_the_last_backward_of_two_strands(skew: int, outcome: str) -> None:
     """Strands that are apart have two loops there, each of some of the layers: these are left alone."""
