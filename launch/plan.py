@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 _DEFAULT_GPU = "H200"
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
-_Alternative = tuple[tuple[str, ...], int]
+_Alternative = tuple[tuple[str, ...], int, int]
 _AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
 
 
@@ -127,9 +128,7 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         with _Work(console, 1 + len(skews)) as work:
             plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
             wholes = [
-                work.do(
-                    f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew, model=models[0]
-                )
+                work.do(f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew)
                 for skew in skews
             ]
         programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
@@ -210,26 +209,30 @@ def _confirmed(
 def _with_alternatives(
     options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
 ) -> list[tuple[CostModel, Program]]:
-    """Each model with the step as it is, and with what may be faster: other collectives in place of some, and chains
-    from a gather to a scatter in parts."""
+    """Each model with the step as it is, and with what may be faster: other collectives in place of some, chains from
+    a gather to a scatter in parts, and where gradients can be reduced layer by layer, both ways."""
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
-    programs: dict[_Alternative, Program] = {((), 0): whole}
+    programs: dict[_Alternative, Program] = {((), 0, whole.reduced): whole}
     others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
-        for decomposed, row_parts in others:
+        for decomposed, row_parts, reduced in others:
             exchanged = [f"{'s and '.join(decomposed)}s decomposed"] if decomposed else []
-            told = " and ".join([*exchanged, *([f"{row_parts} row parts"] if row_parts else [])])
+            parts = [f"{row_parts} row parts"] if row_parts else []
+            stacks = ["gradients reduced at the end"] if reduced < whole.reduced else []
+            told = " and ".join([*exchanged, *parts, *stacks])
             words = f"both strands are compiled{_apart(whole.skew)} with {told}"
-            made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew, model=models[0])
-            programs[decomposed, row_parts] = made
+            made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew, reduced=reduced)
+            programs[decomposed, row_parts, reduced] = made
     return [(model, programs[other]) for model, other in wanted]
 
 
 def _alternatives(whole: Program, model: CostModel) -> list[_Alternative]:
-    """Kinds of collectives that others take the place of, and parts of rows: nothing of both first."""
+    """Kinds of collectives that others take the place of, parts of rows, and whether gradients are reduced layer by
+    layer: the step as it is first."""
     kinds = exchange.faster_kinds(HloModule.from_bytes(whole.module), model)
     pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
-    return [(k, parts) for k in dict.fromkeys([(), kinds]) for parts in ((0, RowPartition.parts) if pays else (0,))]
+    found = itertools.product(dict.fromkeys([(), kinds]), (0, RowPartition.parts) if pays else (0,))
+    return [(k, parts, reduced) for k, parts in found for reduced in range(whole.reduced, -1, -1)]
 
 
 def _apart(skew: int) -> str:

@@ -24,7 +24,6 @@ from dhelix.launch import dumps, profile_step, trainer
 from dhelix.launch.dumps import Memory
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.models import Training
-from dhelix.passes.costs import CostModel
 from dhelix.passes.gradient_reduction import GradientReduction
 from dhelix.passes.manager import Pass, Stage
 from dhelix.passes.pairing_plan import PairingPlan
@@ -78,14 +77,15 @@ def of_preset(
     row_parts: int = 0,
     target: str = "h200",
     skew: int = 0,
-    model: CostModel | None = None,
+    reduced: int = 1,
 ) -> Program:
-    """The step that `dhelix train` runs with these options, plain or with interleaved strands; `model` decides what
-    costs decide of its structure.
+    """The step that `dhelix train` runs with these options, plain or with interleaved strands.
+
+    `reduced`: gradients are reduced layer by layer where they can be; `Program.reduced` says whether any are.
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    structure = *default_passes("xla", skew=skew), GradientReduction(model), *alternatives(decomposed, row_parts)
+    structure = *default_passes("xla", skew=skew), *alternatives(decomposed, row_parts, reduced)
     passes = () if options.plain else structure
     found = _compile(options, passes, target, strict=True)
     name = profile_step.name_of(options, found.training)

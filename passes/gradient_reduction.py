@@ -33,9 +33,10 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.collectives import device_groups
 from dhelix.passes.costs import CostModel, Lane
+from dhelix.passes.exchange import UNMEASURED
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
-from dhelix.passes.hlo.graph import descendants
+from dhelix.passes.hlo.graph import descendants, tied
 from dhelix.passes.hlo.loop_state import add_element, split
 from dhelix.passes.hlo.stacks import slots_changed
 from dhelix.passes.manager import PassContext, Stage
@@ -57,15 +58,20 @@ class GradientReduction:
     Attributes:
       model: costs that decide, for each loop; None: every loop is taken.
       least: bytes of a layer's gradient; what is smaller is mostly latency.
+      costs_decide: without a model every loop stays.
     """
 
     model: CostModel | None = None
     least: int = 1 << 20
+    costs_decide: bool = False
 
     name = "gradient-reduction"
     stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
+        if self.costs_decide and self.model is None:
+            context.note(f"left alone: {UNMEASURED}")
+            return False
         changed = False
         for computation in list(module.computations):
             loops = [i for i in computation.instructions if i.opcode == "while"]
@@ -74,10 +80,7 @@ class GradientReduction:
                 if found and not _pays(loop, found, self.model):
                     context.left_alone({"gradients reduced layer by layer cost more than they hide": len(found)})
                 elif found:
-                    moved = sum(shapes.byte_size(one.collective.shape) for one in found)
-                    context.note("gradients reduced layer by layer", loop, stacks=len(found), bytes=moved)
-                    _reduce(loop, found)
-                    changed = True
+                    changed |= _reduce_if_split(loop, found, context)
         return changed
 
 
@@ -106,16 +109,18 @@ def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
         return []
     users = loop.computation.users()
     results = users[loop]
+    ordered = tied(loop.computation)
     counted = (whole.trip_count or 0) > 1 and whole.induction_index is not None
-    if not counted or any(r.opcode != "get-tuple-element" for r in results):
+    if not counted or loop in ordered or any(r.opcode != "get-tuple-element" for r in results):
         return []
     after = descendants(loop.computation, [loop])
     found = []
     for result in results:
-        alone = sum(r.tuple_index == result.tuple_index and bool(users[r]) for r in results) == 1
+        read = [r for r in results if users[r] or r is loop.computation.root]
+        alone = [r.tuple_index for r in read].count(result.tuple_index) == 1
         slots = _written(whole, result.tuple_index) if alone else None
         reached = _collective_of(result, users, after, least) if slots else None
-        if slots and reached:
+        if slots and reached and ordered.isdisjoint((*reached[0], reached[1])):
             write = whole.body.root.operands[result.tuple_index]
             found.append(_Reduction(result.tuple_index, result, write, slots, *reached))
     return found
@@ -182,9 +187,20 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
     return beside * (of_compute + of_collective - 1.0) > _WORTH * (layers * in_parts - in_one)
 
 
-def _reduce(loop: Instruction, found: list[_Reduction]) -> None:
-    computation, name = loop.computation, loop.name
-    _, rest = split(loop, 1, (name, name))
+def _reduce_if_split(loop: Instruction, found: list[_Reduction], context: PassContext) -> bool:
+    try:
+        _, rest = split(loop, 1, (loop.name, loop.name))
+    except PassRefusal as refusal:
+        context.left_alone({refusal.reason: len(found)})
+        return False
+    moved = sum(shapes.byte_size(one.collective.shape) for one in found)
+    context.note("gradients reduced layer by layer", loop, stacks=len(found), bytes=moved)
+    _reduce(loop.computation, rest, found)
+    return True
+
+
+def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]) -> None:
+    """`rest`: the loop without its first iteration."""
     previous: dict[Instruction, Instruction] = {}  # by the index of an iteration, that of the one before
     for one in found:
         index = one.write.operands[2]

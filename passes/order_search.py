@@ -256,7 +256,7 @@ class OrderSearch:
         """The fastest of `best` and what random moves make of it with collectives in other turns."""
         tried = sorted((timing.seconds(order), order) for order in self._other_turns(best[1]))
         for count, share, worse in ((_TRIED, _SHORT, 0.0), (_FURTHER, _LONGER, _WORSE)):
-            more = max(int(share * work), _LEAST)
+            more = max(int(share * work), min(_LEAST, work // 24))
             tried = sorted(self._wander(one, timing, timing.work + more, worse) for one in tried[:count])
         return min([best, *(one for one in tried if self.fits(one[1]))])
 

@@ -91,7 +91,8 @@ def default_passes(
     pairing = StrandPairing(hardware, **limits)
     apart = _strands(skew=skew)
     partition = RowPartition(model, costs_decide=True)
-    strands = (*apart, GradientReduction(model), partition, *decompositions(exchange.KINDS, model, overlapped=True))
+    reduction = GradientReduction(model, costs_decide=True)
+    strands = (*apart, reduction, partition, *decompositions(exchange.KINDS, model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(hardware, **limits)),
@@ -265,7 +266,7 @@ class Choice:
             if kind is not None:
                 self._compare_with_plan(self.plan, kind)
             elif lowered is not None:
-                line = "a plan orders what GPUs run: on other devices it is not looked at, but for its skew"
+                line = "a plan orders what GPUs run: on other devices it is not looked at, but for its structure"
                 say_once(line, (line,))
         else:
             limits = {"max_in_flight": self.max_in_flight, "skew": self.skew}

@@ -123,8 +123,8 @@ class Specialization:
         """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
         done = self._session.report()
         target = plan.target
-        chosen = alternatives(target.decomposed, target.row_parts, target.reduced)
-        put = any(done[one.name].changed for one in chosen)
+        chosen = {one.name for one in alternatives(target.decomposed, target.row_parts, target.reduced)}
+        put = any(entry.changed for entry in done if entry.name in chosen)
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
         if not agreement.largest(int(put and refused)):
             return

@@ -10,8 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from dhelix.errors import DhelixError
+from dhelix.launch import trainer
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, make_mesh, make_train_step
+from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.runtime.strand_interleave import strand_interleave
 
 CONFIG = LlamaConfig(
@@ -150,3 +152,13 @@ def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DhelixError, match="attention='cudnn' in a pipeline needs sharding='shard_map'"):
         config = dataclasses.replace(CONFIG, attention="cudnn")
         make_pipelined_step(config, make_mesh(2, 2, pp=2), OPTIMIZER, microbatches=3, sharding="auto")
+
+
+def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> None:
+    """It asks for passes that a pipeline does not go through."""
+    target = PlanTarget.of("H200", "nvlink", "default", reduced=1)
+    plan = PairingPlan("a step", target, (PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
+    training = pipelined()
+    step = trainer.make_step(training, False, plan=plan)
+    report = step.report(training.abstract_state(), training.abstract_batch(6))
+    assert "gradient-reduction" not in [entry.name for entry in report]

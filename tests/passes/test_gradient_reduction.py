@@ -109,6 +109,63 @@ def test_what_is_no_such_reduction_stays(reduce: Reduce) -> None:
     assert new is None and report.outcome == UNCHANGED
 
 
+LOOP = """HloModule m
+sum {
+  a = f32[] parameter(0)
+  b = f32[] parameter(1)
+  ROOT s = f32[] add(a, b)
+}
+body {
+  p = (s32[], f32[4,8,8]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  stack = f32[4,8,8] get-tuple-element(p), index=1
+  one = s32[] constant(1)
+  zero = s32[] constant(0)
+  next = s32[] add(i, one)
+  half = f32[] constant(0.5)
+  slot = f32[1,8,8] broadcast(half), dimensions={}
+  write = f32[4,8,8] dynamic-update-slice(stack, slot, i, zero, zero)
+  ROOT t = (s32[], f32[4,8,8]) tuple(next, write)
+}
+condition {
+  p = (s32[], f32[4,8,8]) parameter(0)
+  i = s32[] get-tuple-element(p), index=0
+  four = s32[] constant(4)
+  ROOT less = pred[] compare(i, four), direction=LT
+}
+ENTRY e {
+  a = f32[4,8,8] parameter(0)
+  zero = s32[] constant(0)
+  t = (s32[], f32[4,8,8]) tuple(zero, a)
+  w = (s32[], f32[4,8,8]) while(t), condition=condition, body=body
+  g = f32[4,8,8] get-tuple-element(w), index=1
+  r = f32[4,8,8] all-reduce(g), to_apply=sum, replica_groups={{0,1}}, channel_id=1, use_global_device_ids=true
+  END
+}"""
+
+
+@pytest.mark.parametrize(
+    ("end", "taken"),
+    [
+        ("ROOT q = f32[4,8,8] negate(r)", True),
+        ("ROOT h = f32[4,8,8] get-tuple-element(w), index=1", False),
+        ("k = f32[4,8,8] negate(r), control-predecessors={w}\n ROOT q = f32[4,8,8] negate(k)", False),
+        ("k = f32[4,8,8] negate(a), control-predecessors={r}\n ROOT q = f32[4,8,8] add(r, k)", False),
+    ],
+    ids=["alone", "returned too", "behind the loop", "behind the reduction"],
+)
+def test_what_else_hangs_on_the_loop_or_the_reduction_stays_right(end: str, taken: bool) -> None:
+    module = HloModule.from_text(LOOP.replace("END", end))
+    new, report = PassManager([ANY], strict=True).run(Stage.LOWERED, module.to_bytes())
+    assert (new is not None) is taken, report.passes[0].notes
+
+
+def test_without_measured_costs_a_user_s_step_keeps_its_reductions() -> None:
+    (one,) = (p for p in default_passes("dp") if isinstance(p, GradientReduction))
+    new, report = reduced(lowered(mean)[0], replace(one, least=0))
+    assert new is None and "nothing was measured" in report.notes[0].message
+
+
 def test_small_layers_and_groups_of_one_device_stay() -> None:
     assert reduced(lowered(mean)[0], GradientReduction(least=4 * WIDTH * WIDTH + 1))[0] is None
     assert reduced(lowered(mean)[0], GradientReduction(least=4 * WIDTH * WIDTH))[0] is not None
