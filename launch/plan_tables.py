@@ -77,6 +77,7 @@ class PlanView:
             "decomposed": list(target.decomposed),
             "skew": target.skew,
             "row_parts": target.row_parts,
+            "reduced": target.reduced,
             "makespan_us": round(predicted.makespan_us, 2),
             "xla_order_us": round(1e6 * candidate.seconds_xla, 2),
             "plain_us": self._plain_us(candidate),
@@ -113,6 +114,7 @@ def _settings(view: PlanView) -> Table:
     table.add_column("decomposed")
     table.add_column("skew", justify="right")
     table.add_column("row parts", justify="right")
+    table.add_column("by layer", justify="right")
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
     for candidate in sorted(view.candidates, key=Candidate.rank):
@@ -123,6 +125,7 @@ def _settings(view: PlanView) -> Table:
             ", ".join(target.decomposed) or "-",
             str(target.skew),
             str(target.row_parts or "-"),
+            "yes" if target.reduced else "-",
             _ms(candidate.seconds),
             _ms(candidate.seconds_xla),
             "-" if plain is None else _ms(plain),
@@ -135,7 +138,7 @@ def _settings(view: PlanView) -> Table:
         )
     table.caption = (
         "hidden: share of communication under compute; slow-down: what that costs compute;"
-        " guessed: of times alone / of overlap"
+        " guessed: of times alone / of overlap; by layer: gradients of replicas reduced so"
     )
     table.caption_justify = "left"
     return table
