@@ -44,8 +44,7 @@ from dhelix.passes.strand_duplication import LAYERS
 from dhelix.profiles.keys import CollectiveKey
 
 _ELEMENTWISE = frozenset("add subtract multiply divide".split())
-
-_WORTH = 3.0
+_WORTH = 3.0  # what is hidden has to be so many times what smaller messages cost: how much that is, is known roughly
 
 type Users = dict[Instruction, list[Instruction]]
 type Scalar = Callable[[Instruction], Instruction]

@@ -237,7 +237,7 @@ def apply_order(
             f"for {guessed:.0%} of the time in which collectives run beside compute the profile of {hardware.name} has "
             f"no pairs like theirs under the launch setting {setting!r}. Compute is taken to run at "
             f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed there; "
-            "`dhelix profile` of this step measures it",
+            "`dhelix profile` of this step measures pairs within a node",
             ("guessed overlap", setting),
         )
     return True
