@@ -208,13 +208,12 @@ def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> N
     assert not (note.instruction or "").startswith("strand_layers")
 
 
-@pytest.mark.parametrize(("skew", "outcome"), [(0, CHANGED), (1, UNCHANGED)])
-def test_the_last_backward_of_two_strands(skew: int, outcome: str) -> None:
-    """Strands that are apart have two loops there, each of some of the layers: these are left alone."""
-    training = make_train_step(preset("llama-demo", 4), make_mesh(4, 2), optax.sgd(0.1, momentum=0.9), 3)
-    passes = *default_passes("xla", skew=skew), ANY
-    plain: Any = jax.jit(training.train_step)
-    strands = strand_interleave(training.train_step, passes=passes, strict=True)
+def test_the_last_backward_of_two_strands() -> None:
+    training = make_train_step(preset("llama-demo", 3), make_mesh(4, 2), optax.sgd(0.1, momentum=0.9), 3)
+    options = {"xla_backend_optimization_level": 0}  # compiles fast
+    plain: Any = jax.jit(training.train_step, compiler_options=options)
+    passes = *default_passes("xla"), ANY
+    strands = strand_interleave(training.train_step, passes=passes, strict=True, compiler_options=options)
     state = other = training.init(jax.random.key(0))
     for n in range(2):
         tokens = np.random.default_rng(n).integers(0, 256, (12, 129)).astype(np.int32)
@@ -223,6 +222,15 @@ def test_the_last_backward_of_two_strands(skew: int, outcome: str) -> None:
         other, found = strands(other, batch)
         assert float(metrics["loss"]) == pytest.approx(float(found["loss"]), rel=1e-6)
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-7 if skew else 0.0)
+        np.testing.assert_array_equal(a, b)
     report = strands.report(training.abstract_state(), training.abstract_batch(12))
-    assert report[GradientReduction.name].outcome == outcome
+    assert report[GradientReduction.name].outcome == CHANGED
+
+
+def test_two_loops_of_some_of_the_layers_each_are_left_alone() -> None:
+    """As strands that are apart have them at the end."""
+    training = make_train_step(preset("llama-demo", 3), make_mesh(4, 2), optax.sgd(0.1), 3)
+    lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(12))
+    manager = PassManager((*default_passes("xla", skew=1), ANY), strict=True)
+    _, report = manager.run(Stage.LOWERED, lowering.hlo_bytes(lowered))
+    assert {p.name: p.outcome for p in report.passes}[GradientReduction.name] == UNCHANGED
