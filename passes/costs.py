@@ -267,7 +267,8 @@ class Costs(dict[Instruction, Cost]):
         return known
 
     def rates_are_guessed(self, compute: str, collective: str) -> bool:
-        """Whether `rates` took the hardware's constants for these instructions, where it was asked about them."""
+        """Whether `rates` took the hardware's constants for these instructions, in any of the ways to meet that it was
+        asked about."""
         return self.estimator is None or (compute, collective) in self._guessed
 
     def _find_rates(

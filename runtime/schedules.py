@@ -266,7 +266,7 @@ class Choice:
             if kind is not None:
                 self._compare_with_plan(self.plan, kind)
             elif lowered is not None:
-                line = "a plan orders what GPUs run: on other devices it is not looked at, but for its structure"
+                line = "a plan orders what GPUs run: on other devices only its structure counts (skew, reduced layers)"
                 say_once(line, (line,))
         else:
             limits = {"max_in_flight": self.max_in_flight, "skew": self.skew}
