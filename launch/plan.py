@@ -23,7 +23,7 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import plan_picture, plan_step, plan_tables, step_flags, trainer
+from dhelix.launch import plan_measured, plan_picture, plan_step, plan_tables, step_flags, trainer
 from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
@@ -39,7 +39,7 @@ from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless
 
 USAGE = """\
-usage: dhelix plan --preset NAME | DUMP [flags]
+usage: dhelix plan --preset NAME | DUMP | PLAN --trace DIR [flags]
 
 Decides what of one strand runs with what of the other, from measured costs and without a GPU, and writes it down for
 people and for `dhelix train --plan` or strand_interleave(plan=...).
@@ -47,6 +47,7 @@ people and for `dhelix train --plan` or strand_interleave(plan=...).
   dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
   dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --link no-p2p --setting default,connections1
   dhelix plan DUMP --json                                        # any step, as it was compiled
+  dhelix plan plan.json --trace DIR                              # what its segments took (dhelix train --trace DIR)
 
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
 
@@ -74,6 +75,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "skew", [], "layers that the strands are apart, each number one more try (default: 0)", flag_values=values
     )
+    text("trace", None, "folder of a profiler trace: says what the plan's segments took in it, and plans nothing")
     text("out", None, "write the plan to this file")
     text("picture", None, "draw the pairing to this file, a PNG")
     flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
@@ -83,10 +85,15 @@ def define_flags(values: flags.FlagValues) -> None:
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Makes the plan. Raises DhelixError."""
     chosen = values.flag_values_dict()
+    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["trace"]:
+        _check_measured(chosen, arguments)
+        plan_measured.run(arguments[0], chosen["trace"], chosen["out"], chosen["json"], console)
+        _say_written(console, chosen["out"])
+        return 0
     _check(chosen, arguments)
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
-    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     view = _make(chosen, arguments, console)
     if chosen["out"]:
         pairing_plan_json.save(view.best.plan, chosen["out"])
@@ -96,9 +103,20 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         print(json.dumps(view.to_json(), indent=1))
     else:
         plan_tables.print_view(view, console, chosen["top"])
-    for name in filter(None, (chosen["out"], chosen["picture"])):
-        say(console, f"wrote {name}")
+    _say_written(console, chosen["out"], chosen["picture"])
     return 0
+
+
+def _say_written(console: Console, *names: str | None) -> None:
+    for name in filter(None, names):
+        say(console, f"wrote {name}")
+
+
+def _check_measured(chosen: dict[str, Any], arguments: list[str]) -> None:
+    if len(arguments) != 1 or chosen["preset"]:
+        raise DhelixError("--trace is for a plan that ran: dhelix plan PLAN --trace DIR, without a step")
+    if chosen["picture"]:
+        raise DhelixError("--trace says what was measured, and draws nothing; leave out --picture")
 
 
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:

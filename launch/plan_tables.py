@@ -99,7 +99,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     console.print(_settings(view))
     console.print(_collectives(view, top))
     for body in best.plan.bodies[:1]:
-        console.print(_segments(body))
+        console.print(segments(body))
     others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
     if others:
         say(console, f"The plan orders too: {'; '.join(others)}.")
@@ -164,17 +164,23 @@ def _collectives(view: PlanView, top: int) -> Table:
     return table
 
 
-def _segments(body: PlanBody) -> Table:
-    title = f"What runs with what: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs"
+def segments(body: PlanBody) -> Table:
+    """What runs with what, and what that takes; measured too, of a plan that ran."""
+    measured = any(segment.measured_us is not None for segment in body.segments)
+    took = "" if body.measured_us is None else f", measured {body.measured_us:,.0f} µs"
+    title = f"What runs with what: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs{took}"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     table.add_column("#", justify="right")
     table.add_column("strand alpha", overflow="fold")
     table.add_column("strand beta", overflow="fold")
     table.add_column("first")
-    table.add_column("predicted", justify="right", no_wrap=True)
+    for column in ("predicted", "measured")[: 1 + measured]:
+        table.add_column(column, justify="right", no_wrap=True)
     for number, segment in enumerate(body.segments, 1):
         alpha, beta = (_strand(segment, strand) for strand in ("alpha", "beta"))
-        table.add_row(str(number), alpha, beta, "".join(segment.run[:1]), f"{segment.predicted_us:,.0f} µs")
+        took = "-" if segment.measured_us is None else f"{segment.measured_us:,.0f} µs"
+        times = (f"{segment.predicted_us:,.0f} µs", took)[: 1 + measured]
+        table.add_row(str(number), alpha, beta, "".join(segment.run[:1]), *times)
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless
+from dhelix.runtime.launch_settings import without_graphs
 from dhelix.runtime.schedules import SCHEDULES
 
 USAGE = """\
@@ -55,6 +57,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number("skew", None, "layers that the strands are apart, so that both ends of the step overlap, too", 1)
     text("collective_matmul", None, "for collectives beside products: auto, off or a form (default: the schedule's)")
     text("data", None, "file or folder to train on (default: the Python standard library)")
+    text("trace", None, "record the last step in this folder, without CUDA graphs; see `dhelix plan --trace`")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")
     number("save_every", None, "steps between checkpoints (default: one at the end)", 1)
     switch("resume", help="go on from the newest checkpoint")
@@ -112,6 +115,8 @@ def _check(chosen: dict[str, Any]) -> None:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:
         raise DhelixError("a plan is an order already; leave out --schedule or --plan")
+    if chosen["trace"] and chosen["steps"] < 2:
+        raise DhelixError("--trace records the last step, and the first one compiles; give --steps 2 or more")
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
@@ -123,6 +128,8 @@ def _check(chosen: dict[str, Any]) -> None:
 def _prepare_devices(chosen: dict[str, Any]) -> None:
     """All that must happen before JAX looks for devices."""
     deviceless.prepare_environment()
+    if chosen["trace"]:
+        without_graphs(os.environ)  # in which a trace names no instructions
     if chosen["cpu_devices"]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", chosen["cpu_devices"])

@@ -6,6 +6,7 @@ plain train step goes to `jax.jit` or to `strand_interleave`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -68,6 +69,7 @@ class Options:
     skew: int | None = None
     collective_matmul: str | None = None
     data: str | None = None
+    trace: str | None = None
     checkpoint_dir: str | None = None
     save_every: int | None = None
     resume: bool = False
@@ -123,13 +125,20 @@ class Run:
         for number in range(self.first, self.options.steps):
             tokens = self.tokens(number)
             begun = time.perf_counter()
-            self.state, metrics = self.step(self.state, tokens)
-            loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            with self._recorded(number):
+                self.state, metrics = self.step(self.state, tokens)
+                loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
             if not math.isfinite(loss):
                 raise DhelixError(
                     f"the loss of step {number + 1} is {loss}; take a smaller --lr than {self.options.lr}"
                 )
             yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun)
+
+    def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
+        """The profiler around the last step, if the options say so."""
+        if self.options.trace is None or number + 1 < self.options.steps:
+            return contextlib.nullcontext()
+        return jax.profiler.trace(self.options.trace)
 
 
 def prepare(options: Options) -> Run:

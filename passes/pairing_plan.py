@@ -88,6 +88,12 @@ class PlanBody:
     def predicted_us(self) -> float:
         return sum(segment.predicted_us for segment in self.segments)
 
+    @property
+    def measured_us(self) -> float | None:
+        """None where a segment was not measured."""
+        taken = [segment.measured_us for segment in self.segments if segment.measured_us is not None]
+        return sum(taken) if taken and len(taken) == len(self.segments) else None
+
 
 @dataclass(frozen=True)
 class PlanTarget:

@@ -17,8 +17,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes.pairing_plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
-_GRAPHS = "xla_gpu_enable_command_buffer"
-NO_GRAPHS: Mapping[str, str] = MappingProxyType({_GRAPHS: ""})
+GRAPHS = "xla_gpu_enable_command_buffer"
+NO_GRAPHS: Mapping[str, str] = MappingProxyType({GRAPHS: ""})
 """XLA's options for a program without CUDA graphs."""
 # Of what XLA makes CUDA graphs: usually, and of these what is no custom call and holds none.
 _USUAL_KINDS = frozenset({
@@ -110,15 +110,15 @@ def graphs_hold_calls(environment: Mapping[str, str], options: Mapping[str, Any]
 
 def calls_outside_graphs(environment: Mapping[str, str]) -> dict[str, str]:
     """XLA's options for CUDA graphs without custom calls, of what the process has graphs of."""
-    return {_GRAPHS: ",".join(sorted(_kinds_in_graphs(environment) & _FREE_OF_CALLS))}
+    return {GRAPHS: ",".join(sorted(_kinds_in_graphs(environment) & _FREE_OF_CALLS))}
 
 
 def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> frozenset[str]:
     """A list, or changes of the usual one: `+A,-B`."""
     flags = {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})}
-    if _GRAPHS not in flags:
+    if GRAPHS not in flags:
         return _USUAL_KINDS
-    words = [word for word in str(flags[_GRAPHS]).upper().replace(" ", "").split(",") if word]
+    words = [word for word in str(flags[GRAPHS]).upper().replace(" ", "").split(",") if word]
     if not words or any(word[0] not in "+-" for word in words):
         return frozenset(words)
     more, less = ({word[1:] for word in words if word[0] == sign} for sign in "+-")
@@ -127,7 +127,7 @@ def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] 
 
 def without_graphs(environment: MutableMapping[str, str]) -> None:
     """Adds the XLA flag for no CUDA graphs; of a process, before JAX looks for devices."""
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --{_GRAPHS}=".strip()
+    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --{GRAPHS}=".strip()
 
 
 def difference(
@@ -167,7 +167,7 @@ def _of_process(environment: Mapping[str, str], options: Mapping[str, Any] | Non
 def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
     """What of `_USUAL` is otherwise."""
     values = {name: str({**environment, **flags}.get(name, usual)) for name, usual in _USUAL.items()}
-    if flags.get(_GRAPHS) == "":
+    if flags.get(GRAPHS) == "":
         del values["xla_gpu_graph_min_graph_size"]  # no graph of any size
     switches = {"1": "true", "": "true", "0": "false"}
     for name in values:

@@ -118,11 +118,10 @@ class _Kernel:
     is_copy: bool
 
 
-def load(path: str | Path) -> Profile:
-    """Reads an `.xplane.pb` file, or the newest one under a folder of `jax.profiler.trace`.
+def find(path: str | Path) -> Path:
+    """An `.xplane.pb` file, or the newest one under a folder of `jax.profiler.trace`.
 
-    Raises:
-      DhelixError: there is none, or it is no trace.
+    Raises DhelixError if there is none.
     """
     path = Path(path)
     if path.is_dir():
@@ -133,6 +132,16 @@ def load(path: str | Path) -> Profile:
         path = found[-1]
     if not path.is_file():
         raise DhelixError(f"{path}: no such trace; give an .xplane.pb file or a folder of jax.profiler.trace")
+    return path
+
+
+def load(path: str | Path) -> Profile:
+    """Reads what `find` finds.
+
+    Raises:
+      DhelixError: there is none, or it is no trace.
+    """
+    path = find(path)
     try:
         return ProfileData.from_serialized_xspace(path.read_bytes())
     except Exception as error:  # jaxlib raises its own error types

@@ -2,8 +2,11 @@
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
-    compiled = train_step.lower(state, batch).compile()
-    pairing_plan_json.save(of_trace(plan, folder, compiled), "plan.json")       # measured_us beside predicted_us
+    measured = of_trace(plan, folder)
+    pairing_plan_json.save(measured.plan, "plan.json")       # measured_us beside predicted_us
+
+The program is the trace's own (`traced_modules`): nothing is compiled, and `dhelix plan PLAN --trace FOLDER` does the
+same on a machine without GPUs.
 
 As in the prediction, a segment lasts from the launch of its first operator to that of the next segment's. A launch is
 when all compute that is ordered before it is done, and the collectives that compute waits for by then; kernels begin
@@ -17,38 +20,91 @@ import bisect
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import jax
-
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.collectives import is_done, is_start, start_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.pairing_plan import PairingPlan, PlanBody
 from dhelix.passes.planned_order import find_bodies, heads_of
 from dhelix.runtime import trace
-from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.launch_settings import GRAPHS
+from dhelix.runtime.profiling import traced_modules
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.executions import of_trace as executions_of
-from dhelix.runtime.profiling.module_executions import by_instruction
+from dhelix.runtime.profiling.module_executions import by_instruction, steps_in
 
 Times = Mapping[Instruction, Sequence[Execution]]
 
 
-def of_trace(plan: PairingPlan, folder: str | Path, compiled: jax.stages.Compiled) -> PairingPlan:
+@dataclass(frozen=True)
+class Measured:
+    """A plan as it ran.
+
+    Attributes:
+      plan: with `measured_us` of its segments.
+      report: compute and communication of the first GPU.
+      steps: that the trace holds.
+    """
+
+    plan: PairingPlan
+    report: trace.TraceReport
+    steps: int
+
+
+def of_trace(plan: PairingPlan, path: str | Path) -> Measured:
     """The plan with what its segments took on the first GPU of a trace.
 
     Args:
-      folder: of `jax.profiler.trace`.
-      compiled: the step that ran.
+      path: as of `trace.load`.
 
     Raises:
-      DhelixError: no trace there, none of this step, or a plan for another one.
+      DhelixError: no trace there, none of this plan's program on a GPU, or one whose kernels name no instructions.
     """
-    module = compiled_module(compiled)
-    found = executions_of(trace.load(folder), module.name)
-    return of_executions(plan, module, found[min(found)])
+    profile = trace.load(path)
+    module, found = _ran(plan, traced_modules.load(path), profile)
+    measured = of_executions(plan, module, found)
+    if all(segment.measured_us is None for body in measured.bodies for segment in body.segments):
+        raise DhelixError(
+            f"the trace names no instructions of {module.name}, as with CUDA graphs: record it in a process with"
+            f" XLA_FLAGS=--{GRAPHS}="
+        )
+    times = by_instruction(module, found)
+    return Measured(measured, trace.analyse(profile, module), steps_in(module, times))
+
+
+def _ran(
+    plan: PairingPlan, modules: Sequence[HloModule], profile: trace.Profile
+) -> tuple[HloModule, Sequence[Execution]]:
+    """The program of the plan that ran, and its executions; of several of one name the one that knows most of them."""
+    fitting = [module for module in modules if _fits(plan, module)]
+    if not fitting:
+        names = ", ".join(sorted({module.name for module in modules}))
+        raise DhelixError(f"no program of the trace has the bodies of the plan ({plan.program}); it holds {names}")
+    ran: list[tuple[int, HloModule, Sequence[Execution]]] = []
+    errors: list[DhelixError] = []
+    for module in fitting:
+        try:
+            gpus = executions_of(profile, module.name)
+        except DhelixError as error:  # compiled, and did not run
+            errors.append(error)
+            continue
+        found = gpus[min(gpus)]
+        names = {i.name for computation in module.schedule for i in computation.instructions}
+        ran.append((sum(e.name in names for e in found), module, found))
+    if not ran:
+        raise errors[0]
+    _, module, found = max(ran, key=lambda each: each[0])
+    return module, found
+
+
+def _fits(plan: PairingPlan, module: HloModule) -> bool:
+    try:
+        return bool(find_bodies(plan, module))
+    except PassRefusal:
+        return False
 
 
 def of_executions(plan: PairingPlan, module: HloModule, found: Sequence[Execution]) -> PairingPlan:
@@ -86,7 +142,7 @@ def segment_seconds(
     sequence = computation.module.schedule[computation]
     counts = Counter(len(times[i]) for i in sequence if i in times)
     often = max(counts, key=lambda count: (counts[count], count), default=0)
-    steady = {i for i in sequence if len(times.get(i, ())) == often}  # what the profiler tore apart is left out
+    steady = {i for i in sequence if i in times and len(times[i]) == often}  # what the profiler tore apart is left out
     opening = next((i for i in sequence if i in steady and not is_start(i)), None)
     found: list[dict[int, float]] = []
     for execution, opened in enumerate(times[opening] if opening else ()):

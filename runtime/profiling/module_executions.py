@@ -38,7 +38,7 @@ def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instru
             times.setdefault(names[execution.name], []).append(execution)
         elif not execution.name:
             nameless.append(execution)
-    silent = [i for i in _launches(module.entry) if i not in times] * _steps(module, times)
+    silent = [i for i in _launches(module.entry) if i not in times] * steps_in(module, times)
     pieces, rest = divmod(len(nameless), len(silent) or 1)
     if silent and pieces and not rest:
         for number, instruction in enumerate(silent):
@@ -60,7 +60,7 @@ def _names(module: HloModule) -> dict[str, Instruction]:
     return names
 
 
-def _steps(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]) -> int:
+def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]) -> int:
     """How many steps the trace holds, by what most instructions say."""
     runs = executions(module)
     counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if i.computation in runs)

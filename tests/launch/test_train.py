@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch import cli, trainer
 from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.train import say_resumed
+from dhelix.runtime.profiling import traced_modules
 
 SMALL = ("--layers=2", "--seq=16", "--mesh=dp=2,tp=4", "--microbatches=2", "--steps=4", f"--data={__file__}")
 
@@ -36,6 +38,18 @@ def train(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str
 
 def numbers(results: dict[str, Any]) -> list[tuple[float, float]]:
     return [(step["loss"], step["grad_norm"]) for step in results["steps"]]
+
+
+def test_the_last_step_is_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    results, _ = train(capsys, "--plain", "--microbatches=1", f"--trace={tmp_path}")
+    assert len(results["steps"]) == 4
+    assert "--xla_gpu_enable_command_buffer=" in os.environ["XLA_FLAGS"]  # else a trace names no instructions
+    assert "jit_train_step" in {module.name for module in traced_modules.load(tmp_path)}
+    assert status(*SMALL, "--steps=1", f"--trace={tmp_path}") != 0
+    assert "give --steps 2 or more" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Predictions of a plan beside what its segments took; executions come from the evaluator, iteration by iteration."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from dhelix.errors import PassRefusal
+from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.collectives import is_start
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
@@ -15,9 +17,10 @@ from dhelix.passes.strand_pairing import StrandPairing
 from dhelix.passes.timeline import evaluate
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.profiling.executions import Execution
-from dhelix.runtime.profiling.measured_plan import of_executions, segment_seconds
+from dhelix.runtime.profiling.measured_plan import of_executions, of_trace, segment_seconds
 from dhelix.runtime.profiling.module_executions import by_instruction
 from dhelix.tests.passes import strand_module
+from dhelix.tests.runtime.profiling import traces
 from dhelix.tests.runtime.profiling.traces import execution
 
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
@@ -110,3 +113,47 @@ def test_another_program_is_refused(planned: tuple[PairingPlan, HloModule]) -> N
     other = HloModule.from_text("HloModule m, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
     with pytest.raises(PassRefusal, match="for another program"):
         of_executions(planned[0], other, [])
+
+
+def recorded(
+    folder: Path, modules: Sequence[HloModule], ran: HloModule, gpu: int = 0, renamed: str | None = None
+) -> Path:
+    """A trace of three steps of `ran`, one and a half times as long as predicted, on two streams."""
+    found = executions(ran, 3, stretched=1.5)
+    kernels = [
+        traces.kernel(1 + ("start" in e.name), 1e6 * e.start, 1e6 * e.end, renamed or e.name, ran.name) for e in found
+    ]
+    folder.mkdir()
+    file = folder / "host.xplane.pb"
+    file.write_bytes(traces.serialized({gpu: kernels}, modules))
+    return file
+
+
+def test_a_trace_is_enough(planned: tuple[PairingPlan, HloModule], tmp_path: Path) -> None:
+    plan, module = planned
+    other = HloModule.from_text("HloModule other, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
+    measured = of_trace(plan, recorded(tmp_path / "t", [other, module], module))
+    (body,) = measured.plan.bodies
+    assert body.measured_us == pytest.approx(1.5 * body.predicted_us, rel=0.01)
+    assert measured.steps == 3
+    assert 0.0 < measured.report.hidden_share < 1.0
+
+
+def test_of_programs_of_one_name_the_one_that_ran_counts(
+    planned: tuple[PairingPlan, HloModule], tmp_path: Path
+) -> None:
+    plan, module = planned
+    renamed = HloModule.from_bytes(module.to_bytes())
+    for instruction in renamed.entry.instructions:
+        instruction.proto.name += ".x"
+    measured = of_trace(plan, recorded(tmp_path / "t", [renamed, module], module))
+    assert measured.plan.bodies[0].measured_us is not None
+
+
+def test_traces_that_say_nothing_of_the_plan(planned: tuple[PairingPlan, HloModule], tmp_path: Path) -> None:
+    plan, module = planned
+    other = HloModule.from_text("HloModule other, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
+    with pytest.raises(DhelixError, match="no program of the trace has the bodies .* it holds other"):
+        of_trace(plan, recorded(tmp_path / "a", [other], module))
+    with pytest.raises(DhelixError, match="xla_gpu_enable_command_buffer="):
+        of_trace(plan, recorded(tmp_path / "b", [module], module, renamed="command_buffer"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from google.protobuf import text_encoding
 from jax.profiler import ProfileData
 
+from dhelix.passes.hlo import HloModule
 from dhelix.runtime import trace
 from dhelix.runtime.profiling.executions import Execution
 
@@ -21,6 +23,11 @@ def kernel(stream: int, start: float, end: float, name: str | None, module: str 
 
 def profile(gpus: Mapping[int, Iterable[Kernel]]) -> trace.Profile:
     """A trace of GPUs by number; their kernels are called `kernel`, whatever they are for."""
+    return ProfileData.from_serialized_xspace(serialized(gpus))
+
+
+def serialized(gpus: Mapping[int, Iterable[Kernel]], modules: Iterable[HloModule] = ()) -> bytes:
+    """The file of such a trace, which holds these modules as XLA stores them."""
     names = '{ key: 1 value { id: 1 name: "hlo_op" } } stat_metadata { key: 2 value { id: 2 name: "hlo_module" } }'
     metadata = f'event_metadata {{ key: 1 value {{ id: 1 name: "kernel" }} }} stat_metadata {names}'
     planes = []
@@ -34,7 +41,22 @@ def profile(gpus: Mapping[int, Iterable[Kernel]]) -> trace.Profile:
         lines.append('lines { id: 99 name: "XLA Ops" events { metadata_id: 1 offset_ps: 0 duration_ps: 9000000000 } }')
         planes.append(f'planes {{ id: {gpu + 1} name: "/device:GPU:{gpu}" {" ".join(lines)} {metadata} }}')
     planes.append(f'planes {{ id: 99 name: "/host:CPU" {metadata} }}')
-    return ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace("\n".join(planes)))
+    planes.append(f'planes {{ id: 100 name: "/host:metadata" {_stored(modules)} }}')
+    return ProfileData.text_proto_to_serialized_xspace("\n".join(planes))
+
+
+def _stored(modules: Iterable[HloModule]) -> str:
+    """Descriptions of events that never happen, each with an xla.HloProto, whose first field is the module."""
+    entries = ['stat_metadata { key: 7 value { id: 7 name: "Hlo Proto" } }']
+    for number, module in enumerate(modules, 1):
+        length = len(proto := module.to_bytes())
+        digits = []
+        while length > 127:  # as a varint
+            digits, length = [*digits, length & 127 | 128], length >> 7
+        text = text_encoding.CEscape(bytes([10, *digits, length]) + proto, as_utf8=False)
+        stats = f'stats {{ metadata_id: 7 bytes_value: "{text}" }}'
+        entries.append(f'event_metadata {{ key: {number} value {{ id: {number} name: "{module.name}" {stats} }} }}')
+    return " ".join(entries)
 
 
 def execution(name: str, start: float, end: float, shared: float = 0.0) -> Execution:
