@@ -28,7 +28,8 @@ def test_a_recorded_program_is_as_it_was_compiled(tmp_path: Path) -> None:
     ]
 
 
-def _entry_lines(text: str) -> list[str]:
+def _entry_lines(text: str | None) -> list[str]:
+    assert text is not None
     lines = text[text.index("ENTRY ") :].splitlines()[1:]
     return [line for line in lines[: lines.index("}")] if " = " in line]
 
