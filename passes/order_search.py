@@ -8,16 +8,17 @@ Every instruction follows from that (`Body.sequence`), and `seconds` is what the
    starts as soon as it can; the better of the two ways to lead counts.
 2. `allowed`: after which operators of both strands there may be a barrier: what they need has run, and what lives then
    fits into memory. What lives between segments does not depend on the order inside.
-3. `improve`: local search by moves of single operators and waits. Random moves first, of which those count that are
-   not slower by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); then
-   each operator by a few places, as long as that is faster. Half-way it looks at orders in which collectives come in
-   other turns: moves of one operator hardly lead there, for what needs them would have to change places, too. Most of a
-   moved order is looked up and not played (`passes/order_timing.py`). The search ends after an amount of work and not
-   of seconds, so that the result is the same on every host.
+3. `improve`: local search by moves of operators and waits. Random moves first, of which those count that are not slower
+   by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); some of them take
+   along what stands in the way, since it needs the operator or is needed. Then each operator by a few places, as long
+   as that is faster. Half-way it looks at orders in which collectives come in other turns. Most of a moved order is
+   looked up and not played (`passes/order_timing.py`), what is left of collectives a little rounded, so that more of it
+   is known. The search ends after an amount of work and not of seconds, so that the result is the same on every host.
 """
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 from dhelix.passes.buffers import LiveSet
 from dhelix.passes.collectives import is_done, start_of
@@ -31,8 +32,11 @@ from dhelix.passes.timeline import Player
 Timed = tuple[float, Order]  # seconds of the whole, and the order
 
 _REACH = 12  # places that an operator is moved by at once
+_FAR = 30  # the same, with what stands in the way
+_DRAGS = 0.3  # share of the random moves that take along what stands in the way
 _GAIN = 1e-6  # share of the time that counts as faster
-_WORSE = 3e-3  # share of the time by which random moves may be slower, at first
+_GRAIN = 6e-4  # share of the time to which what is left of collectives is rounded
+_WORSE = 1.5e-2  # share of the time by which random moves may be slower, at first
 _WAITING = 0.1  # share of the random moves that move a wait
 _WANDERED = 0.9  # share of the work that goes into random moves, and of that
 _SETTLED = 0.5  # before collectives come in other turns,
@@ -69,7 +73,8 @@ class OrderSearch:
         self._compute = {n for n in self.numbers if body.operators[n].lane is Lane.COMPUTE}
         self._steps = {n: self._step(n) for n in self.numbers}
         self._end = self.states.step((), drains=True)
-        self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}
+        self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}  # by which one leads
+        self._pairs: dict[tuple[Order, Order], tuple[float, Order]] = {}
 
     def _members(self) -> dict[Instruction, None]:
         """Instructions of a part of the body, in XLA's order."""
@@ -176,11 +181,15 @@ class OrderSearch:
 
     def segment(self, first: Sequence[Operator], second: Sequence[Operator]) -> tuple[float, Order]:
         """Seconds and order of both segments from idle lanes to idle lanes, in the better of two launch orders."""
-        one, other = (tuple(o.number for o in segment) for segment in (first, second))
-        tries = [self._lay(one, other)]
-        if one and other:
-            tries.append(self._lay(other, one))
-        return min(tries, key=lambda t: t[0])
+        both = tuple([o.number for o in first]), tuple([o.number for o in second])
+        found = self._pairs.get(both)
+        if found is None:
+            one, other = both
+            found = self._lay(one, other)
+            if one and other and (turned := self._lay(other, one))[0] < found[0]:
+                found = turned
+            self._pairs[both] = found
+        return found
 
     def _lay(self, leading: Order, following: Order) -> tuple[float, Order]:
         """Seconds and order of two segments, `leading` computing first wherever both could.
@@ -244,13 +253,15 @@ class OrderSearch:
 
     def improve(self, start: Timed, work: int) -> Order:
         """The fastest order found from `start`, which fits, for that much `OrderTiming.work`."""
-        timing = OrderTiming(self.body, self.states, self.timed, self.parts)
+        states = States(self.costs, self.limits, _GRAIN * start[0])
+        timing = OrderTiming(self.body, states, self.timed, self.parts)
         waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))
         waiting = *start[1], *waits
         until = int(_WANDERED * work)
         best = self._wander((timing.seconds(waiting), waiting), timing, int(_SETTLED * until))
         best = self._wander(self._in_other_turns(best, timing, until), timing, until)
-        return min(start, self._climb(best, timing, work))[1]
+        found = self._climb(best, timing, work)[1]
+        return min(start, (self.seconds(found), found))[1]
 
     def _in_other_turns(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
         """The fastest of `best` and what random moves make of it with collectives in other turns."""
@@ -326,8 +337,32 @@ class OrderSearch:
 
     def _moved(self, order: Order, number: int, draw: random.Random) -> Order:
         """`order` with an operator or a wait elsewhere."""
+        if draw.random() < _DRAGS:
+            here = order.index(number)
+            return self._dragged(order, here, draw.randint(max(here - _FAR, 0), min(here + _FAR, len(order) - 1)))
         rest, low, high = self._places(order, number)
         return _inserted(rest, number, draw.randint(low, high))
+
+    def _dragged(self, order: Order, here: int, there: int) -> Order:
+        """`order` with what is at `here` moved to `there`; what it needs goes along, or what needs it, and no more."""
+        number, low, high = order[here], min(here, there), max(here, there) + 1
+        bound = self._bound[number][there > here]
+        between = [n for n in order[low:high] if n != number]
+        along, staying = [n for n in between if n in bound], [n for n in between if n not in bound]
+        moved = (*staying, number, *along) if there > here else (*along, number, *staying)
+        return (*order[:low], *moved, *order[high:])
+
+    @cached_property
+    def _bound(self) -> dict[int, tuple[set[int], set[int]]]:
+        """All that an operator or a wait needs, and all that needs it, by way of others too."""
+        needed: dict[int, set[int]] = {}
+        for number in [*self.numbers, *self.waits]:  # what is needed has a lower number
+            needed[number] = set(self.needs[number]).union(*(needed[n] for n in self.needs[number]))
+        needing: dict[int, set[int]] = {number: set() for number in needed}
+        for number, all_needed in needed.items():
+            for other in all_needed:
+                needing[other].add(number)
+        return {number: (needed[number], needing[number]) for number in needed}
 
     def _nearby(self, order: Order, number: int) -> Iterator[Order]:
         """Orders with an operator or a wait elsewhere, nearest places first."""

@@ -11,11 +11,12 @@ Two orders that differ in one place share the way to that place, and what follow
 again: at the latest when nothing is. Lost is what a step takes beyond the least that it can take; it only grows, so an
 order that lost too much is given up before its end.
 
-Contract: the seconds are those that the evaluator says of the order's sequence, to rounding.
+Contract: the seconds are those that the evaluator says of the order's sequence, to rounding. With a `grain` what is
+left of collectives is rounded to it, which makes states recur: near enough to tell good orders from bad ones.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.costs import Cost
@@ -51,10 +52,10 @@ class State(dict[Step, "tuple[float, State]"]):
 
 
 class States:
-    """All states that were met, beginning with `idle` lanes, and all steps."""
+    """All states that were met, beginning with `idle` lanes, and all steps; `grain` in seconds, 0 is exact."""
 
-    def __init__(self, costs: Mapping[Instruction, Cost], limits: Limits) -> None:
-        self.costs, self.limits = costs, limits
+    def __init__(self, costs: Mapping[Instruction, Cost], limits: Limits, grain: float = 0.0) -> None:
+        self.costs, self.limits, self.grain = costs, limits, grain
         self._steps: dict[tuple[tuple[Instruction, ...], bool], Step] = {}
         self._states: dict[Flights, State] = {}
         self.idle = self._state(())
@@ -86,10 +87,16 @@ class States:
         return player.now - step.least, self._state(player.flights())
 
     def _state(self, flights: Flights) -> State:
+        if self.grain:
+            flights = tuple([(i, lane, self._rounded(left), running) for i, lane, left, running in flights])
         found = self._states.get(flights)
         if found is None:
             found = self._states[flights] = State(self, flights)
         return found
+
+    def _rounded(self, seconds: float) -> float:
+        """Never nothing: what is under way has not ended."""
+        return max(round(seconds / self.grain), 1) * self.grain
 
     def _player(self) -> Player:
         return Player(self.costs, self.limits.hardware, self.limits.bodies)
@@ -123,6 +130,10 @@ class OrderTiming:
         self._decides = {n: self._deciding(n) for n in self._steps}
         self._last: dict[int, Step] = {}
         self._asked, self._played_before = 0, states.played
+        self._walked: Order = ()  # the order of the last time, as far as
+        self._way = [
+            (0.0, states.idle, 0)
+        ]  # it was looked at: after each operator what is lost, the state, what is laid
 
     @property
     def work(self) -> int:
@@ -132,34 +143,46 @@ class OrderTiming:
     def seconds(self, order: Order, stop: float = math.inf) -> float:
         """Of the order; infinite if it is `stop` or more."""
         self._asked += 1
-        lost, most, state = 0.0, stop - self.least, self.states.idle
-        for step in self._way(order) if self.most_in_flight is None else self._crowded_way(order):
+        if self.most_in_flight is not None:
+            return self._crowded_seconds(order, stop)
+        most, steps, decides, way = stop - self.least, self._steps, self._decides, self._way
+        both = zip(order, self._walked, strict=False)
+        shared = next((k for k, (one, other) in enumerate(both) if one != other), len(order))
+        self._walked = order
+        del way[shared + 1 :]
+        lost, state, laid = way[-1]
+        for number in order[len(way) - 1 :]:
+            step, mask = steps[number].get(laid & decides[number]) or self._step(number, laid)
+            laid |= mask
             more, state = state[step]
             lost += more
             if lost >= most:
                 return math.inf
-        return self.least + lost
+            way.append((lost, state, laid))
+        lost += state[self._ending(laid)][0]
+        return self.least + lost if lost < most else math.inf
 
-    def _way(self, order: Order) -> Iterator[Step]:
+    def _crowded_seconds(self, order: Order, stop: float) -> float:
+        """With ends moved up, so that no more are in flight than allowed; each instruction is a step of its own."""
+        sequence: list[Instruction] = []
         laid = 0
-        all_steps, decides = self._steps, self._decides
         for number in order:
-            steps, before = all_steps[number], laid & decides[number]
-            if before not in steps:
-                steps[before] = self._step(number, laid)
-            step, mask = steps[before]
+            step, mask = self._steps[number].get(laid & self._decides[number]) or self._step(number, laid)
             laid |= mask
-            yield step
+            sequence += step.instructions
+        sequence += self._ending(laid).instructions
+        seconds, state = self.least, self.states.idle
+        for instruction in few_in_flight(sequence, self.timed, self.states.costs, self.most_in_flight):
+            lost, state = state[self.states.step((instruction,))]
+            seconds += lost
+        seconds += state[self.states.step((), drains=True)][0]
+        return seconds if seconds < stop else math.inf
+
+    def _ending(self, laid: int) -> Step:
+        """All that is not laid after the last operator, and that nothing is under way behind it."""
         if laid not in self._last:
             self._last[laid] = self.states.step(self._new(laid, self.timed), drains=True)
-        yield self._last[laid]
-
-    def _crowded_way(self, order: Order) -> Iterator[Step]:
-        """With ends moved up, so that no more are in flight than allowed; each instruction is a step of its own."""
-        sequence = [i for step in self._way(order) for i in step.instructions]
-        for instruction in few_in_flight(sequence, self.timed, self.states.costs, self.most_in_flight):
-            yield self.states.step((instruction,))
-        yield self.states.step((), drains=True)
+        return self._last[laid]
 
     def _deciding(self, number: int) -> int:
         """What of the instructions laid before decides which ones come with an operator or a wait."""
@@ -174,7 +197,9 @@ class OrderTiming:
         """What an operator or a wait brings with it after the instructions `laid`, and its mask."""
         head = self.body.head(number)
         new = self._new(laid, (head,) if head in self.timed else (), self.parts[number])
-        return self.states.step(new), sum(self._bit[i] for i in new)
+        found = self.states.step(new), sum(self._bit[i] for i in new)
+        self._steps[number][laid & self._decides[number]] = found
+        return found
 
     def _new(
         self, mask: int, wanted: Collection[Instruction], travelling: Sequence[Instruction] = ()

@@ -71,10 +71,10 @@ class Strand:
     def part(self, operators: Sequence[Operator]) -> "Strand":
         return Strand(tuple(operators), self.floating & {o.number for o in operators})
 
-    def candidates(self) -> list[tuple[Operator, ...]]:
-        """XLA's order, floating operators behind collectives, to lie under them, and late; without repetitions."""
+    def candidates(self) -> tuple[tuple[Operator, ...], ...]:
+        """XLA's order, floating operators behind collectives, to lie under them, and late."""
         beneath, late = (self._placed(lanes) for lanes in ((Lane.COMM, Lane.COMM_INTER), ()))
-        return list(dict.fromkeys((self.operators, beneath, late)))
+        return self.operators, beneath, late
 
     def _placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:
         """Floating operators behind the first operator on `lanes` after which they can run; the others at the end."""

@@ -233,6 +233,7 @@ class Player:
             self.rates, self.in_step = costs.rates, costs.in_step
         self.now = self.compute = self.compute_alone = self.hidden = self.exposed = self.idle = 0.0
         self.lanes: dict[Lane, deque[Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
+        self._queues = tuple(self.lanes.values())
         self.under_way: dict[Instruction, Flight] = {}
         self.spans: list[tuple[Instruction, Lane, float, float]] = []  # of intervals, but those of loops
         self.loops: list[Interval] = []
@@ -301,7 +302,7 @@ class Player:
 
     def _line_up(self) -> None:
         """Compute stands still until every collective that was launched before has its lane."""
-        while any(len(lane) > 1 for lane in self.lanes.values()):
+        while len(self._queues[0]) > 1 or len(self._queues[1]) > 1:
             self._stand()
 
     def _loop(self, loop: Instruction) -> None:
@@ -364,7 +365,7 @@ class Player:
 
     def _heads(self) -> list[Flight]:
         """What runs on the lanes."""
-        heads = [lane[0] for lane in self.lanes.values() if lane]
+        heads = [queue[0] for queue in self._queues if queue]
         for head in heads:
             if head.begin > self.now:
                 head.begin = self.now
