@@ -2,6 +2,7 @@
 
     python benchmarks/own_tiles.py --out DIR
     python benchmarks/own_tiles.py --shapes 8192x1024x4096 --tiles 128x256x64,steps=3,wide=M,group=8 --devices 8
+    python benchmarks/own_tiles.py --shapes 64x2048x8192 --tiles 64x128x64,steps=7,wide=N,group=8 --splits 2,4
 
 The kernels of `runtime/collective_matmul/kernels` multiply tiles of others, which are stored elsewhere, and own tiles,
 to which what others have stored is added. Over several GPUs link, clocks and the other device's progress are in every
@@ -9,7 +10,7 @@ time. Here are `hopper_gemm` and `held_parts` alone: of as many rounds of tiles 
 of own tiles, parts of the others are read from this GPU's memory, whatever lies there, and nobody waits for anybody.
 cuBLAS (XLA without Triton), the GEMM without own tiles, and with those of each number of devices take turns, in loops
 as of `collective_matmul_programs.py`; medians, in microseconds. Results of own tiles are not right, those of the GEMM
-alone are compared with cuBLAS's.
+alone are compared with cuBLAS's. With --splits: no own tiles, but contractions that so many blocks share.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ from dhelix.benchmarks.collective_matmul import Turn, iterations
 from dhelix.benchmarks.collective_matmul_programs import AXIS, Program
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, matmul_reduce_scatter, opaque
+from dhelix.runtime.collective_matmul.kernels import (
+    gemm_tiles,
+    hopper_gemm,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+    opaque,
+    split_sums,
+)
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import GROUP, MEMORY_GROUP, Gemm, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing
 from dhelix.runtime.launch_settings import without_graphs
@@ -63,7 +71,8 @@ def program(site: Site, tiles: Tiles | None) -> Program:
       DhelixError: there is no kernel for this product.
     """
     plan = matmul_reduce_scatter.plan_for(site, tiles)
-    reason = plan.gemm.refusal() if site.axis_size == 1 else plan.refusal()
+    gemm = plan.gemm
+    reason = gemm.refusal() if site.axis_size == 1 else plan.refusal()
     if reason:
         raise DhelixError(f"{site.key}: {reason}")
     m, _, n = site.sizes
@@ -72,24 +81,24 @@ def program(site: Site, tiles: Tiles | None) -> Program:
 
     def call(x: jax.Array, w: jax.Array) -> jax.Array:
         out = jax.ShapeDtypeStruct((m, n), x.dtype)
-        outputs = [out, staged] if sources else [out]
+        outputs = [out, staged] if sources else [out, *split_sums.outputs(gemm)]
         barrier = plgpu.Barrier(num_arrivals=max(1, sources), num_barriers=2)
 
         def kernel(x: Any, w: Any, out: Any, *others: Any, buffers: Any, loaded: Any) -> None:
-            _kernel(plan.gemm, sources, x, w, out, *others, buffers=buffers, loaded=loaded)
+            _kernel(gemm, sources, x, w, out, *others, buffers=buffers, loaded=loaded)
 
-        scratch = dict(buffers=plan.gemm.buffers(), loaded=barrier)
-        return plgpu.kernel(kernel, out_type=outputs, scratch_types=scratch, **plan.gemm.launch())(x, w)[0]
+        scratch = dict(buffers=gemm.buffers(), loaded=barrier)
+        return plgpu.kernel(kernel, out_type=outputs, scratch_types=scratch, **gemm.launch())(x, w)[0]
 
     return Program(f"own tiles of {site.axis_size}", ("x", "w"), (m, n), call)
 
 
-def _kernel(gemm: Gemm, sources: int, x: Any, w: Any, out: Any, *staged: Any, buffers: Any, loaded: Any) -> None:
+def _kernel(gemm: Gemm, sources: int, x: Any, w: Any, out: Any, *others: Any, buffers: Any, loaded: Any) -> None:
     group, tile_m = lax.axis_index(GROUP), gemm.tiles.tile_m
     place = gemm_tiles.banded(gemm.m // gemm.cluster_rows, gemm.column_tiles, gemm.tiles.group)
 
     def order(number: jax.Array) -> Tile:
-        return Tile(*place(number))
+        return Tile(*place(gemm.tile_and_split(number)[0]))
 
     def load_rows(tile: Tile, step: jax.Array, destination: Any, barrier: Any) -> None:
         rows = pl.ds(tile.row * tile_m, tile_m), pl.ds(step * gemm.tiles.tile_k, gemm.tiles.tile_k)
@@ -113,6 +122,13 @@ def _kernel(gemm: Gemm, sources: int, x: Any, w: Any, out: Any, *staged: Any, bu
             plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(place.row, rows), pl.ds(place.column, columns)])
 
         storing = Storing(gemm, slots, store)
+        if gemm.splits > 1:
+            sums = split_sums.of_kernel(gemm, others)
+
+            def store_sum(held: Held) -> None:
+                pl.when(gemm.tile_and_split(held.place.number)[1] == 0)(lambda: storing.finish(held))
+
+            return hopper_gemm.multiply_tiles(gemm, buffers, order, storing.behind, store_sum, sums.complete)
         if not sources:
             return hopper_gemm.multiply_tiles(gemm, buffers, order, storing.behind, storing.finish)
 
@@ -122,7 +138,7 @@ def _kernel(gemm: Gemm, sources: int, x: Any, w: Any, out: Any, *staged: Any, bu
 
         def adding(place: Place) -> Adding:
             def there(source: int, number: int) -> Any:
-                return staged[0].at[source, lax.rem(place.number, jnp.int32(staged[0].shape[1])), group, number]
+                return others[0].at[source, lax.rem(place.number, jnp.int32(others[0].shape[1])), group, number]
 
             return Adding(gemm, slots, store, loaded.at[group], there, sources)
 
@@ -144,10 +160,13 @@ def _kernel(gemm: Gemm, sources: int, x: Any, w: Any, out: Any, *staged: Any, bu
         hopper_gemm.multiply_tiles(gemm, buffers, order, behind, finish)
 
 
-def variants(shape: str, devices: list[int], tiles: Tiles | None) -> dict[str, Program]:
-    """cuBLAS, the GEMM alone, and with own tiles, by name."""
+def variants(shape: str, devices: list[int], splits: list[int], tiles: Tiles | None) -> dict[str, Program]:
+    """cuBLAS, the GEMM alone, and with own tiles or splits, by name."""
     m, _, n = site_of(shape, 1).sizes
     made = {"cuBLAS": Program("cuBLAS", ("x", "w"), (m, n), jnp.dot), "no own tiles": program(site_of(shape, 1), tiles)}
+    if splits:
+        cut = tiles or matmul_all_reduce.default_tiles(site_of(shape, 4))
+        return made | {f"{n} splits": program(site_of(shape, 1), replace(cut, splits=n)) for n in splits}
     return made | {f"1 of {n}": program(site_of(shape, n), tiles) for n in devices}
 
 
@@ -163,7 +182,8 @@ def measure(shape: str, made: Mapping[str, Program], rounds: int) -> dict[str, l
     for turn in turns.values():
         turn.run()
     expected = turns["cuBLAS"].out.astype(jnp.float32)
-    if not programs.difference(expected, turns["no own tiles"].out) <= programs.tolerance(site):
+    right = [name for name in turns if name == "no own tiles" or "splits" in name]
+    if not all(programs.difference(expected, turns[name].out) <= programs.tolerance(site) for name in right):
         raise DhelixError(f"{shape}: the kernel's result is not cuBLAS's")
     us: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
@@ -185,14 +205,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES, help="of the local product, separated by commas")
     parser.add_argument("--devices", default="2,4,8", help="separated by commas")
+    parser.add_argument("--splits", default="", help="blocks that share a contraction, separated by commas")
     parser.add_argument("--tiles", type=Tiles.parse, help="such as 128x256x64,steps=4,wide=M,group=8")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     arguments = parser.parse_args()
-    devices = list(map(int, arguments.devices.split(",")))
+    devices, splits = ([int(n) for n in given.split(",") if n] for given in (arguments.devices, arguments.splits))
     found: dict[str, dict[str, list[float]]] = {}
     try:
-        made = {shape: variants(shape, devices, arguments.tiles) for shape in arguments.shapes.split(",")}
+        made = {shape: variants(shape, devices, splits, arguments.tiles) for shape in arguments.shapes.split(",")}
         without_graphs(os.environ)  # as the kernels run
         if jax.devices()[0].platform not in ("gpu", "cuda"):
             raise DhelixError("there is no GPU: kernels need one of NVIDIA's Hopper GPUs")

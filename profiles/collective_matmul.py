@@ -48,7 +48,7 @@ REACH = 4.0
 """Measured sites count as neighbours up to this factor in each size."""
 
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
-_TILES_OPTIONS = ("sms", "chunks", "cluster", "lead")
+_TILES_OPTIONS = ("sms", "chunks", "cluster", "lead", "splits")
 _TILES_KEY = re.compile(
     r"(\d+)x(\d+)x(\d+),steps=(\d+),wide=([MN]),group=(\d+)"
     + "".join(rf"(?:,{name}=(\d+))?" for name in _TILES_OPTIONS),
@@ -134,6 +134,7 @@ class Tiles:
       chunks: parts along k in which gathered rows are waited for; None is the kernel's own choice.
       cluster: blocks below each other that share loads of w, where results are summed; None is 1.
       lead: tiles of each other device that come before own ones, where results are summed; None is a whole wave.
+      splits: blocks that share the contraction of a tile, where results are summed by all; None is 1.
     """
 
     tile_m: int
@@ -146,6 +147,7 @@ class Tiles:
     chunks: int | None = None
     cluster: int | None = None
     lead: int | None = None
+    splits: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile_m", "tile_n", "tile_k", "steps", "group"):

@@ -13,12 +13,19 @@ from dhelix.runtime import deviceless
 
 
 @pytest.mark.deviceless
-def test_each_variant_compiles_for_one_gpu() -> None:
-    made = own_tiles.variants("2048x512x4096", [2, 4], Tiles(128, 256, 64, 4, "M", 8, sms=32))
-    assert list(made) == ["cuBLAS", "no own tiles", "1 of 2", "1 of 4"]
+@pytest.mark.parametrize(
+    "shape, splits, tiles, names",
+    [
+        ("2048x512x4096", [], Tiles(128, 256, 64, 4, "M", 8, sms=32), ["1 of 2", "1 of 4"]),
+        ("64x2048x8192", [2], Tiles(64, 128, 64, 7, "N", 8), ["2 splits"]),
+    ],
+)
+def test_each_variant_compiles_for_one_gpu(shape: str, splits: list[int], tiles: Tiles, names: list[str]) -> None:
+    made = own_tiles.variants(shape, [2, 4], splits, tiles)
+    assert list(made) == ["cuBLAS", "no own tiles", *names]
     mesh = deviceless.mesh({collective_matmul_programs.AXIS: 1})
     for name, program in made.items():
-        lowered = collective_matmul_programs.lowered(program, own_tiles.site_of("2048x512x4096", 1), mesh, 3)
+        lowered = collective_matmul_programs.lowered(program, own_tiles.site_of(shape, 1), mesh, 3)
         text = deviceless.compile(lowered).as_text() or ""
         assert ("mosaic_gpu" in text) == (name != "cuBLAS")
 

@@ -6,6 +6,7 @@
     opaque                  values that compilers shall not compute before they are needed
     gathered_rows           how rows come to the next one
     all_gather_matmul       rows are pulled from their owners while own rows are multiplied
+    split_sums              contractions that several blocks share
     owned_tiles             whose tile is whose in the next two, and in which order they come
     summed_matmul           what these two share: tiles are sent to their owners and summed
     matmul_reduce_scatter   tiles go to their owners as soon as they are multiplied (DistFuse), and are summed there

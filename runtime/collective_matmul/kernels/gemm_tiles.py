@@ -72,6 +72,7 @@ class Gemm:
       store_columns: width of the pieces in which a warpgroup stores its part.
       store_slots: such pieces that a warpgroup has room for in shared memory.
       halves: cut tiles in two where that shortens the last round.
+      splits: blocks that share the contraction of a tile (`split_sums`).
     """
 
     m: int
@@ -83,6 +84,7 @@ class Gemm:
     store_columns: int = 64
     store_slots: int = 2
     halves: bool = True
+    splits: int = 1
 
     @property
     def part(self) -> tuple[int, int]:
@@ -119,8 +121,8 @@ class Gemm:
 
     @property
     def cluster_tiles(self) -> int:
-        """Tiles of all clusters together."""
-        return self.m // self.cluster_rows * self.column_tiles
+        """Tiles of all clusters together; a tile whose contraction is split counts so many times."""
+        return self.m // self.cluster_rows * self.column_tiles * self.splits
 
     @property
     def whole_tiles(self) -> int:
@@ -141,8 +143,14 @@ class Gemm:
 
     @property
     def steps(self) -> int:
-        """Steps along k."""
-        return self.k // self.tiles.tile_k
+        """Steps along k, of one split."""
+        return self.k // self.tiles.tile_k // self.splits
+
+    def tile_and_split(self, number: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+        """Which tile of the result and which part of its contraction the number-th tile of all clusters is."""
+        if self.splits == 1:
+            return number, 0
+        return lax.div(number, jnp.int32(self.splits)), lax.rem(number, jnp.int32(self.splits))
 
     @property
     def clusters(self) -> int:
@@ -173,6 +181,10 @@ class Gemm:
             return f"tiles {tiles.key} need 2 steps or more and {self.cluster} SMs or more"
         if self.m % self.cluster_rows or self.k % tiles.tile_k or self.n % 64 or not (self.m and self.n and self.k):
             return f"{self.m} x {self.k} x {self.n} is no multiple of {self.cluster_rows} x {tiles.tile_k} x 64"
+        if self.k // tiles.tile_k % self.splits:
+            return f"{self.k // tiles.tile_k} steps of the contraction do not divide by {self.splits} splits"
+        if self.splits > 1 and (self.cluster_tiles > self.clusters or self.whole_tiles < self.cluster_tiles):
+            return f"{self.cluster_tiles} tiles and splits are more than run at once, {self.clusters}, or cut in two"
         if (needed := self.shared_bytes + extra_bytes) > SHARED_BYTES:
             return f"tiles {tiles.key} need {needed} bytes of shared memory, of {SHARED_BYTES}"
         return None

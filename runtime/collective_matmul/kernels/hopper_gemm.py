@@ -88,9 +88,9 @@ def load_tiles(
     """
     tiles = gemm.tiles
 
-    def step_of_tile(number: jax.Array, tile: Tile, height: int, step: jax.Array) -> None:
+    def step_of_tile(number: jax.Array, first: jax.Array | int, tile: Tile, height: int, step: jax.Array) -> None:
         count = number * gemm.steps + step
-        slot = lax.rem(count, jnp.int32(tiles.steps))
+        slot, step = lax.rem(count, jnp.int32(tiles.steps)), first + step
         before_step(tile, step)
         pl.when(count >= tiles.steps)(lambda: plgpu.barrier_wait(buffers["free"].at[slot]))
         load_rows(tile, step, buffers["x"].at[slot, pl.ds(0, height)], buffers["full"].at[slot])
@@ -101,8 +101,9 @@ def load_tiles(
             collective_axes=(RANK,) if gemm.cluster > 1 else None,
         )
 
-    def load_tile(number: jax.Array, _: jax.Array, tile: Tile, height: int, nothing: None) -> None:
-        pl.loop(0, gemm.steps)(functools.partial(step_of_tile, number, tile, height))
+    def load_tile(number: jax.Array, index: jax.Array, tile: Tile, height: int, nothing: None) -> None:
+        first = gemm.tile_and_split(index)[1] * gemm.steps
+        pl.loop(0, gemm.steps)(functools.partial(step_of_tile, number, first, tile, height))
 
     number_of_tiles = _each_tile(gemm, order, load_tile, None)
     # A block must not leave while another one of its cluster may still write into it or arrive at its barriers.
@@ -119,6 +120,7 @@ def multiply_tiles(
     order: Order,
     behind: Callable[[Held, int], None],
     finish: Callable[[Held], None],
+    complete: Callable[[jax.Array, jax.Array], jax.Array] = lambda number, sums: sums,
 ) -> None:
     """Multiplies what `load_tiles` loads, in the same order; for both compute warpgroups.
 
@@ -127,6 +129,7 @@ def multiply_tiles(
       behind: (held, turn), called for each part of a tile at the `gemm.turn_steps` of the next one. As long as it
         waits nothing is multiplied.
       finish: (held), called instead for the last part, when nothing is left to be multiplied.
+      complete: (number of the tile, float32 sums of a part), what becomes of sums before they are rounded.
     """
     group = lax.axis_index(GROUP)
 
@@ -139,7 +142,7 @@ def multiply_tiles(
             for turn, its_step in enumerate(gemm.turn_steps):
                 pl.when((number > 0) & (step == its_step))(functools.partial(behind, held, turn))
 
-        sums = product(gemm, buffers, number, (row, column), (rows, columns), at_step)
+        sums = complete(index, product(gemm, buffers, number, (row, column), (rows, columns), at_step))
         first = tile.row * gemm.tiles.tile_m + tile.first + row, tile.column * gemm.tiles.tile_n + column
         return Held(sums.astype(gemm.dtype), Place(index, *first))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from dhelix.errors import DhelixError
@@ -26,11 +27,14 @@ _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 6, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
 _DECODE = Tiles(64, 128, 64, 7, "N", 8)
 _LARGE_DEPTH = 8192  # of the contraction on a device: from here what large tiles save exceeds what the last wave sends
+_SPLIT_DEPTH, _VERY_DEEP, _MOST_SPLITS = 4096, 14336, 4
+_READING = 64  # blocks that read w as fast as the memory gives it
 _ONE_SHOT_BYTES = 4 << 20  # that a device sends: up to here latency is more than this takes
 
 
 def default_tiles(site: Site) -> Tiles:
-    """Large tiles where the product is deep, small ones where it is not, flat ones where 128 rows do not divide.
+    """Large tiles where the product is deep, small ones where it is not, flat ones where 128 rows do not divide or one
+    shot is enough; of these, several blocks share a contraction where that is faster (`splits_for`).
 
     Large ones in three steps, which leaves room for all pieces of a tile in shared memory, in single blocks and a
     quarter of a wave first; of small ones half a wave first, in clusters of two where rows divide so. On 2 H200s
@@ -53,6 +57,9 @@ def default_tiles(site: Site) -> Tiles:
 
     The defaults on a third one: 148 of 186, 408 of 426, and 46 of 42 with 64 rows.
     """
+    if shots_for(site, _DECODE) == 1:
+        splits = splits_for(site, _DECODE)
+        return _DECODE if splits == 1 else replace(_DECODE, splits=splits)
     if site.rows % _LARGE.tile_m:
         return _DECODE
     tiles = _LARGE if site.contraction >= _LARGE_DEPTH else _SMALL
@@ -61,13 +68,48 @@ def default_tiles(site: Site) -> Tiles:
 
 def shots_for(site: Site, tiles: Tiles) -> int:
     """1 if the product is one wave of tiles and all devices' copies of it are soon sent, else 2."""
-    blocks = -(-site.rows // tiles.tile_m) * -(-site.columns // tiles.tile_n)
     sent = 2 * site.rows * site.columns * (site.axis_size - 1)
-    return 1 if blocks <= H200_SMS and sent <= _ONE_SHOT_BYTES else 2
+    return 1 if _blocks(site, tiles) <= H200_SMS and sent <= _ONE_SHOT_BYTES else 2
+
+
+def _blocks(site: Site, tiles: Tiles) -> int:
+    return -(-site.rows // tiles.tile_m) * -(-site.columns // tiles.tile_n)
+
+
+def splits_for(site: Site, tiles: Tiles) -> int:
+    """Blocks that share the contraction of a tile of 64 rows by 128 columns, where tiles leave SMs without work.
+
+    A block reads w at some 85 GB/s, so tiles of 64 columns beside each other keep the memory busy: where there are
+    fewer, contractions are split until as many blocks read. It costs some 4 us, so not below a depth of 4096; of very
+    deep ones the rest of the SMs has its share, too. On an H200 (2026-11-23, `benchmarks/own_tiles.py`), in
+    microseconds of the GEMM alone:
+
+        rows x k x columns      cuBLAS   1 split    2       4       8       chosen
+          64 x  4096 x 2048      21       19        18      16      18      4
+          64 x 14336 x 2048      24       54        40      30      34      4
+          64 x  2048 x 4096      18       13        16      16              1
+          64 x  7168 x 4096      22       34        25      30              2
+          64 x  3584 x 8192      22       22        25                      1
+          64 x  7168 x 8192      35       37        38                      1
+          64 x 14336 x 8192      62       82        65                      2
+         128 x  7168 x 4096      25       31        25                      2       41 by tiles of 128x128
+         128 x  7168 x 8192      36       38                                1       45
+    """
+    column_tiles, steps = -(-site.columns // tiles.tile_n), site.contraction // tiles.tile_k
+    if site.contraction < _SPLIT_DEPTH:
+        return 1
+    reading = max(_READING // column_tiles, 2 if site.contraction >= _VERY_DEEP else 1)
+    most = min(reading, H200_SMS // max(_blocks(site, tiles), 1))
+    return max(n for n in (1, 2, _MOST_SPLITS) if n <= max(most, 1) and steps % n == 0)
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
-    """How the kernel would do `site`: owners by rows if these divide into tiles, else by columns."""
+    """How the kernel would do `site`: owners by rows if these divide into tiles, else by columns.
+
+    Few rows, as in decode, are filled up with rows that count for nothing: the GEMM has tiles of no less than 64.
+    """
+    filled = replace(site, rows=-(-site.rows // _DECODE.tile_m) * _DECODE.tile_m)
+    site = filled if shots_for(filled, tiles or _DECODE) == 1 else site
     tiles = tiles or default_tiles(site)
     shots = shots_for(site, tiles)
     gemm = owned_tiles.gemm_for(site, tiles, shots)
@@ -107,4 +149,7 @@ def matmul_all_reduce_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: 
     plan = plan_for(Site("matmul_all_reduce", m, k, n, x.dtype.name, lax.axis_size(axis_name)), tiles)
     if refusal := plan.refusal():
         raise DhelixError(f"matmul_all_reduce has no Mosaic kernel here: {refusal}: take another form or tiles")
-    return summed_matmul.summed_matmul(plan, axis_name, x, w, "matmul_all_reduce")
+    if plan.gemm.m > m:
+        x = jnp.pad(x, ((0, plan.gemm.m - m), (0, 0)))
+    out = summed_matmul.summed_matmul(plan, axis_name, x, w, "matmul_all_reduce")
+    return out if plan.gemm.m == m else out[:m]

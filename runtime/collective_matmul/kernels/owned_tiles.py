@@ -108,6 +108,8 @@ class Plan:
             return f"{n} devices are more than {MOST_DEVICES}, whose parts shared memory has room for"
         if self.lead is not None and self.lead < 1:
             return f"a lead of {self.lead} puts own tiles before those of others that they wait for"
+        if gemm.splits > 1 and self.shots == 2:
+            return "splits are for products that all devices send to all, in one wave of tiles"
         if self.scatter and gemm.m % (n * gemm.cluster_rows):
             return f"{gemm.m} rows over {n} devices are no multiple of {gemm.cluster_rows} each"
         if not self.by_rows and (gemm.m % gemm.cluster_rows or gemm.n % (n * gemm.tiles.tile_n)):
@@ -137,6 +139,7 @@ class Plan:
             3 devices, 4 tiles each, own_behind = 2      1.0 2.0 1.1 2.1 | 0.0 1.2 2.2 | 0.1 1.3 2.3 | 0.2 0.3
         """
         i32 = jnp.int32
+        number, _ = self.gemm.tile_and_split(number)
         n, others, lead = self.devices, self.devices - 1, self.own_behind
         rounds = self.tiles - lead
         rest = number - others * lead
@@ -163,7 +166,8 @@ def gemm_for(site: Site, tiles: Tiles, shots: int = 2) -> Gemm:
     With two shots a warpgroup has a slot for a piece of each device. Pieces are as wide as shared memory has room for
     beside the operands, then slots are as many.
     """
-    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, tiles.cluster or 1, halves=False)
+    cluster, splits = tiles.cluster or 1, tiles.splits or 1
+    gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False, splits=splits)
     least = max(2, site.axis_size if shots == 2 else 2)
     for columns in (64, 32, 16):
         narrow = replace(gemm, store_columns=columns)

@@ -43,7 +43,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting, opaque
+from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting, opaque, split_sums
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing
 from dhelix.runtime.collective_matmul.kernels.meeting import Meeting
@@ -63,6 +63,7 @@ def summed_matmul(plan: Plan, axis: str, x: jax.Array, w: jax.Array, name: str) 
             jax.ShapeDtypeStruct(plan.out_shape, x.dtype),
             jax.ShapeDtypeStruct(plan.staged_shape, x.dtype),
             meeting.words(plan.devices),
+            *split_sums.outputs(plan.gemm),
         ),
         scratch_types=dict(
             buffers=plan.gemm.buffers(), loaded=plgpu.Barrier(num_arrivals=plan.devices - 1, num_barriers=2)
@@ -74,12 +75,13 @@ def summed_matmul(plan: Plan, axis: str, x: jax.Array, w: jax.Array, name: str) 
 
 
 def _kernel(
-    plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, words: Any, buffers: Any, loaded: Any
+    plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, words: Any, *partials: Any, buffers: Any, loaded: Any
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR(plan.staged_shape[1:3]))
     finished = None if plan.scatter or plan.shots == 1 else pl.get_global(plgpu.SemaphoreType.REGULAR)
+    sums = split_sums.of_kernel(gemm, partials)
     all_devices = Meeting(axis, words, pl.get_global(plgpu.SemaphoreType.REGULAR))
 
     def load() -> None:
@@ -106,7 +108,7 @@ def _kernel(
         peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
         slots = buffers["out"].at[group]
         links = _Links(plan, axis, me, peers, out, staged, slots, loaded.at[group], arrived, finished, all_devices)
-        hopper_gemm.multiply_tiles(gemm, buffers, plan.order(me), links.behind, links.finish)
+        hopper_gemm.multiply_tiles(gemm, buffers, plan.order(me), links.behind, links.finish, sums.complete)
         links.leave()
 
 
@@ -141,7 +143,7 @@ class _Links:
 
     def behind(self, held: Held, turn: int) -> None:
         """Another device's part goes there, piece by piece; to an own one others' are added."""
-        if self.plan.shots == 1:
+        if self.plan.shots == 1:  # with splits there is one wave of tiles, and nothing behind which this would be
             return self._exchange(held) if turn == 0 else None
         job = opaque.scalars(self.job(held.place))  # computed once for all turns, and addresses at each
         held, pieces = Held(held.part, opaque.scalars(held.place)), len(self.plan.pieces)
@@ -163,7 +165,8 @@ class _Links:
     def finish(self, held: Held) -> None:
         """All of `behind`, for the last part."""
         if self.plan.shots == 1:
-            return self._exchange(held)
+            pl.when(self.is_complete(held.place))(lambda: self._exchange(held))
+            return
         job = self.job(held.place)
 
         @pl.when(self.is_others(job))
@@ -191,6 +194,10 @@ class _Links:
 
     def job(self, place: Place) -> Job:
         return self.plan.job(self.me, place.number)
+
+    def is_complete(self, place: Place) -> jax.Array | bool:
+        """Whether a part is the sum of all splits."""
+        return self.plan.gemm.tile_and_split(place.number)[1] == 0
 
     def is_others(self, job: Job) -> jax.Array:
         """Whether a part is another device's."""

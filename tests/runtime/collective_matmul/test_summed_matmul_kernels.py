@@ -139,6 +139,53 @@ def test_one_shot_has_every_tile_for_everybody():
     assert it.staged_shape[0] == 4
 
 
+@pytest.mark.parametrize(
+    "rows, depth, columns, splits",
+    [
+        (64, 14336, 2048, 4),
+        (64, 2048, 2048, 1),  # not deep enough
+        (64, 7168, 4096, 2),
+        (64, 64 * 111, 4096, 1),  # an odd number of steps
+        (64, 7168, 8192, 1),  # 64 blocks read as fast as the memory gives
+        (64, 14336, 8192, 2),
+        (128, 14336, 8192, 1),  # a tile for each SM
+        (16, 14336, 8192, 2),
+    ],
+)
+def test_contractions_are_split_where_tiles_leave_sms_without_work(rows, depth, columns, splits):
+    it = plan("matmul_all_reduce", rows, columns, 2, None, depth)
+    assert (it.shots, it.gemm.splits, it.gemm.tiles.tile_m) == (1, splits, 64) and it.refusal() is None
+    assert it.gemm.cluster_tiles <= it.gemm.clusters  # all run at once, so that none waits for one that does not run
+    shares = [tuple(map(int, it.gemm.tile_and_split(jnp.int32(n)))) for n in range(it.gemm.cluster_tiles)]
+    assert sorted(shares) == [(tile, split) for tile in range(it.tiles) for split in range(splits)]
+    assert it.gemm.steps * splits * 64 == depth
+    places = [it.job(jnp.int32(0), jnp.int32(n)) for n in range(it.gemm.cluster_tiles)]
+    assert {(int(p.row), int(p.column)) for p in places} == {
+        (row, c) for row in range(it.block[0]) for c in range(it.block[1])
+    }
+
+
+@pytest.mark.parametrize(
+    "kind, rows, splits, why",
+    [
+        ("matmul_all_reduce", 64, 3, "16 steps of the contraction do not divide by 3"),
+        ("matmul_all_reduce", 64, 4, "256 tiles and splits are more than run at once"),
+        ("matmul_all_reduce", 1024, 2, "that all devices send to all"),
+        ("matmul_reduce_scatter", 1024, 2, "that all devices send to all"),
+    ],
+)
+def test_splits_that_cannot_be_had(kind, rows, splits, why):
+    it = plan(kind, rows, 8192, 2, dataclasses.replace(DECODE, splits=splits))
+    assert why in (it.refusal() or "")
+
+
+@pytest.mark.parametrize("rows, filled", [(1, 64), (16, 64), (64, 64), (100, 128)])
+def test_few_rows_are_filled_up(rows, filled):
+    it = plan("matmul_all_reduce", rows, 8192, 2, None)
+    assert (it.shots, it.gemm.m) == (1, filled)
+    assert matmul_all_reduce.supported(Site("matmul_all_reduce", rows, 1024, 8192, "bfloat16", 2)) is None
+
+
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize(
     "rows, depth, columns, dtype, devices, why",
@@ -199,7 +246,7 @@ def test_more_devices_than_slots_are_refused():
     assert "more than 8" in (plan("matmul_reduce_scatter", 16 * 128, 1024, 16).refusal() or "")
 
 
-def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024):
+def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024, depth: int = 512):
     mesh, n = deviceless.mesh(axes), axes["tp"]
     kernel = getattr(KERNELS[kind], f"{kind}_kernel")
     out = P("tp") if kind == "matmul_reduce_scatter" else P()
@@ -207,7 +254,7 @@ def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024):
     step = jax.shard_map(lambda x, w: kernel(x, w, "tp"), mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(((rows, 512 * n), (512 * n, columns)), specs, strict=True)
+        for shape, spec in zip(((rows, depth * n), (depth * n, columns)), specs, strict=True)
     ]
     return jax.jit(step).lower(*arguments)
 
@@ -230,6 +277,14 @@ def test_compiles_for_any_axis_of_the_mesh(kind, axes, rows):
     text = deviceless.compile(lowered(kind, axes, rows, columns)).as_text() or ""
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert "all-reduce" not in text.replace("all_reduce", "") and "reduce-scatter" not in text
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("rows", [16, 64])
+def test_compiles_with_splits(rows):
+    compiled = deviceless.compile(lowered("matmul_all_reduce", {"tp": 4}, rows, 2048, 4096))
+    assert (compiled.as_text() or "").count('custom_call_target="mosaic_gpu_v2"') == 1
+    assert compiled.out_info.shape == (rows, 2048)
 
 
 @pytest.mark.deviceless
