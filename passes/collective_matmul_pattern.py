@@ -76,6 +76,7 @@ class Product:
     """A dot of a match: which operand is x, and how both come into order.
 
     Attributes:
+      result: what the pattern's result stands for: the dot, or of a gather's what narrows it to the type of x.
       x: 0 or 1, the operand that is x; the other one is w.
       order_x: to [batch, rows, K].
       order_w: to [K, columns].
@@ -83,6 +84,7 @@ class Product:
     """
 
     dot: Instruction
+    result: Instruction
     x: int
     order_x: Rearrangement
     order_w: Rearrangement
@@ -122,7 +124,7 @@ class Match:
         """The instructions that the results stand for."""
         if self.collective.opcode != "all-gather":
             return [self.collective]
-        return [p.dot for p in self.products] + [self.collective] * self.pattern.gathered
+        return [p.result for p in self.products] + [self.collective] * self.pattern.gathered
 
 
 def co_executes(computation: Computation) -> bool:

@@ -4,7 +4,9 @@
     matmul_reduce_scatter    dot + dot + ... -> scatter    a sum of products, such as the gradient of several weights
     matmul_all_reduce        dot + dot + ... -> all-reduce
 
-Between the two may stand what only moves values (reshape, transpose, copy) and a conversion to a narrower type.
+Between the two may stand what only moves values (reshape, transpose, copy) and a conversion to a narrower type. A
+product of 16-bit numbers whose result is float32 is one of them where nothing reads it but what narrows it again: forms
+sum in float32 and round once, too.
 `passes/dimension_factors.py` follows dimensions through it, so rows, contraction and columns are known however they are
 spread; a `Match` says how to bring operands and results into one order:
 
@@ -45,6 +47,7 @@ from dhelix.profiles.collective_matmul import Site
 
 SCATTERED = "its sum is sliced, and XLA makes a reduce-scatter of it"
 MIXED = "a reshape mixes rows and columns"
+WIDER = "its product is wanted in a wider type than it multiplies"
 _KINDS = {
     "all-gather": "all_gather_matmul",
     "reduce-scatter": "matmul_reduce_scatter",
@@ -97,11 +100,12 @@ def _match_gather(gather: Instruction, users: Users, position: Mapping[Instructi
     source = whole(dimensions)
     source[dimension] = _parts(dimension, dimensions[dimension], axis[1])
     found: list[_Reader] = []
-    others = False
+    others = wider = False
     for reader, value, factors in _readers(gather, source, users):
-        one = None if reader is None else _reader(reader, value, factors, gather)
+        one = None if reader is None else _reader(reader, value, factors, gather, users)
+        wider |= one is WIDER
         if (
-            one is None
+            not isinstance(one, _Reader)
             or _depends(one.product.w, gather, position)
             or found
             and (one.order, one.kind) != (found[0].order, found[0].kind)
@@ -110,7 +114,7 @@ def _match_gather(gather: Instruction, users: Users, position: Mapping[Instructi
         else:
             found.append(one)
     if not found:
-        raise Unfit("no product reads it that contracts another dimension than the gathered one")
+        raise Unfit(WIDER if wider else "no product reads it that contracts another dimension than the gathered one")
     first, products = found[0], tuple(one.product for one in found)
     if others and first.kind != gather.shape.element_type:
         raise Unfit("it is converted for a product, and read as it is by others")
@@ -164,9 +168,22 @@ def _follow(user: Instruction, factors: list[Factors]) -> list[Factors] | None:
     return [factors[n] for n in user.proto.dimensions] if user.opcode == "transpose" else factors
 
 
-def _reader(dot: Instruction, value: Instruction, factors: list[Factors], gather: Instruction) -> _Reader | None:
-    """`dot` as a product of what is gathered, of which `value` is a view; None where it is none."""
-    if dot.operands.count(value) != 1 or not is_product(dot) or dot.shape.element_type != value.shape.element_type:
+def _result(dot: Instruction, value: Instruction, users: Users) -> Instruction | None:
+    """A product of `value` in the type that is multiplied: itself, or what alone reads it, and narrows it."""
+    kind, computation = value.shape.element_type, dot.computation
+    if dot.shape.element_type == kind:
+        return dot
+    narrowed = users[dot][0] if len(users[dot]) == 1 and dot is not computation.root else dot
+    if narrowed.opcode != "convert" or narrowed.shape.element_type != kind or not only_moves(narrowed):
+        return None
+    return None if any(dot in i.control_predecessors for i in computation.instructions) else narrowed
+
+
+def _reader(
+    dot: Instruction, value: Instruction, factors: list[Factors], gather: Instruction, users: Users
+) -> _Reader | str | None:
+    """`dot` as a product of what is gathered, of which `value` is a view; None where it is none, or WIDER."""
+    if dot.operands.count(value) != 1 or not is_product(dot):
         return None
     x, own = dot.operands.index(value), gather.operands[0].shape.dimensions
     pairs = dict(zip(contracted(dot, 1 - x), contracted(dot, x), strict=True))
@@ -176,6 +193,8 @@ def _reader(dot: Instruction, value: Instruction, factors: list[Factors], gather
     gathered = gather.proto.dimensions[0]
     if gathered not in of_rows or of_k & of_rows or not k:
         return None
+    if (stands_for := _result(dot, value, users)) is None:
+        return WIDER
     order = (*sorted(of_rows), *sorted(of_k))
     batch = math.prod(own[n] for n in of_rows if n < gathered)
     shard = math.prod(own[n] for n in of_rows)
@@ -185,7 +204,7 @@ def _reader(dot: Instruction, value: Instruction, factors: list[Factors], gather
     held_x = [f for n, size in enumerate(own) for f in _free(n, size)]
     wanted_x = [f for n in order for f in _free(n, own[n])]
     held_w = [f for side in sides for f in side]
-    found = _product(dot, x, (held_x, wanted_x), (batch, shard // batch), (held_w, sorted(k), columns))
+    found = _product(dot, stands_for, x, (held_x, wanted_x), (batch, shard // batch), (held_w, sorted(k), columns))
     both = (rows, columns) if x == 0 else (columns, rows)
     result = _rearrangement([*sorted(rows), *columns], [*both[0], *both[1]], dot.shape.dimensions)
     return _Reader(found, value.shape.element_type, order, result)
@@ -294,7 +313,7 @@ def _term(
     for side, bound in ((x, pairs[0]), (1 - x, pairs[1])):
         named = {**sides[side], **dict(zip(bound, names, strict=True))}
         held.append([f for n in range(len(dot.operands[side].shape.dimensions)) for f in named.get(n, ())])
-    return _product(dot, x, (held[0], [*rows, *k]), (batch, product(rows) // batch), (held[1], k, columns))
+    return _product(dot, dot, x, (held[0], [*rows, *k]), (batch, product(rows) // batch), (held[1], k, columns))
 
 
 # What both have in common
@@ -302,6 +321,7 @@ def _term(
 
 def _product(
     dot: Instruction,
+    result: Instruction,
     x: int,
     order_x: tuple[list[Factor], list[Factor]],
     rows: tuple[int, int],
@@ -314,7 +334,7 @@ def _product(
     if to_x.moves:
         raise Unfit("its rows would have to be transposed")
     straight = _rearrangement(held, [*k, *columns], sizes)
-    return Product(dot, x, to_x, straight, _rearrangement(held, [*columns, *k], sizes[::-1]))
+    return Product(dot, result, x, to_x, straight, _rearrangement(held, [*columns, *k], sizes[::-1]))
 
 
 def _match(

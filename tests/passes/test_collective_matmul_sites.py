@@ -3,7 +3,7 @@
 import pytest
 
 from dhelix.passes.collective_matmul_pattern import Match, row_major_axis
-from dhelix.passes.collective_matmul_sites import SCATTERED, find
+from dhelix.passes.collective_matmul_sites import SCATTERED, WIDER, find
 from dhelix.passes.hlo import HloModule
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true"
@@ -65,6 +65,9 @@ SITES = {
       n = bf16[16,32] convert(g)
       ROOT y = bf16[16,8] dot(n, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}""",
         "all_gather_matmul bfloat16 16x32x8 over 4", 1, False, False),
+    "gather, product in float32, then narrower": (GATHERED + """p = f32[16,8] dot(g, w), lhs_contracting_dims={1},
+        rhs_contracting_dims={0}
+      ROOT y = bf16[16,8] convert(p)""", "all_gather_matmul bfloat16 16x32x8 over 4", 1, False, False),
     "gather for two products and more": (GATHERED + """y = bf16[16,8] dot(g, w), lhs_contracting_dims={1},
         rhs_contracting_dims={0}
       v = bf16[32,4,2] parameter(2)
@@ -116,7 +119,16 @@ def test_products_that_share_a_gather_are_one_site() -> None:
     assert match.pattern.columns == (8, 8) and len(match.results) == 3
 
 
+WIDE = GATHERED + "p = f32[16,8] dot(g, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n "
 LEFT = {
+    "a product in float32": (WIDE.replace("p =", "ROOT p ="), WIDER),
+    "a product in float32, narrowed and read as it is": (
+        WIDE + "y = bf16[16,8] convert(p)\n t = f32[16,8] tanh(p)\n "
+        "ROOT r = (bf16[16,8], f32[16,8]) tuple(y, t)", WIDER),
+    "a product in float32, narrowed to another type": (WIDE + "ROOT y = f16[16,8] convert(p)", WIDER),
+    "a product in float32 that something runs behind": (
+        WIDE + "y = bf16[16,8] convert(p)\n t = bf16[4,32] tanh(x), control-predecessors={p}\n "
+        "ROOT r = (bf16[16,8], bf16[4,32]) tuple(y, t)", WIDER),
     "gathered rows are contracted": (
         "x = bf16[4,32] parameter(0)\n w = bf16[16,8] parameter(1)\n g = bf16[16,32] all-gather(x), dimensions={0}, "
         "GROUPS\n ROOT y = bf16[32,8] dot(g, w), lhs_contracting_dims={0}, rhs_contracting_dims={0}", NO_PRODUCT),

@@ -184,6 +184,35 @@ def test_any_order_of_dimensions(product: tuple[str, dict[str, int], int, str], 
             np.testing.assert_array_equal(a, b)
 
 
+def test_products_in_float32_that_are_narrowed_are_rounded_once() -> None:
+    """Of bfloat16 with preferred_element_type=float32, as mixed precision is often written; behind gathers and sums."""
+    float32, narrow = {"preferred_element_type": jnp.float32}, jnp.bfloat16
+
+    def body(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
+        gathered = lax.all_gather(x, "tp", axis=0, tiled=True)
+        y = jnp.dot(gathered, w, **float32).astype(narrow)
+        wide = jnp.tanh(jnp.dot(gathered, v, **float32))  # which is left
+        z = jnp.dot(y, v, **float32).astype(narrow)
+        return [y, wide, lax.psum_scatter(z, "tp", scatter_dimension=0, tiled=True)]
+
+    draw = np.random.default_rng(0)
+    given = [jnp.asarray(draw.integers(-3, 4, shape), narrow) for shape in ((64, 32), (256, 32), (256, 32))]
+    every = PartitionSpec(("dp", "tp"))
+    program = jax.shard_map(body, mesh=cpu_mesh(), in_specs=every, out_specs=every, check_vma=False)
+    lowered = jax.jit(program).lower(*given)
+    changed, report = transformed(lowered, "ring", jax.devices("cpu")[:8])
+    assert made(report) == {
+        "all_gather_matmul bfloat16 32x32x32 over 4": 1,
+        "matmul_reduce_scatter bfloat16 32x32x32 over 4": 1,
+    }
+    y, wide, z = zip(lowered.compile()(*given), changed.compile()(*given), strict=True)
+    np.testing.assert_array_equal(*y)
+    np.testing.assert_array_equal(*wide)
+    np.testing.assert_allclose(
+        *(np.asarray(a, np.float32) for a in z), rtol=2**-6, atol=2**-6 * float(jnp.abs(z[0]).max())
+    )
+
+
 def test_what_turns_it_off() -> None:
     devices = jax.devices("cpu")[:8]
     assert collective_matmul_passes(devices, "off") == ()
