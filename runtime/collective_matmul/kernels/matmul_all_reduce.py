@@ -24,7 +24,7 @@ from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
 
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
-_SMALL = Tiles(128, 128, 64, 6, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
+_SMALL = Tiles(128, 128, 64, 4, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
 _DECODE = Tiles(64, 128, 64, 7, "N", 8)
 _LARGE_DEPTH = 8192  # of the contraction on a device: from here what large tiles save exceeds what the last wave sends
 _SPLIT_DEPTH, _VERY_DEEP, _MOST_SPLITS = 4096, 14336, 4
@@ -56,6 +56,18 @@ def default_tiles(site: Site) -> Tiles:
         1024 x 14336 x 8192     450             418              445       418             423              427
 
     The defaults on a third one: 148 of 186, 408 of 426, and 46 of 42 with 64 rows.
+
+    All of these by small tiles in six steps. Four leave shared memory for pieces of 64 columns, 128 bytes, of four
+    devices. One H200, without links (2026-11-23, `benchmarks/own_tiles.py`), one of as many rounds of tiles as devices
+    an own one:
+
+        rows x k x columns      devices    cuBLAS    128x128, 6 steps    5      4      128x256
+        1024 x  4096 x 8192     2          110       122                 122    118    108
+        1024 x 14336 x 8192     2          372       402                 420    385    360
+        1024 x  2048 x 8192     4          56        68                  68     66     55
+        1024 x  7168 x 8192     4          186       232                 214    202    182
+        4096 x  7168 x 8192     4          738       917                 858    782
+        2048 x  3584 x 8192     8          185       273                        213
     """
     if shots_for(site, _DECODE) == 1:
         splits = splits_for(site, _DECODE)
