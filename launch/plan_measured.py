@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -25,42 +24,36 @@ from dhelix.runtime.profiling import measured_plan
 from dhelix.runtime.profiling.measured_plan import Measured
 
 
-@dataclass(frozen=True)
-class MeasuredView:
-    """What came of it."""
-
-    measured: Measured
-
-    def to_json(self) -> dict[str, Any]:
-        """Times in microseconds: of `bodies` those of one run, of the rest those of one step."""
-        plan, report, steps = self.measured.plan, self.measured.report, self.measured.steps
-        return {
-            "program": plan.program,
-            "device": report.device,
-            "steps": steps,
-            "predicted": {
-                "makespan_us": round(plan.predicted.makespan_us, 2),
-                "communication_us": round(plan.predicted.communication_us, 2),
-                "hidden_fraction": round(plan.predicted.hidden_fraction, 6),
-            },
-            "measured": {
-                "makespan_us": round(1e3 * report.span_ms / steps, 2),
-                "communication_us": round(1e3 * report.communication_ms / steps, 2),
-                "hidden_fraction": round(report.hidden_share, 6),
-            },
-            "bodies": [_body_json(body) for body in plan.bodies],
-        }
-
-
 def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console) -> None:
     """Reads, shows and writes. Raises DhelixError."""
-    view = MeasuredView(measured_plan.of_trace(pairing_plan_json.load(plan), folder))
+    measured = measured_plan.of_trace(pairing_plan_json.load(plan), folder)
     if out:
-        pairing_plan_json.save(view.measured.plan, out)
+        pairing_plan_json.save(measured.plan, out)
     if as_json:
-        print(json.dumps(view.to_json(), indent=1))
+        print(json.dumps(_json(measured), indent=1))
     else:
-        _print(view.measured, console)
+        _print(measured, console)
+
+
+def _json(measured: Measured) -> dict[str, Any]:
+    """Times in microseconds: of `bodies` those of one run, of the rest those of one step."""
+    plan, report, steps = measured.plan, measured.report, measured.steps
+    return {
+        "program": plan.program,
+        "device": report.device,
+        "steps": steps,
+        "predicted": {
+            "makespan_us": round(plan.predicted.makespan_us, 2),
+            "communication_us": round(plan.predicted.communication_us, 2),
+            "hidden_fraction": round(plan.predicted.hidden_fraction, 6),
+        },
+        "measured": {
+            "makespan_us": round(1e3 * report.span_ms / steps, 2),
+            "communication_us": round(1e3 * report.communication_ms / steps, 2),
+            "hidden_fraction": round(report.hidden_share, 6),
+        },
+        "bodies": [_body_json(body) for body in plan.bodies],
+    }
 
 
 def _print(measured: Measured, console: Console) -> None:

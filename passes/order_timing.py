@@ -7,9 +7,10 @@ orders are ways through an automaton, which is built as far as they go:
     Step           an operator, with what must be laid before it and what travels with it
     state[step]    the seconds lost in it, and the state after it: played by the evaluator once, then looked up
 
-Two orders that differ in one place share the way to that place, and what follows it as soon as the same is under way
-again: at the latest when nothing is. Lost is what a step takes beyond the least that it can take; it only grows, so an
-order that lost too much is given up before its end.
+Two orders that differ in one place share the way to that place, which is not walked again where they are asked about
+one after the other, and what follows it as soon as the same is under way again: at the latest when nothing is. Lost is
+what a step takes beyond the least that it can take; it only grows, so an order that lost too much is given up before
+its end.
 
 Contract: the seconds are those that the evaluator says of the order's sequence, to rounding. With a `grain` what is
 left of collectives is rounded to it, which makes states recur: near enough to tell good orders from bad ones.
@@ -130,10 +131,8 @@ class OrderTiming:
         self._decides = {n: self._deciding(n) for n in self._steps}
         self._last: dict[int, Step] = {}
         self._asked, self._played_before = 0, states.played
-        self._walked: Order = ()  # the order of the last time, as far as
-        self._way = [
-            (0.0, states.idle, 0)
-        ]  # it was looked at: after each operator what is lost, the state, what is laid
+        self._walked: Order = ()  # the last order that was asked about,
+        self._way = [(0.0, states.idle, 0)]  # and after each operator of it: seconds lost, state, mask of what is laid
 
     @property
     def work(self) -> int:

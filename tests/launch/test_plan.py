@@ -233,9 +233,8 @@ def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...],
 @pytest.mark.parametrize(
     ("pp", "tp", "layers", "skew", "start", "row_parts"),
     [
-        (1, 4, 4, 1, "--setting=connections1", 0),
         (2, 2, 8, 0, "--setting=connections1", 0),
-        (1, 4, 4, 0, "--link=no-p2p --setting=small-buffers", 2),
+        (1, 4, 4, 1, "--link=no-p2p --setting=small-buffers", 2),
     ],
 )
 def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(

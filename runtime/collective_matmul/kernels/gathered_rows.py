@@ -94,6 +94,8 @@ class Plan:
         gemm, transfer = self.gemm, self.transfer
         if self.devices < 2:
             return "an axis of one device has nothing to gather"
+        if gemm.tiles.splits not in (None, 1):
+            return "splits are for products that are summed over devices"
         if gemm.m % self.devices or self.rows % gemm.cluster_rows:
             return f"{self.rows} rows on each device are no multiple of {gemm.cluster_rows}"
         if (

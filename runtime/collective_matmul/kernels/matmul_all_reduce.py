@@ -107,7 +107,7 @@ def splits_for(site: Site, tiles: Tiles) -> int:
          128 x  7168 x 4096      25       31        25                      2       41 by tiles of 128x128
          128 x  7168 x 8192      36       38                                1       45
     """
-    column_tiles, steps = -(-site.columns // tiles.tile_n), site.contraction // tiles.tile_k
+    column_tiles, steps = max(-(-site.columns // tiles.tile_n), 1), site.contraction // tiles.tile_k
     if site.contraction < _SPLIT_DEPTH:
         return 1
     reading = max(_READING // column_tiles, 2 if site.contraction >= _VERY_DEEP else 1)
@@ -121,7 +121,8 @@ def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
     Few rows, as in decode, are filled up with rows that count for nothing: the GEMM has tiles of no less than 64.
     """
     filled = replace(site, rows=-(-site.rows // _DECODE.tile_m) * _DECODE.tile_m)
-    site = filled if shots_for(filled, tiles or _DECODE) == 1 else site
+    is_decode = site.rows < _LARGE.tile_m or shots_for(filled, tiles or _DECODE) == 1
+    site = filled if is_decode else site
     tiles = tiles or default_tiles(site)
     shots = shots_for(site, tiles)
     gemm = owned_tiles.gemm_for(site, tiles, shots)

@@ -15,7 +15,7 @@ A device computes tiles of the others first and its own ones behind (`Plan.job`)
 others' partial sums of it lie in `staged`. Both leave, piece by piece, while the next tile is multiplied: another
 device's part goes there, to an own one what is staged is added in float32 (`held_parts`). So no partial sum of an owner
 goes through memory, and multiplying goes on. `shots = 1`, for results that are one wave of tiles and latency: every
-device sends its partial sums to all, and each adds all of them up.
+device sends its partial sums to all, and each adds all of them up; blocks may share a contraction (`split_sums`).
 
 All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` lie on the
 receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), a

@@ -121,6 +121,7 @@ def test_tiles_say_how_many_chunks_or_leave_it_to_the_kernel():
     place = site(2048, 4096, 3072)
     assert kernel._plan(place, dataclasses.replace(TILES, chunks=2)).transfer == Transfer(chunks=2)
     assert kernel._plan(place, TILES).transfer == Transfer(chunks=8)
+    assert "are summed over devices" in (kernel.supported(place, dataclasses.replace(TILES, splits=2)) or "")
 
 
 @pytest.mark.parametrize(

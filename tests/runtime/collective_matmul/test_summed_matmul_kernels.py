@@ -179,11 +179,13 @@ def test_splits_that_cannot_be_had(kind, rows, splits, why):
     assert why in (it.refusal() or "")
 
 
-@pytest.mark.parametrize("rows, filled", [(1, 64), (16, 64), (64, 64), (100, 128)])
-def test_few_rows_are_filled_up(rows, filled):
-    it = plan("matmul_all_reduce", rows, 8192, 2, None)
-    assert (it.shots, it.gemm.m) == (1, filled)
-    assert matmul_all_reduce.supported(Site("matmul_all_reduce", rows, 1024, 8192, "bfloat16", 2)) is None
+@pytest.mark.parametrize(
+    "rows, devices, shots, filled", [(1, 2, 1, 64), (16, 4, 1, 64), (64, 2, 1, 64), (100, 2, 1, 128), (1, 8, 2, 64)]
+)
+def test_few_rows_are_filled_up(rows, devices, shots, filled):
+    it = plan("matmul_all_reduce", rows, 8192, devices, None)
+    assert (it.shots, it.gemm.m) == (shots, filled)
+    assert matmul_all_reduce.supported(Site("matmul_all_reduce", rows, 1024, 8192, "bfloat16", devices)) is None
 
 
 @pytest.mark.parametrize("kind", KERNELS)
@@ -196,6 +198,7 @@ def test_few_rows_are_filled_up(rows, filled):
         (4096, 4096, 1500, "bfloat16", 4, "no multiple"),
         (4096, 4000, 1536, "bfloat16", 4, "no multiple"),
         (0, 4096, 1536, "bfloat16", 4, "no multiple"),
+        (64, 4096, 0, "bfloat16", 4, "no multiple"),
     ],
 )
 def test_what_is_not_supported_is_said(kind, rows, depth, columns, dtype, devices, why):
