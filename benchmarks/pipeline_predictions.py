@@ -1,6 +1,6 @@
 """Step times of pipelines on paper: what layers and ends cost in the compiled programs, put together by the schedule.
 
-    W                    every loop has known rounds: the program is played as it stands (`passes.timeline`)
+    W, interleaved SI    every loop has known rounds: the program is played as it stands (`passes.timeline`)
     1F1B and others      bodies of its loops are played: a layer forward, backward, both; head; embedding;
                          `passes.pipeline_fold.evaluate` makes a step of them, in which every exchange that the program
                          holds is a meeting, and what stands beside the loops is added
@@ -77,7 +77,7 @@ class Predictions:
     ) -> None:
         self.programs, self.model = programs, setting.costs()
         self.layers, self.stages, self.microbatches = layers, stages, microbatches
-        folded = next((programs[name] for name in programs if VARIANTS[name].schedule == "w"), None)
+        folded = next((programs[name] for name in programs if VARIANTS[name].lockstep), None)
         costs = self.model.costs()
         self.costs = costs if folded is None else settled(folded, costs)
         pipelines = {name: module for name, module in programs.items() if VARIANTS[name].pipelined}
@@ -101,9 +101,9 @@ class Predictions:
         }
 
     def _step(self, variant: Variant) -> float:
-        if not variant.pipelined or variant.schedule == "w":
+        if not variant.pipelined or variant.lockstep:
             return simulate_module(self.programs[variant.name], self.model.hardware, self.model.costs()).seconds
-        layout = layout_of(variant.schedule, self.layers, self.stages)
+        layout = layout_of(variant.schedule, self.layers, self.stages, variant.chunks)
         schedule = make_schedule(variant.schedule, layout, self.microbatches)
         times, costs = self.times[variant.name], self._costs(variant.name)
         found = evaluate(schedule, costs, meetings=True, sends_beside=not times.communicates)

@@ -65,8 +65,8 @@ class Group:
 
     @property
     def fold(self) -> Result | None:
-        """The fastest W."""
-        return self._fastest(lambda variant: variant.schedule == "w")
+        """The fastest W or interleaved SI."""
+        return self._fastest(lambda variant: variant.lockstep)
 
     def _fastest(self, wanted: Callable[[Variant], bool]) -> Result | None:
         """Of what was run, or where nothing was, of what was compiled."""
@@ -118,7 +118,7 @@ def _sentence(group: Group) -> str:
     if ours is None or pipeline is None:
         return ""
     text = (
-        f"Best pipeline baseline: {_named(group, pipeline)}. The fold: {_named(group, ours)}, "
+        f"Best pipeline baseline: {_named(group, pipeline)}. Strands: {_named(group, ours)}, "
         f"{group.time(pipeline) / group.time(ours):.3f} times as fast"
     )
     if group.run.workload["stages"] == 2 and group.link in GOALS:

@@ -1,8 +1,9 @@
 """What `pipeline.py` compares: train steps of one model and batch on the same GPUs, as pipelines and without one.
 
 A pipeline is a schedule (`passes.pipeline_fold`), who computes embedding and head, and who orders instructions.
-Baselines are what a user has without strands: 1F1B, interleaved 1F1B, DualPipeV and steps without a pipeline, all in
-XLA's order, under every launch setting that ours run under. DualPipeV co-executes, too; in an order of ours it is ours.
+Baselines are what a user has without strands: 1F1B, interleaved 1F1B with two chunks on a stage or four, DualPipeV and
+steps without a pipeline, all in XLA's order, under every launch setting that ours run under. DualPipeV co-executes,
+too; in an order of ours it is ours. W and interleaved SI are ours in any order.
 
     own ends       embedding and head by the stage of the first and of the last chunk: only a stage's own work
     shared ends    each stage has its share of the vocabulary, and all compute it together
@@ -24,6 +25,7 @@ from dhelix.benchmarks.strand_variants import OURS, XLA, Setting
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.manager import Stage
+from dhelix.passes.pipeline_fold import LOCKSTEP
 from dhelix.runtime.schedules import default_passes
 
 
@@ -33,6 +35,7 @@ class Variant:
 
     Attributes:
       schedule: of the pipeline, one of `passes.pipeline_fold.SCHEDULES`; "": no pipeline.
+      chunks: on each stage, of interleaved schedules.
       order: who orders instructions: "xla", or a schedule of `strand_interleave`.
       shared_ends: see above; of pipelines.
       sharding: "shard_map", or "auto" for XLA's partitioner.
@@ -47,15 +50,23 @@ class Variant:
     sharding: Any = "shard_map"
     dp: int = 1
     sends_beside: bool = False
+    chunks: int = 2
 
     @property
     def kind(self) -> str:
-        return OURS if self.schedule == "w" or self.order != "xla" else XLA
+        return OURS if self.lockstep or self.order != "xla" else XLA
 
     @property
     def pipelined(self) -> bool:
         return bool(self.schedule)
 
+    @property
+    def lockstep(self) -> bool:
+        """Whether its program has loops of known rounds alone."""
+        return self.schedule in LOCKSTEP
+
+
+SI = "interleaved_si"
 
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
@@ -66,10 +77,18 @@ VARIANTS: dict[str, Variant] = {
         Variant("W, sends beside, dp", "w", "dp", shared_ends=True, sends_beside=True),
         Variant("W, own ends, xla", "w"),
         Variant("W, own ends, dp", "w", "dp"),
+        Variant("SI, xla", SI, shared_ends=True),
+        Variant("SI, dp", SI, "dp", shared_ends=True),
+        Variant("SI, own ends, dp", SI, "dp"),
+        Variant("SI 4, xla", SI, shared_ends=True, chunks=4),
+        Variant("SI 4, dp", SI, "dp", shared_ends=True, chunks=4),
+        Variant("SI 4, own ends, dp", SI, "dp", chunks=4),
         Variant("1F1B", "1f1b"),
         Variant("1F1B, shared ends", "1f1b", shared_ends=True),
         Variant("interleaved", "interleaved"),
         Variant("interleaved, shared ends", "interleaved", shared_ends=True),
+        Variant("interleaved 4", "interleaved", chunks=4),
+        Variant("interleaved 4, shared ends", "interleaved", shared_ends=True, chunks=4),
         Variant("interleaved, shared ends, dp", "interleaved", "dp", shared_ends=True),
         Variant("DualPipeV", "dualpipev"),
         Variant("DualPipeV, shared ends", "dualpipev", shared_ends=True),
@@ -83,9 +102,9 @@ VARIANTS: dict[str, Variant] = {
 }
 
 ESSENTIAL = (
-    "W, dp; W, own ends, dp; W, list; W, xla; 1F1B; 1F1B, shared ends; interleaved; interleaved, shared ends; "
-    "DualPipeV; DualPipeV, shared ends; DualPipeV, dp; DualPipeV, shared ends, dp; "
-    "no pipeline; no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
+    "SI 4, dp; SI, dp; W, dp; SI, own ends, dp; W, own ends, dp; SI 4, xla; W, xla; 1F1B; 1F1B, shared ends; "
+    "interleaved; interleaved, shared ends; interleaved 4; interleaved 4, shared ends; DualPipeV; "
+    "DualPipeV, shared ends; DualPipeV, dp; no pipeline; no pipeline, GSPMD; no pipeline, DP 2, GSPMD"
 )
 
 NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
@@ -109,6 +128,7 @@ def training_of(
             optimizer,
             microbatches,
             variant.schedule,
+            variant.chunks,
             shared_ends=variant.shared_ends,
             sends_beside=variant.sends_beside,
         )

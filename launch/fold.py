@@ -59,7 +59,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number("stages", 4, "pipeline stages")
     number("microbatches", 12, "micro-batches per step")
     flags.DEFINE_enum("schedule", "w", list(SCHEDULES), "the schedule that is shown", flag_values=values)
-    number("chunks_per_stage", 2, "of the interleaved schedule")
+    number("chunks_per_stage", 2, "of the interleaved schedules")
     real("forward", 1.0, "time of one layer's forward pass")
     real("backward", 2.0, "time of one layer's backward pass")
     gain = "share of both that is gained where one strand goes forward beside the other one backward"

@@ -28,6 +28,7 @@ COLOURS = {  # forward, backward
 }
 TITLES = {
     "w": "W schedule",
+    "interleaved_si": "interleaved SI",
     "1f1b": "1F1B",
     "interleaved": "interleaved 1F1B",
     "dualpipev": "DualPipeV",

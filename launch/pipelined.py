@@ -10,7 +10,7 @@ chunk, ...]. The optimizer works on the folded state (`runtime.pipeline.folded_s
 order, so a run may go on with another number of stages.
 
     embedding, head    split over    computed by                                          for
-    shared ends        tp and pp     all stages, each its part of the vocabulary          W, by hand
+    shared ends        tp and pp     all stages, each its part of the vocabulary          lockstep schedules, by hand
     own ends           tp            the stage of the first and of the last chunk alone   other schedules; "auto"
 
 Shared ends keep the stages equal but join them where an end is computed, which is 1F1B's undoing: some of its stages go
@@ -40,7 +40,7 @@ from dhelix.models import LlamaConfig, Training, llama
 from dhelix.models.layers import resolve_attention
 from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 from dhelix.models.train_step import Gradients, Sharding, assemble, check_mesh, over_mesh, reduce_gradients
-from dhelix.passes.pipeline_fold import Layout
+from dhelix.passes.pipeline_fold import LOCKSTEP, Layout
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.folded_state import Move
 from dhelix.runtime.value_and_grad import value_and_grad
@@ -73,7 +73,8 @@ def make_pipelined_step(
       optimizer: works element by element or with norms; see `folded_state` for what padding forbids.
       schedule, chunks_per_stage, sends_beside: see `Fold`.
       sharding: collectives of dp and tp by hand, or by XLA's partitioner.
-      shared_ends: whether embedding and head are split over `pp`, too; by default with schedule "w" by hand.
+      shared_ends: whether embedding and head are split over `pp`, too; by default in lockstep
+        (schedules "w" and "interleaved_si") by hand.
 
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
@@ -102,7 +103,7 @@ def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
         raise DhelixError(f"sharding={sharding!r} means nothing in a pipeline; take 'shard_map' or 'auto'")
     if sharding == "auto" and asked:
         raise DhelixError("shared_ends=True needs sharding='shard_map': stages share a vocabulary by hand")
-    return schedule == "w" and sharding == "shard_map" if asked is None else asked
+    return schedule in LOCKSTEP and sharding == "shard_map" if asked is None else asked
 
 
 def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:

@@ -14,7 +14,7 @@ from dhelix.passes.pipeline_fold import SCHEDULES
 
 _NAMES = (
     "preset", "layers", "seq", "vocab", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline",
-    "sends_beside", "batch",
+    "chunks_per_stage", "sends_beside", "batch",
 )  # fmt: skip
 
 
@@ -40,10 +40,11 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
     )
     number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh")
     choice("pipeline", None, list(SCHEDULES), "schedule of the pipeline (default: w, two strands)")
+    number("chunks_per_stage", None, "of the interleaved schedules (default: 2)")
     flags.DEFINE_bool(
         "sends_beside",
         default.sends_beside,
-        "messages of schedule w may leave beside the last layers of a tick: for slow links; takes memory",
+        "messages of lockstep schedules may leave beside the last layers of a tick: for slow links; takes memory",
         flag_values=values,
     )
     number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")

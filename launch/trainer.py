@@ -24,6 +24,7 @@ from dhelix.launch import data
 from dhelix.launch.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.passes.pipeline_fold import INTERLEAVED
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
 from dhelix.runtime.strand_interleave import strand_interleave
@@ -53,6 +54,7 @@ class Options:
     mesh: str = ""
     pp: int = 1
     pipeline: str | None = None
+    chunks_per_stage: int | None = None
     sends_beside: bool = False
     sharding: str = "shard_map"
     batch: int | None = None
@@ -173,16 +175,24 @@ def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any])
 
 def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
     if options.pp == 1:
-        for name, given in (("pipeline", options.pipeline is not None), ("sends_beside", options.sends_beside)):
-            if given:
-                raise DhelixError(f"--{name} needs --pp; give the number of stages")
+        given = {
+            "pipeline": options.pipeline is not None,
+            "chunks_per_stage": options.chunks_per_stage is not None,
+            "sends_beside": options.sends_beside,
+        }
+        for name in (name for name, needless in given.items() if needless):
+            raise DhelixError(f"--{name} needs --pp; give the number of stages")
         return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
+    schedule = options.pipeline or "w"
+    if options.chunks_per_stage is not None and schedule not in INTERLEAVED:
+        raise DhelixError(f"--chunks_per_stage is of {' and '.join(INTERLEAVED)}, not of {schedule}; leave it out")
     return make_pipelined_step(
         config,
         mesh,
         optimizer(options),
         options.microbatches,
-        options.pipeline or "w",
+        schedule,
+        options.chunks_per_stage or 2,
         sharding=options.sharding,  # type: ignore
         sends_beside=options.sends_beside,
     )

@@ -1,9 +1,10 @@
 """The U layout and the W schedule, and the other pipeline schedules: data, checks and costs. Start at `schedule.py`."""
 
 from dhelix.passes.pipeline_fold.bidirectional import bidirectional
-from dhelix.passes.pipeline_fold.catalogue import SCHEDULES, layout_of, make_schedule
+from dhelix.passes.pipeline_fold.catalogue import INTERLEAVED, LOCKSTEP, SCHEDULES, layout_of, make_schedule
 from dhelix.passes.pipeline_fold.dual_pipe_v import dual_pipe_v
 from dhelix.passes.pipeline_fold.evaluation import Evaluation, evaluate, evaluate_programs
+from dhelix.passes.pipeline_fold.interleaved_si import interleaved_si
 from dhelix.passes.pipeline_fold.layouts import (
     fold_layout,
     interleaved_layout,
@@ -27,6 +28,8 @@ from dhelix.passes.pipeline_fold.zero_bubble_v import zero_bubble_v
 __all__ = [
     "Cell",
     "Evaluation",
+    "INTERLEAVED",
+    "LOCKSTEP",
     "Layout",
     "Messages",
     "Pattern",
@@ -42,6 +45,7 @@ __all__ = [
     "evaluate_programs",
     "fold_layout",
     "interleaved_layout",
+    "interleaved_si",
     "interleaved_one_forward_one_backward",
     "layout_of",
     "linear_layout",

@@ -47,12 +47,16 @@ def one_forward_one_backward(layout: Layout, microbatches: int) -> Schedule:
 
 def interleaved_one_forward_one_backward(layout: Layout, microbatches: int) -> Schedule:
     """Interleaved 1F1B on an interleaved layout. Raises DhelixError on another layout."""
-    chunks_per_stage = layout.chunks // layout.stages
-    if layout.stage_of != tuple(range(layout.stages)) * chunks_per_stage:
-        raise DhelixError("interleaved 1F1B needs chunk c on stage c mod P: make it with interleaved_layout")
-    _check_microbatches(microbatches)
+    check_interleaved(layout, microbatches)
     orders = of_first(microbatches, [_order(layout, microbatches, stage) for stage in range(layout.stages)])
     return with_slots("interleaved", layout, microbatches, in_ticks(layout, orders, one_way=True), lockstep=False)
+
+
+def check_interleaved(layout: Layout, microbatches: int) -> None:
+    """Raises DhelixError where `layout` is not an interleaved one, or there is no micro-batch."""
+    if layout.stage_of != tuple(range(layout.stages)) * (layout.chunks // layout.stages):
+        raise DhelixError("an interleaved schedule needs chunk c on stage c mod P: make it with interleaved_layout")
+    _check_microbatches(microbatches)
 
 
 def _check_microbatches(microbatches: int) -> None:

@@ -8,6 +8,9 @@ A phase is a loop whose body holds `period` ticks. In its ticks of one place in 
 of work, and messages travel the same ways: one collective-permute, over the ways of all of them together. So each
 phase costs what its ticks cost: a warm-up tick computes no backward pass, and only ticks that need the head hold it.
 
+In lockstep, ticks in a row that hold the same may be one run, a loop within that loop: interleaved SI needs the head in
+P ticks, then in none for (v - 1) P, and so on. That is done where it leaves less to compile.
+
 A collective-permute is a meeting of the pairs that it names, in every tick that holds it (`meetings.py`). Who has
 nothing to say to a neighbour must not meet it, so a loop of a schedule that is not lockstep holds a way only where that
 costs less than it saves compiling.
@@ -22,7 +25,7 @@ they leave beside it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dhelix.passes.pipeline_fold.schedule import Schedule
 from dhelix.passes.pipeline_fold.transfers import Direction, Hop, handed_over
@@ -89,24 +92,35 @@ class Pattern:
         return self.backward or self.both
 
 
+# A pattern, and how many ticks in a row hold it.
+type Run = tuple[Pattern, int]
+
+
 @dataclass(frozen=True)
 class Phase:
-    """`rounds` times the ticks of `patterns`, from tick `first` on."""
+    """`rounds` times the runs of ticks, from tick `first` on."""
 
     first: int
     rounds: int
-    patterns: tuple[Pattern, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Of the ticks of one round."""
+        return tuple(pattern for pattern, ticks in self.runs for _ in range(ticks))
 
 
 def phases(schedule: Schedule) -> tuple[Phase, ...]:
     """The schedule's ticks, in order, as few loops."""
     ticks = [_pattern(schedule, tick) for tick in range(len(schedule.ticks))]
-    result, first = [], 0
+    if not schedule.lockstep:
+        return tuple(_loops([(pattern, 1) for pattern in ticks], 0, lockstep=False))
+    ticks = _with_common_ways(ticks)
+    result, first = list[Phase](), 0
     while first < len(ticks):
-        end = first + 1
-        while end < len(ticks) and (not schedule.lockstep or _ways(ticks[end]) == _ways(ticks[first])):
-            end += 1
-        result += _loops(ticks, first, end, schedule.lockstep)
+        end = next((t for t in range(first, len(ticks)) if _ways(ticks[t]) != _ways(ticks[first])), len(ticks))
+        single, runs = [(tick, 1) for tick in ticks[first:end]], _runs(ticks[first:end])
+        result += min(([*_loops(each, first, lockstep=True)] for each in (single, runs)), key=_bodies)
         first = end
     return tuple(result)
 
@@ -116,19 +130,53 @@ def patterns(schedule: Schedule) -> tuple[Pattern, ...]:
     return tuple(pattern for phase in phases(schedule) for pattern in phase.patterns * phase.rounds)
 
 
-def _loops(ticks: Sequence[Pattern], first: int, end: int, lockstep: bool) -> Iterator[Phase]:
-    while first < end:
-        candidates = [_longest(ticks[first:end], period, lockstep) for period in range(1, LONGEST_PERIOD + 1)]
-        worth = [_worth(ticks[first:], body, rounds, lockstep) for body, rounds in candidates]
+def _with_common_ways(ticks: Sequence[Pattern]) -> list[Pattern]:
+    """Where one exchange serves every tick of a lockstep schedule, all that send hold it.
+
+    In lockstep one more way costs nothing, and two stages that swap in each tick may do it by an all-gather.
+    """
+
+    def common(kind: str) -> tuple[Hop, ...] | None:
+        return _joined_ways([way for tick in ticks for way in getattr(tick, kind).ways], ())
+
+    found = {kind: ways for kind in ("activations", "cotangents") if (ways := common(kind))}
+    return [
+        replace(tick, **{k: replace(m, ways=ways) for k, ways in found.items() if (m := getattr(tick, k)).ways})
+        for tick in ticks
+    ]
+
+
+def _bodies(loops: Sequence[Phase]) -> int:
+    return sum(len(loop.runs) for loop in loops)
+
+
+def _runs(ticks: Sequence[Pattern]) -> list[Run]:
+    """Ticks of a lockstep schedule in as few runs as hold nothing in vain."""
+    runs = [(ticks[0], 1)]
+    for tick in ticks[1:]:
+        pattern, length = runs[-1]
+        joined = _join(pattern, tick, lockstep=True) if _ends(pattern) == _ends(tick) else None
+        runs[-1:] = [(joined, length + 1)] if joined else [(pattern, length), (tick, 1)]
+    return runs
+
+
+def _loops(runs: Sequence[Run], tick: int, lockstep: bool) -> Iterator[Phase]:
+    """Loops over `runs`, the first of which begins with `tick`."""
+    while runs:
+        candidates = [_longest(runs, period, lockstep) for period in range(1, LONGEST_PERIOD + 1)]
+        worth = [_worth(runs, body, rounds, lockstep) for body, rounds in candidates]
         body, rounds = candidates[worth.index(max(worth))]
         if rounds == 1:
             body = body[:1]
-        yield Phase(first, rounds, tuple(body))
-        first += rounds * len(body)
+        runs = runs[rounds * len(body) :]
+        if len(body) == 1:
+            body, rounds = [(body[0][0], 1)], rounds * body[0][1]
+        yield Phase(tick, rounds, tuple(body))
+        tick += rounds * sum(ticks for _, ticks in body)
 
 
-def _worth(ticks: Sequence[Pattern], body: Sequence[Pattern], rounds: int, lockstep: bool) -> float:
-    """Ticks that the loop saves compiling; in a schedule that is not lockstep, less what the sends that it adds cost.
+def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool) -> float:
+    """Runs that the loop saves compiling; in a schedule that is not lockstep, less what the sends that it adds cost.
 
     Who takes part in a send waits for the other side: neighbours that have nothing to say must not meet, or a stage
     that goes forward would wait in each tick for one that goes backward, twice as long. Where all go the same way they
@@ -137,25 +185,39 @@ def _worth(ticks: Sequence[Pattern], body: Sequence[Pattern], rounds: int, locks
     covered = rounds * len(body)
     if lockstep:
         return covered - len(body)
-    stages = 1 + max((max(hop) for pattern in body for hop in pattern.activations.ways), default=0)
+    stages = 1 + max((max(hop) for pattern, _ in body for hop in pattern.activations.ways), default=0)
 
     def added(held: Pattern, own: Pattern) -> float:
         if held.goes_forward and held.goes_backward:
             return (held.exchanges - own.exchanges) / stages
         return held.exchanges > 0 and own.exchanges == 0
 
-    return covered - len(body) - sum(map(added, [*body] * rounds, ticks[:covered]))
+    pairs = zip([*body] * rounds, runs[:covered], strict=True)
+    return covered - len(body) - sum(added(held, own) for (held, _), (own, _) in pairs)
 
 
-def _longest(ticks: Sequence[Pattern], period: int, lockstep: bool) -> tuple[list[Pattern], int]:
-    """The body of a loop of `period` ticks that covers as many of the first ticks as it can, and its rounds."""
-    body, covered = list(ticks[:period]), 1
-    for start in range(period, len(ticks) - period + 1, period):
-        joined = [_join(a, b, lockstep) for a, b in zip(body, ticks[start : start + period], strict=True)]
-        if any(pattern is None for pattern in joined):
+def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run], int]:
+    """The body of a loop of `period` runs that covers as many of the first runs as it can, and its rounds."""
+    body, covered = list(runs[:period]), 1
+    for start in range(period, len(runs) - period + 1, period):
+        joined = [_join_runs(a, b, lockstep) for a, b in zip(body, runs[start : start + period], strict=True)]
+        if any(run is None for run in joined):
             break
-        body, covered = [pattern for pattern in joined if pattern is not None], covered + 1
+        body, covered = [run for run in joined if run is not None], covered + 1
     return body, covered
+
+
+def _join_runs(a: Run, b: Run, lockstep: bool) -> Run | None:
+    """One run that serves both, or None. A longer one holds no end in vain."""
+    (first, ticks), (second, others) = a, b
+    if ticks != others or (ticks > 1 and _ends(first) != _ends(second)):
+        return None
+    joined = _join(first, second, lockstep)
+    return None if joined is None else (joined, ticks)
+
+
+def _ends(pattern: Pattern) -> tuple[bool, bool, bool]:
+    return pattern.embed, pattern.head, pattern.embed_backward
 
 
 def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:

@@ -91,7 +91,7 @@ class Cell:
 class Schedule:
     """
     Attributes:
-      name: "w", "1f1b", "interleaved", "dualpipev".
+      name: of `catalogue.SCHEDULES`.
       ticks: the cells of each tick, stage by stage.
       slots: how many residual slots a stage's ring has; the same on every stage, since they run one program.
       lockstep: whether the program needs no branches: if any stage goes forward in a tick, all do, and the same for

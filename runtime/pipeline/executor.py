@@ -169,15 +169,25 @@ class _Run:
 
     def _phase(self, phase: Phase, state: _State) -> _State:
         def one_round(number: jax.Array, state: _State) -> _State:
-            for place, pattern in enumerate(phase.patterns):
-                tick = self._tick(pattern, phase.first + number * len(phase.patterns) + place)
-                arrived = self._exchange_late(tick, state)
-                state, going = self._begin(tick, state)
-                going = self._chunk(tick, going)
-                state = self._end(tick, self._receive_late(tick, state, *arrived), going)
+            tick = phase.first + number * len(phase.patterns)
+            for pattern, ticks in phase.runs:
+                state = self._run(pattern, tick, ticks, state)
+                tick += ticks
             return state
 
         return lax.fori_loop(0, phase.rounds, one_round, state)
+
+    def _run(self, pattern: Pattern, first: jax.Array, ticks: int, state: _State) -> _State:
+        """`ticks` ticks from `first` on."""
+
+        def one_tick(number: jax.Array | int, state: _State) -> _State:
+            tick = self._tick(pattern, first + number)
+            arrived = self._exchange_late(tick, state)
+            state, going = self._begin(tick, state)
+            going = self._chunk(tick, going)
+            return self._end(tick, self._receive_late(tick, state, *arrived), going)
+
+        return one_tick(0, state) if ticks == 1 else lax.fori_loop(0, ticks, one_tick, state)
 
     def _chunk(self, tick: _Tick, going: _Going) -> _Going:
         """All layers of a chunk."""

@@ -9,7 +9,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
-from dhelix.passes.pipeline_fold import SCHEDULES, Layout, Schedule, layout_of, make_schedule, validate
+from dhelix.passes.pipeline_fold import (
+    INTERLEAVED,
+    LOCKSTEP,
+    SCHEDULES,
+    Layout,
+    Schedule,
+    layout_of,
+    make_schedule,
+    validate,
+)
 from dhelix.runtime.pipeline.folded_state import Path, fold_state, leading_dimensions, unfold_state
 
 
@@ -21,13 +30,14 @@ class Fold:
       stages: P, the size of that axis.
       layers: of the model; None where 2P (the chunks) divide them. Otherwise layers of identity fill up the chunks, and
         only this number tells them apart.
-      schedule: "w" (the fold: two strands on every stage), or a baseline: "1f1b", "interleaved", "dualpipev".
-      chunks_per_stage: of the interleaved schedule.
+      schedule: "w" (the fold: two strands on every stage), "interleaved_si" (the same without the fold: a shorter
+        bubble for more residuals), or a baseline: "1f1b", "interleaved", "dualpipev".
+      chunks_per_stage: of the interleaved schedules.
       axis: of the mesh.
       mesh: needed where `value_and_grad` is called outside of `jax.shard_map`.
-      sends_beside: of the fold: whether messages of an SI block may leave beside its last layers. Where links are slow
-        that is faster by a part of what messages take, for up to 2 % more memory; with chunks of two layers, whose loop
-        has one round then and is none, 8 to 13 % (docs/pipeline.md).
+      sends_beside: of "w" and "interleaved_si": whether messages of an SI block may leave beside its last layers. Where
+        links are slow that is faster by a part of what messages take, for up to 2 % more memory; with chunks of two
+        layers, whose loop has one round then and is none, 8 to 13 % (docs/pipeline.md).
     """
 
     stages: int
@@ -45,13 +55,16 @@ class Fold:
                 raise DhelixError(f"Fold({name}={value!r}): give how many, 1 or more")
         if self.schedule not in SCHEDULES:
             raise DhelixError(f"Fold(schedule={self.schedule!r}) means nothing; take one of {', '.join(SCHEDULES)}")
-        if self.sends_beside and self.schedule != "w":
-            raise DhelixError(f'Fold(sends_beside=True) is of schedule "w", not of "{self.schedule}": leave it out')
+        if self.sends_beside and self.schedule not in LOCKSTEP:
+            schedules = " and ".join(f'"{name}"' for name in LOCKSTEP)
+            raise DhelixError(f'Fold(sends_beside=True) is of {schedules}, not of "{self.schedule}": leave it out')
 
     @property
     def places(self) -> int:
         """Chunks on each stage."""
-        return {"1f1b": 1, "interleaved": self.chunks_per_stage}.get(self.schedule, 2)
+        if self.schedule in INTERLEAVED:
+            return self.chunks_per_stage
+        return 1 if self.schedule == "1f1b" else 2
 
     def fold(self, state: Any, mesh: Mesh | None = None, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
         """A train state with its layers in this pipeline's order (`folded_state.fold_state`).

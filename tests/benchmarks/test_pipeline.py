@@ -69,15 +69,13 @@ def test_every_variant_has_options_for_every_setting(setting: str) -> None:
 
 
 def _training(variant: Variant) -> Training:
-    return training_of(variant, preset("llama-demo", 4), 2, 2, 4, jax.devices()[:4])
+    return training_of(variant, preset("llama-demo", 8), 2, 2, 4, jax.devices()[:4])
 
 
 def test_speed_up_is_over_the_best_pipeline_baseline_of_the_link() -> None:
     text = tables([run(*MEASURED)])
     assert "Best pipeline baseline: 1F1B (no_p2p_connections1), 3300.0 ms" in text
-    assert (
-        "The fold: W, dp (no_p2p_connections1), 2900.0 ms, 1.138 times as fast (must be 1.05, should be 1.12)" in text
-    )
+    assert "Strands: W, dp (no_p2p_connections1), 2900.0 ms, 1.138 times as fast (must be 1.05, should be 1.12)" in text
     assert "Best without a pipeline: no pipeline (no_p2p), 5800.0 ms, 2.000" in text
     assert "| no_p2p | W, dp | 3000.0 (2999.0-3001.0) | 1.100 | 2970.0 (-1.0%) | 30.00 | 0 |" in text
     assert "| no_p2p_connections1 | **W, dp** |" in text

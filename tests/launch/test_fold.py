@@ -19,7 +19,7 @@ Fold = Callable[..., tuple[int, str, str]]
 
 EXAMPLE = ("--layers=32", "--stages=4", "--microbatches=12")
 COSTS = PipelineCosts(1, 2, 2.4)
-NAMES = ("w", "1f1b", "interleaved", "dualpipev")
+NAMES = ("w", "interleaved_si", "1f1b", "interleaved", "dualpipev")
 
 
 @pytest.fixture

@@ -88,6 +88,27 @@ def test_the_bubble_of_interleaved_1f1b_shrinks_with_the_chunks(stages: int, gro
     assert result.bubble_fraction == Fraction(stages - 1, chunks * groups * stages)
 
 
+@settings(max_examples=30)
+@given(stage_counts, st.integers(1, 4), st.integers(1, 4), times, times)
+def test_interleaved_si_has_the_bubble_of_interleaved_1f1b_and_si_blocks(
+    stages: int, groups: int, chunks: int, forward: Fraction, backward: Fraction
+) -> None:
+    layout, microbatches = interleaved_layout(chunks * stages, stages, chunks), groups * stages
+    result = evaluate(make_schedule("interleaved_si", layout, microbatches), PipelineCosts(forward, backward))
+    assert result.bubble_fraction == Fraction(stages - 1, chunks * microbatches)
+    both_ways = Fraction(chunks * (groups - 1) * stages, chunks * (groups + 1) * stages + stages - 1)
+    assert both_ways <= result.co_executed_share
+
+
+@settings(max_examples=30)
+@given(stage_counts, st.integers(1, 14), st.integers(2, 4))
+def test_interleaved_si_is_never_idle_for_longer_than_w(stages: int, microbatches: int, chunks: int) -> None:
+    layers = chunks * 2 * stages  # so both have equal chunks
+    layout = interleaved_layout(layers, stages, chunks)
+    result = evaluate(make_schedule("interleaved_si", layout, microbatches), UNIT)
+    assert result.bubble_fraction <= _evaluate("w", layers, stages, microbatches, UNIT).bubble_fraction
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_zero_bubble_v_has_a_sixth_of_the_bubble_when_its_parts_take_equally_long(stages: int, groups: int) -> None:

@@ -79,6 +79,19 @@ def test_the_loops_of_w(stages: int, microbatches: int) -> None:
     assert len(phases(schedule)) <= 10
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4, 16])
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (2, 4), (4, 2), (8, 2), (8, 4)])
+def test_the_loops_of_interleaved_si(stages: int, chunks: int, groups: int) -> None:
+    """No head in vain, and few bodies, however many micro-batches there are."""
+    schedule = make(("interleaved_si", stages, groups * stages, 0, chunks))
+    held = patterns_by_tick(schedule)
+    kinds = ["both" if p.both else "forward" if p.forward else "backward" for p in held]
+    steady = chunks * (groups - 1) * stages + stages - 1
+    assert kinds == ["forward"] * chunks * stages + ["both"] * steady + ["backward"] * chunks * stages
+    assert sum(p.head for p in held) == groups * stages
+    assert sum(len(phase.runs) for phase in phases(schedule)) <= 12
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_neighbours_under_1f1b_meet_every_other_tick(stages: int) -> None:
     held = patterns(make(("1f1b", stages, 16, 0, 2)))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
 from dhelix.passes.pipeline_fold import (
+    LOCKSTEP,
     SCHEDULES,
     Schedule,
     fold_layout,
@@ -41,7 +42,7 @@ def test_every_schedule_is_valid(name: str, stages: int, microbatches: int, chun
     schedule = make_schedule(name, layout_of(name, layers, stages, chunks_per_stage), microbatches)
     validate(schedule)
     assert schedule.name == name
-    assert schedule.lockstep == (name == "w")
+    assert schedule.lockstep == (name in LOCKSTEP)
 
 
 @given(stage_counts, microbatch_counts)
@@ -101,7 +102,7 @@ def test_dual_pipe_v_holds_a_chunk_more_than_w(stages: int, more: int) -> None:
         ("interleaved", fold_layout(8, 2), "interleaved_layout"),
         ("dualpipev", linear_layout(8, 2), "fold_layout"),
         ("w", interleaved_layout(8, 2, 2), "fold_layout"),
-        ("gpipe", linear_layout(8, 2), "take one of w, 1f1b, interleaved, dualpipev"),
+        ("gpipe", linear_layout(8, 2), "take one of w, interleaved_si, 1f1b, interleaved, dualpipev"),
     ],
 )
 def test_another_layout_is_refused(name: str, layout, says: str) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import dhelix
 from dhelix import Fold
-from dhelix.passes.pipeline_fold import Layout
+from dhelix.passes.pipeline_fold import INTERLEAVED, Layout
 from dhelix.runtime.value_and_grad import microbatching
 
 VOCAB, WIDTH, HIDDEN, SEQ = 16, 8, 16, 4
@@ -132,15 +132,17 @@ class Setting:
     shared: bool = False
     schedule: str = "w"
     sends_beside: bool = False
+    chunks: int = 2
 
     @property
     def name(self) -> str:
+        schedule = self.schedule + (str(self.chunks) if self.schedule in INTERLEAVED else "")
         how = "_shared" * self.shared + "_sends_beside" * self.sends_beside
-        return f"{self.schedule}_pp{self.pp}_tp{self.tp}_dp{self.dp}_M{self.microbatches}_L{self.layers}{how}"
+        return f"{schedule}_pp{self.pp}_tp{self.tp}_dp{self.dp}_M{self.microbatches}_L{self.layers}{how}"
 
     @property
     def fold(self) -> Fold:
-        return Fold(self.pp, layers=self.layers, schedule=self.schedule, sends_beside=self.sends_beside)
+        return Fold(self.pp, self.layers, self.schedule, self.chunks, sends_beside=self.sends_beside)
 
     @property
     def mesh(self) -> Mesh:
@@ -169,7 +171,7 @@ class Setting:
     @property
     def alone(self) -> Setting:
         """The setting whose `plain_steps` this one's steps should equal."""
-        return replace(self, pp=1, tp=1, dp=1, rows=self.rows * self.dp, shared=False, schedule="w")
+        return replace(self, pp=1, tp=1, dp=1, rows=self.rows * self.dp, shared=False, schedule="w", chunks=2)
 
 
 def gradients_of(

@@ -23,6 +23,8 @@ SETTINGS = [
     Setting(pp=8, microbatches=5, layers=16),  # fewer than stages, and odd
     Setting(pp=2, tp=2, dp=2, microbatches=3, layers=12, shared=True, sends_beside=True),  # chunks of three
     Setting(pp=4, microbatches=5, layers=8, sends_beside=True),  # chunks of one
+    Setting(pp=2, tp=2, dp=2, microbatches=5, layers=5, shared=True, schedule="interleaved_si", sends_beside=True),
+    Setting(pp=2, microbatches=10, layers=9, rows=1, schedule="interleaved_si", chunks=4),  # runs of ticks
     Setting(pp=4, microbatches=3, layers=5, schedule="1f1b"),
     Setting(pp=2, tp=2, dp=2, microbatches=3, layers=5, shared=True, schedule="interleaved"),
     Setting(pp=2, tp=2, dp=2, microbatches=5, layers=5, schedule="dualpipev"),
