@@ -39,7 +39,8 @@ def _forward(logits: jax.Array, targets: jax.Array, parallel: Parallel):
     at_target = jnp.where(_is_target(logits, targets, parallel), wide, 0.0)
     # One reduction of both: apart, XLA puts the second into the backward, whose result then needs a buffer of
     # its own.
-    sums = jax.lax.reduce((shares, at_target), (0.0, 0.0), _add_pairs, (logits.ndim - 1,))
+    zero = jnp.float32(0)
+    sums = jax.lax.reduce((shares, at_target), (zero, zero), _add_pairs, (logits.ndim - 1,))
     total, target_logit = parallel.sum(jnp.stack(sums))
     log_total = jnp.log(total) + shift
     return log_total - target_logit, (logits, targets, log_total)

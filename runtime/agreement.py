@@ -86,5 +86,5 @@ def _message(what: str, found: list[str], hosts: list[str]) -> str:
     listed = "; ".join(f"{digest} on {', '.join(members)}" for digest, members in groups.items())
     return (
         f"hosts disagree on the {what}: {listed}. They would wait for each other for ever. "
-        "Start every process with the same source, options, profile files, XLA_FLAGS and package versions"
+        "Start every process with the same source, options, plan and profile files, XLA_FLAGS and package versions"
     )

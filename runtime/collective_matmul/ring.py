@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -65,7 +66,7 @@ class _Lane:
         """Where, among all rows, this lane's part of the chunk of the device that many steps back begins."""
         n = lax.axis_size(self.axis_name)
         me = lax.axis_index(self.axis_name)
-        return lax.rem(me + (-self.direction * steps_back) % n, n) * self.chunk + self.start
+        return lax.rem(me + (-self.direction * steps_back) % n, jnp.int32(n)) * self.chunk + self.start
 
 
 def _lanes(axis_name: str, chunk: int, directions: Directions) -> list[_Lane]:

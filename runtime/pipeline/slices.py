@@ -35,11 +35,16 @@ def add(total: jax.Array, value: jax.Array, counts: jax.Array, *index: Any) -> j
 
 def _slice(array: jax.Array, index: Sequence[Any]) -> jax.Array:
     sizes = [1] * len(index) + list(array.shape[len(index) :])
-    return lax.dynamic_slice(array, [*index, *[0] * (array.ndim - len(index))], sizes)
+    return lax.dynamic_slice(array, _starts(array, index), sizes)
 
 
 def _update(array: jax.Array, part: jax.Array, index: Sequence[Any]) -> jax.Array:
-    return lax.dynamic_update_slice(array, part, [*index, *[0] * (array.ndim - len(index))])
+    return lax.dynamic_update_slice(array, part, _starts(array, index))
+
+
+def _starts(array: jax.Array, index: Sequence[Any]) -> list[jax.Array]:
+    """All of one type: with JAX_ENABLE_X64 a loop's counter is wider than what a table says."""
+    return [jnp.int32(place) for place in (*index, *[0] * (array.ndim - len(index)))]
 
 
 def choose(condition: jax.Array, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:

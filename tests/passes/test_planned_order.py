@@ -73,6 +73,14 @@ def test_another_order_of_segments_is_another_order() -> None:
     assert order == ["b1", "bg", "f1", "fg", "bg_done", "b2", "fg_done", "f2", "fw"]
 
 
+def test_hosts_with_other_plans_do_not_agree() -> None:
+    """Before their first step they compare what the passes were given (`runtime.agreement`)."""
+    module = module_of()
+    plans = [plan_of(module, *PAIRED), plan_of(module, *PAIRED), plan_of(module, *PAIRED[:1])]
+    first, same, other = (PassManager([PlannedOrder(plan)]).fingerprint() for plan in plans)
+    assert first == same != other
+
+
 def test_the_schedule_that_it_finds_plays_no_part() -> None:
     """XLA may schedule the same program in another order; operators are the same all the same."""
     plan = plan_of(module_of(), *PAIRED)

@@ -149,4 +149,5 @@ class Plan:
 
 
 def divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    number = jnp.int32(number)  # with JAX_ENABLE_X64 a loop's counter is wider
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

@@ -10,6 +10,8 @@ import dhelix
 from dhelix.tests.runtime.pipeline.models import (
     Setting,
     assert_close,
+    folded,
+    in_microbatches,
     initial_state,
     pipelined_step,
     pipelined_steps,
@@ -41,6 +43,15 @@ def compare(setting: Setting, state: Any, losses: list[float]) -> None:
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_optimizer_steps_are_those_without_a_pipeline(setting: Setting) -> None:
     compare(setting, *pipelined_steps(setting))
+
+
+def test_a_step_is_traced_where_numbers_are_64_bits_wide() -> None:
+    setting = SETTINGS[1]
+    with jax.enable_x64(True):
+        step = in_microbatches(pipelined_step(setting), setting.microbatches, fold=setting.fold)
+        state = folded(initial_state(setting.layers), setting.fold.layout())
+        (params, _), _ = jax.eval_shape(step, state, setting.batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
 
 
 def test_a_decorated_step_on_a_folded_state() -> None:
