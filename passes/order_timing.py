@@ -7,10 +7,11 @@ orders are ways through an automaton, which is built as far as they go:
     Step           an operator, with what must be laid before it and what travels with it
     state[step]    the seconds lost in it, and the state after it: played by the evaluator once, then looked up
 
-Two orders that differ in one place share the way to that place, which is not walked again where they are asked about
-one after the other, and what follows it as soon as the same is under way again: at the latest when nothing is. Lost is
-what a step takes beyond the least that it can take; it only grows, so an order that lost too much is given up before
-its end.
+Lost is what a step takes beyond the least that it can take; it only grows, so an order that lost too much is given up
+before its end. Of an order that was walked to its end the way is kept, and of the next one only what differs is walked:
+
+    kept     a b c d e f g h      the way to c is the same; behind g, where the same operators are laid as before, the
+    asked    a b c g d e f h      rest is, too, as soon as the same is under way: at the latest when nothing is
 
 Contract: the seconds are those that the evaluator says of the order's sequence, to rounding. With a `grain` what is
 left of collectives is rounded to it, which makes states recur: near enough to tell good orders from bad ones.
@@ -28,6 +29,8 @@ from dhelix.passes.strand_sequences import Body, lay
 from dhelix.passes.timeline import Flights, Player
 
 Order = tuple[int, ...]
+
+_QUANTUM = 2.0**-50  # seconds
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -85,7 +88,10 @@ class States:
             player.play(instruction)
         if step.drains:
             player.drain()
-        return player.now - step.least, self._state(player.flights())
+        lost = player.now - step.least
+        if self.grain:  # sums of such numbers are exact, so an order takes the same whichever way it was walked
+            lost = round(lost / _QUANTUM) * _QUANTUM
+        return lost, self._state(player.flights())
 
     def _state(self, flights: Flights) -> State:
         if self.grain:
@@ -131,8 +137,10 @@ class OrderTiming:
         self._decides = {n: self._deciding(n) for n in self._steps}
         self._last: dict[int, Step] = {}
         self._asked, self._played_before = 0, states.played
-        self._walked: Order = ()  # the last order that was asked about,
-        self._way = [(0.0, states.idle, 0)]  # and after each operator of it: seconds lost, state, mask of what is laid
+        self._kept: Order = ()  # the last order that was walked to its end,
+        # and before each of its operators and after the last one: seconds lost, state, mask of what is laid.
+        self._way: list[tuple[float, State, int]] = [(0.0, states.idle, 0)]
+        self._lost = 0.0  # in all of it, what is drained at its end included
 
     @property
     def work(self) -> int:
@@ -145,21 +153,30 @@ class OrderTiming:
         if self.most_in_flight is not None:
             return self._crowded_seconds(order, stop)
         most, steps, decides, way = stop - self.least, self._steps, self._decides, self._way
-        both = zip(order, self._walked, strict=False)
-        shared = next((k for k, (one, other) in enumerate(both) if one != other), len(order))
-        self._walked = order
-        del way[shared + 1 :]
-        lost, state, laid = way[-1]
-        for number in order[len(way) - 1 :]:
+        first, last = _differing(order, self._kept)
+        place, walked = first, []
+        lost, state, laid = way[first]
+        while place < last or (place < len(order) and (way[place][1] is not state or way[place][2] != laid)):
+            walked.append((lost, state, laid))
+            number = order[place]
             step, mask = steps[number].get(laid & decides[number]) or self._step(number, laid)
             laid |= mask
             more, state = state[step]
             lost += more
             if lost >= most:
                 return math.inf
-            way.append((lost, state, laid))
-        lost += state[self._ending(laid)][0]
-        return self.least + lost if lost < most else math.inf
+            place += 1
+        if place < len(order):
+            ahead = lost - way[place][0]
+            total = self._lost + ahead
+            rest = [(before + ahead, under_way, mask) for before, under_way, mask in way[place:]]
+        else:
+            total = lost + state[self._ending(laid)][0]
+            rest = [(lost, state, laid)]
+        if total >= most:
+            return math.inf
+        self._kept, self._way, self._lost = order, [*way[:first], *walked, *rest], total
+        return self.least + total
 
     def _crowded_seconds(self, order: Order, stop: float) -> float:
         """With ends moved up, so that no more are in flight than allowed; each instruction is a step of its own."""
@@ -212,3 +229,13 @@ class OrderTiming:
             if instruction not in laid and all(b in laid for b in self.timed[instruction]):
                 laid[instruction] = None
         return tuple(laid)[count:]
+
+
+def _differing(order: Order, kept: Order) -> tuple[int, int]:
+    """From where to where `order` differs from `kept`; to its end if it has another length."""
+    first = next((k for k, (one, other) in enumerate(zip(order, kept, strict=False)) if one != other), len(kept))
+    last = len(order)
+    if last == len(kept):
+        while last > first and order[last - 1] == kept[last - 1]:
+            last -= 1
+    return min(first, last), last
