@@ -77,7 +77,9 @@ class Predictions:
     ) -> None:
         self.programs, self.model = programs, setting.costs()
         self.layers, self.stages, self.microbatches = layers, stages, microbatches
-        folded = next((programs[name] for name in programs if VARIANTS[name].lockstep), None)
+        known = [name for name in programs if VARIANTS[name].lockstep]
+        known.sort(key=lambda name: VARIANTS[name].schedule != "w")  # W's before that of others
+        folded = programs[known[0]] if known else None
         costs = self.model.costs()
         self.costs = costs if folded is None else settled(folded, costs)
         pipelines = {name: module for name, module in programs.items() if VARIANTS[name].pipelined}

@@ -3,7 +3,7 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
         python tests/runtime/pipeline/matrix.py --out benchmarks/results
 
-Five optimizer steps in float32 on 8 CPU devices, 160 times, in some 15 minutes; `test_executor.py` runs a few of them.
+Five optimizer steps in float32 on 8 CPU devices, 164 times, in some 5 minutes; `test_executor.py` runs a few of them.
 The difference is of parameters, optimizer state and losses, relative to the largest magnitude of each leaf.
 """
 
@@ -55,7 +55,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
     """By schedule and mesh the largest difference, in Markdown."""
     lines = ["| | " + " | ".join(f"{mesh} ({len(found[mesh])} runs)" for mesh in MESHES) + " |", "|---|" + "---|" * 4]
     for name in SCHEDULES:
-        runs = ([d for run, d in found[mesh].items() if run.split("_pp")[0].rstrip("23") == name] for mesh in MESHES)
+        runs = ([found[mesh][s.name] for s in settings(mesh) if s.schedule == name] for mesh in MESHES)
         lines.append(f"| {name} | " + " | ".join(f"{max(differences):.1e}" for differences in runs) + " |")
     return "\n".join(lines)
 
