@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from dhelix import strand_interleave
 from dhelix.benchmarks.pipeline_predictions import Predictions
 from dhelix.benchmarks.pipeline_variants import NO_GRAPHS, VARIANTS, Variant, options_of, training_of
 from dhelix.benchmarks.strand_results import Result, Run
-from dhelix.benchmarks.strand_worker import Worker, describe
+from dhelix.benchmarks.strand_worker import Worker, describe, work
 from dhelix.errors import DhelixError
 from dhelix.models import Training, preset
 from dhelix.runtime import deviceless
@@ -64,8 +65,8 @@ class PipelineWorker(Worker):
         report = step.report(*example)
         return compiled, {entry.name: entry.outcome for entry in report}, sum(s.seconds for s in report.stages)
 
-    def measure(self) -> None:
-        super().measure()
+    def parts(self) -> Iterator[None]:
+        yield from super().parts()
         if jax.default_backend() == "gpu":
             self.predict_all()
 
@@ -88,9 +89,7 @@ def main() -> None:
     options = Namespace(**json.loads(sys.argv[1]))
     if options.on_paper:
         deviceless.prepare_environment()
-    worker = PipelineWorker(options)
-    worker.measure()
-    worker.save()
+    work(PipelineWorker(options))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Everything is read from one JSON argument, and results are written to a file as they come. The order of events: the
 first variant is compiled, which tunes what is not known yet, then the others, several at a time; each runs its first
 steps from the same state, for losses to compare; then rounds of timed steps, on one state that they hand on; last, one
-traced step of each.
+traced step of each. Between these parts the processes of other settings have their turns (`strand_processes.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import optax
 
 from dhelix import strand_interleave
 from dhelix.benchmarks.gpu_clocks import Clocks
+from dhelix.benchmarks.strand_processes import end_part
 from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
@@ -75,15 +76,18 @@ class Worker:
         """The train step that a variant compiles."""
         return self.training
 
-    def measure(self) -> None:
+    def parts(self) -> Iterator[None]:
+        """Does the work, and yields between its parts, where another setting's process may have its turn."""
         self.compile_all()
         if self.options.on_paper:
             return self.predict_all()
         if self.programs:
             self.check()
         if self.programs and self.options.rounds:
-            self.take_turns()
+            for _ in self.turns():
+                yield
         if self.programs and not self.options.no_traces and jax.default_backend() == "gpu":
+            yield
             self.trace_all()
 
     # --- Compiling.
@@ -191,10 +195,12 @@ class Worker:
             state = None  # or two of them would live
         self.save()
 
-    def take_turns(self) -> None:
+    def turns(self) -> Iterator[None]:
+        """Rounds of timed steps; yields before each."""
         training, state, batches = None, None, []
         with Clocks() as clocks:
             for turn in range(self.options.rounds):
+                yield
                 for program in self.programs:
                     if self.training_of(program.variant) is not training:
                         training, state = self.training_of(program.variant), None  # or two states would live
@@ -348,8 +354,13 @@ def main() -> None:
     if hasattr(options, "coordinator"):
         nodes = SETTINGS[options.setting].nodes
         jax.distributed.initialize(options.coordinator, nodes, options.process, local_device_ids=options.devices)
-    worker = Worker(options)
-    worker.measure()
+    work(Worker(options))
+
+
+def work(worker: Worker) -> None:
+    """All parts, with other settings' turns in between."""
+    for _ in worker.parts():
+        end_part()
     worker.save()
 
 

@@ -5,37 +5,31 @@
     python benchmarks/strands.py --variants schedules --check_steps 20 --rounds 0 --no_traces    # are results right?
     python benchmarks/strand_tables.py DIR/*.json
 
-Settings hold for a whole process, so each has one (two that pose as nodes for `two_nodes`); the variants of a process
-take turns, round by round, so that a slow spell of the machine meets all of them (`strand_worker.py`). What is known
-of XLA's autotuner is loaded, and what one process adds is read by the next, so that all of them run the same kernels.
+Settings hold for a whole process, so each has one (`strand_processes.py`). They take turns, round by round, and so do
+the variants of a process (`strand_worker.py`), so that a slow spell of the machine meets all of them. A GPU's memory is
+divided among them; with `--one_by_one` each has all of it, and they run one after the other.
 
-Results are written after every setting. With `--budget_s` settings that no longer fit are dropped, and the file says
-so; files of several calls on one machine make one set of tables (`strand_tables.py`).
+Results are written after every turn. With `--budget_s` rounds and traces that no longer fit are left out, and settings
+with `--one_by_one`, and the file says so; files of several calls on one machine make one set of tables
+(`strand_tables.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from dhelix.benchmarks.strand_results import Result, Run
+from dhelix.benchmarks.strand_processes import Job
+from dhelix.benchmarks.strand_results import Run
 from dhelix.benchmarks.strand_tables import tables
-from dhelix.benchmarks.strand_variants import ESSENTIAL, SCHEDULES, SETTINGS, VARIANTS, Setting, chosen
+from dhelix.benchmarks.strand_variants import ESSENTIAL, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
-from dhelix.runtime import autotune_results
-from dhelix.runtime.profiling.nodes import emulated_nodes
 
 _WORKER = Path(__file__).parent / "strand_worker.py"
-_CHOICES, _CHOSEN = "autotune.pbtxt", "autotune.part.pbtxt"
 _GRACE_S = 20.0  # that a process may take beyond the budget before it is ended
 _ENDLESS = 1e6  # seconds
 
@@ -66,6 +60,7 @@ def add_common_flags(made: argparse.ArgumentParser, rounds: int) -> None:
     made.add_argument("--check_steps", type=int, default=2, help="first steps, whose results are compared")
     made.add_argument("--settings", default="default", help=f"separated by commas, of: {', '.join(SETTINGS)}")
     made.add_argument("--threads", type=int, default=4, help="compiles at a time, after the first one")
+    made.add_argument("--one_by_one", action="store_true", help="a setting after the other, not by turns")
     made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all settings; 0: no limit")
     made.add_argument("--out", type=Path, default=Path("benchmark-output"))
     made.add_argument("--name", default="", help="of the result file")
@@ -92,7 +87,7 @@ def measure(
     worker: Path = _WORKER,
     show: Callable[[Sequence[Run]], str] = tables,
 ) -> Path:
-    """Runs all settings. Returns the file of results, which is complete after each of them.
+    """Runs all settings. Returns the file of results, which is complete after each turn.
 
     Args:
       name: of that file, unless the arguments say it.
@@ -101,26 +96,37 @@ def measure(
     """
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name or name}.json"
+    settings = [SETTINGS[name] for name in arguments.settings]
+    alone = arguments.one_by_one or arguments.on_paper
+    groups = [[setting] for setting in settings] if alone else [settings]
     began, longest = time.monotonic(), 0.0
     runs: list[Run] = []
     dropped: list[str] = []
-    for number, setting in enumerate(map(SETTINGS.__getitem__, arguments.settings)):
+    for number, group in enumerate(groups):
+        names = ", ".join(setting.name for setting in group)
         left = arguments.budget_s - (time.monotonic() - began) if arguments.budget_s else _ENDLESS
         if left < 0.8 * longest or left < 1:
             reason = f"{left:.0f} s of the budget were left, and the longest took {longest:.0f} s"
-            dropped.append(f"setting {setting.name}: {reason}")
+            dropped.append(f"setting {names}: {reason}")
             print(f"dropped {dropped[-1]}", flush=True)
             continue
         start = time.monotonic()
-        run = run_setting(arguments, setting, left / (len(arguments.settings) - number), left, worker)
+        jobs = [Job(arguments, setting, left / (len(groups) - number), len(group), worker) for setting in group]
+        going = jobs
+        while going:
+            going = [job for job in going if job.turn(start + left + _GRACE_S)]
+            if found := [*runs, *(run for job in jobs if (run := job.run) is not None)]:
+                _merged(found, dropped).write(path)
         longest = max(longest, time.monotonic() - start)
-        if run is None:
-            dropped.append(f"setting {setting.name}: its process gave no results")
-            continue
-        runs.append(run)
-        merged = _merged(runs, dropped)
-        merged.write(path)
-        print(f"{setting.name}: {time.monotonic() - start:.0f} s\n\n{show([merged])}", flush=True)
+        for job in jobs:
+            run = job.run
+            job.close()
+            if run is None:
+                dropped.append(f"setting {job.setting.name}: its process gave no results")
+            else:
+                runs.append(run)
+        if runs:
+            print(f"{names}: {time.monotonic() - start:.0f} s\n\n{show([_merged(runs, dropped)])}", flush=True)
     if not runs:
         raise DhelixError(f"no results: {'; '.join(dropped)}")
     _merged(runs, dropped).write(path)
@@ -137,101 +143,6 @@ def _file_name(arguments: argparse.Namespace) -> str:
     parts = [arguments.preset, f"l{arguments.layers}", f"s{arguments.seq}", f"tp{arguments.tp}{shards}"]
     parts += [f"m{arguments.microbatches}", f"v{arguments.vocab}", arguments.settings[0]]
     return "strands_" + "_".join(parts) + "_unrolled" * arguments.unrolled
-
-
-def run_setting(
-    arguments: argparse.Namespace, setting: Setting, share: float, left: float, worker: Path = _WORKER
-) -> Run | None:
-    """The results of one setting's process or processes; None if there are none.
-
-    Args:
-      share: seconds after which they shall leave out what they can.
-      left: seconds after which they are ended.
-      worker: their script.
-    """
-    file = arguments.out / f"{setting.name}.part.json"
-    file.unlink(missing_ok=True)
-    request = {k: v for k, v in vars(arguments).items() if k != "settings"}
-    request |= {"out": str(arguments.out), "setting": setting.name, "file": str(file), "seconds": share}
-    processes = [
-        subprocess.Popen([sys.executable, str(worker), json.dumps(request | place)], env=environment)
-        for place, environment in places(arguments, setting)
-    ]
-    problem = wait(processes, time.monotonic() + left + _GRACE_S)
-    keep_choices(arguments.out)
-    if problem:
-        print(f"{setting.name}: {problem}; what was measured until then counts", flush=True)
-    if not file.is_file():
-        return None
-    record = json.loads(file.read_text())
-    file.unlink()
-    run = Run(**{**record, "results": [Result(**result) for result in record["results"]]})
-    return dataclasses.replace(run, dropped=[*run.dropped, f"setting {setting.name}: {problem}"]) if problem else run
-
-
-def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str:
-    """Until all have ended, one has failed (the others would wait for it for ever), or it is too late; then why."""
-    problem = ""
-    while not problem and any(process.poll() is None for process in processes):
-        if time.monotonic() > deadline:
-            problem = "out of time"
-        time.sleep(0.1)
-        codes = [process.returncode for process in processes if process.returncode]
-        problem = problem or (f"a process ended with code {codes[0]}" if codes else "")
-    for process in processes:
-        process.kill()
-        process.wait()
-    return problem or next((f"a process ended with code {p.returncode}" for p in processes if p.returncode), "")
-
-
-def places(arguments: argparse.Namespace, setting: Setting) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """For each process where it stands among several, and its environment."""
-    base = environment(setting, arguments.out)
-    if arguments.on_paper:
-        return [({}, {**base, "JAX_PLATFORMS": "cpu,cuda"})]
-    if setting.nodes == 1:
-        return [({}, base)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = emulated_nodes(setting.nodes, arguments.tp // setting.nodes, port)
-    return [
-        ({"coordinator": n.coordinator, "process": n.process, "devices": n.local_device_ids}, {**base, **n.environment})
-        for n in nodes
-    ]
-
-
-def environment(setting: Setting, folder: Path) -> dict[str, str]:
-    """Of a process of this setting. XLA flags that the caller gives stay, and count more."""
-    result = {**os.environ, **setting.environment}
-    flags = [*setting.xla_flags, *_autotuning(folder), os.environ.get("XLA_FLAGS", "")]
-    result["XLA_FLAGS"] = " ".join(flag for flag in flags if flag)
-    result.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    result.setdefault("NCCL_NVLS_ENABLE", "0")
-    return result
-
-
-def _autotuning(folder: Path) -> list[str]:
-    """Flags that load what is known of XLA's choices, and leave all that a process knows in a file of its own."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return []
-    file = folder / _CHOICES
-    known = file if file.is_file() else autotune_results.file()
-    load = [f"--xla_gpu_load_autotune_results_from={known}"] if known else []
-    return [f"--xla_gpu_dump_autotune_results_to={folder / _CHOSEN}", *load]
-
-
-def keep_choices(folder: Path) -> None:
-    """What a process chose anew is there for the next one."""
-    chosen_now = folder / _CHOSEN
-    if not chosen_now.is_file():
-        return
-    known = [file for file in (autotune_results.file(), folder / _CHOICES) if file is not None and file.is_file()]
-    try:
-        (folder / _CHOICES).write_text(autotune_results.merged([*known, chosen_now]))
-    except DhelixError as error:  # compiles at the same time may have written into each other's text
-        print(f"autotuning results are not kept: {error}", flush=True)
-    chosen_now.unlink()
 
 
 if __name__ == "__main__":

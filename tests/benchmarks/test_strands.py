@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dhelix.benchmarks import strand_worker, strands
+from dhelix.benchmarks import strand_processes, strand_worker, strands
 from dhelix.benchmarks.strand_results import Result, Run, causes, groups, read
 from dhelix.benchmarks.strand_tables import into_page, tables
 from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
@@ -229,13 +229,13 @@ def test_names_are_checked() -> None:
 
 def test_a_process_is_started_as_its_setting_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--mine")
-    found = strands.environment(SETTINGS["copy_engine1"], tmp_path)
+    found = strand_processes.environment(SETTINGS["copy_engine1"], tmp_path)
     assert (found["NCCL_CTA_POLICY"], found["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("2", "1")
     assert found["XLA_FLAGS"].split() == [
         "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true", "--mine"
     ] or "autotune" in found["XLA_FLAGS"]  # fmt: skip
     arguments = strands.parser().parse_args([])
-    places = strands.places(arguments, SETTINGS["two_nodes"])
+    places = strand_processes.places(arguments, SETTINGS["two_nodes"])
     assert [(place["process"], place["devices"]) for place, _ in places] == [(0, (0, 1)), (1, (2, 3))]
     assert len({environment["NCCL_HOSTID"] for _, environment in places}) == 2
 
@@ -243,14 +243,14 @@ def test_a_process_is_started_as_its_setting_says(monkeypatch: pytest.MonkeyPatc
 def test_choices_of_the_autotuner_go_from_process_to_process(tmp_path: Path) -> None:
     shipped = autotune_results.file()
     assert shipped is not None
-    strands.keep_choices(tmp_path)  # nothing was chosen
+    strand_processes.keep_choices(tmp_path)  # nothing was chosen
     assert not list(tmp_path.iterdir())
     (tmp_path / "autotune.part.pbtxt").write_text(shipped.read_text().splitlines()[0] + "\n")
-    strands.keep_choices(tmp_path)
+    strand_processes.keep_choices(tmp_path)
     kept = (tmp_path / "autotune.pbtxt").read_text()
     assert kept == autotune_results.merged([shipped])
     (tmp_path / "autotune.part.pbtxt").write_text("entries { key { dev")
-    strands.keep_choices(tmp_path)
+    strand_processes.keep_choices(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["autotune.pbtxt"]
     assert (tmp_path / "autotune.pbtxt").read_text() == kept
 
@@ -261,17 +261,29 @@ def test_errors_of_passes_are_told_in_one_line() -> None:
     assert strand_worker.first_line(ValueError("a\nb")) == "ValueError: a"
 
 
-def test_a_process_that_fails_ends_the_others() -> None:
-    def start(code: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", code])
+def started(code: str) -> subprocess.Popen[bytes]:
+    return strand_processes.start([sys.executable, "-c", code], dict(os.environ))
 
+
+def test_a_process_that_fails_ends_the_others() -> None:
     began = time.monotonic()
     later = began + 60
-    sleeper = "import time; time.sleep(60)"
-    assert strands.wait([start("raise SystemExit(3)"), start(sleeper)], later) == "a process ended with code 3"
-    assert strands.wait([start(sleeper)], began) == "out of time"
-    assert strands.wait([start("")], later) == ""
+    sleeper, failing = "import time; time.sleep(60)", "raise SystemExit(3)"
+    assert strand_processes.wait([started(failing), started(sleeper)], later) == (False, "a process ended with code 3")
+    assert strand_processes.wait([started(sleeper)], began) == (False, "out of time")
+    assert strand_processes.wait([started("")], later) == (False, "")
     assert time.monotonic() - began < 50
+
+
+def test_a_process_waits_between_its_parts(capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"for part in (1, 2): print('part', part); print('{strand_processes.PART_DONE}', flush=True); input()"
+    process = started(code)
+    for part in (1, 2):
+        assert strand_processes.wait([process], time.monotonic() + 60) == (True, "")
+        assert capfd.readouterr().out == f"part {part}\n"
+        assert process.poll() is None and process.stdin is not None
+        process.stdin.write(b"\n")
+    assert strand_processes.wait([process], time.monotonic() + 60) == (False, "")
 
 
 @pytest.mark.slow
@@ -283,7 +295,7 @@ def test_programs_on_paper_are_predicted(tmp_path: Path) -> None:
     options.variants = ["plain", "plain, PGLE", "strands, dp", "strands, no communication"]
     options.setting, options.seconds, options.out, options.file = "default", 1e6, tmp_path, tmp_path / "r.json"
     worker = strand_worker.Worker(options)
-    worker.measure()
+    assert not list(worker.parts())
     worker.save()
     found = read(tmp_path / "r.json").results
     assert [r.failed for r in found] == [""] * 4
@@ -296,12 +308,23 @@ def test_a_call_on_cpu_devices(tmp_path: Path) -> None:
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     sizes = "--preset llama-demo --layers 2 --seq 32 --vocab 64 --microbatches 3 --rounds 2 --steps 1".split()
-    rest = ["--variants", "plain;strands", "--settings", "default", "--name", "tiny", "--out", str(tmp_path)]
+    rest = [
+        "--variants",
+        "plain;strands",
+        "--settings",
+        "default,connections1",
+        "--name",
+        "tiny",
+        "--out",
+        str(tmp_path),
+    ]
     command = [sys.executable, str(ROOT / "benchmarks" / "strands.py"), *sizes, *rest]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    assert "| default | plain |" in output and "| default | **strands** |" in output
+    assert all(f"| {setting} | plain |" in output for setting in ("default", "connections1"))
     assert "within bf16" not in output
     found = read(tmp_path / "tiny.json")
-    assert [len(r.steps_ms) for r in found.results] == [2, 2]
-    assert found.results[0].losses == found.results[1].losses
+    assert [(r.setting, len(r.steps_ms)) for r in found.results] == [
+        ("default", 2), ("default", 2), ("connections1", 2), ("connections1", 2)
+    ]  # fmt: skip
+    assert found.results[0].losses == found.results[1].losses == found.results[3].losses
     assert found.results[1].passes["strand-duplication"] == "changed"
