@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 RESULTS = Path(__file__).parent / "results"
-W, ONE, OWN_ENDS = "W, xla", "1F1B, shared ends", "1F1B"
+W, ONE, OWN_ENDS, SI = "W, xla", "1F1B, shared ends", "1F1B", "SI, xla"
 BIDIRECTIONAL = "bidirectional"
 
 
@@ -258,7 +258,7 @@ def study(name: str, path: Path) -> list[Need]:
     """Runs one study, written after every search. What the file holds already is not compiled again."""
     needs = load(path) if path.is_file() else []
     if name == "steps":
-        for variant in (W, ONE, OWN_ENDS):
+        for variant in (W, SI, ONE, OWN_ENDS):
             if variant not in [need.variant for need in needs]:
                 needs.append(say(measure(STEPS, variant, STEPS.layers)))
                 save(path, needs)
