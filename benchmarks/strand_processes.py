@@ -105,10 +105,9 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple
     late. Returns whether they go on, and what is wrong if they should but do not; then they are ended."""
     working, paused, problem = list(processes), 0, ""
     while working and not problem:
-        ready, _, _ = select.select([process.stdout for process in working], [], [], 0.1)
-        for process in [process for process in working if process.stdout in ready]:
-            assert process.stdout is not None
-            line = process.stdout.readline().decode(errors="replace")
+        outputs = {process.stdout: process for process in working if process.stdout is not None}
+        for output in select.select(list(outputs), [], [], 0.1)[0]:
+            process, line = outputs[output], output.readline().decode(errors="replace")
             if line.strip() == PART_DONE:
                 paused += 1
                 working.remove(process)

@@ -1,4 +1,4 @@
-"""`dhelix train --pp`: checkpoints that any number of stages goes on from, and what is refused."""
+"""`dhelix train --pp`: checkpoints that any stages and schedule go on from, and what is refused."""
 
 import json
 import shutil
@@ -9,6 +9,7 @@ import pytest
 
 from dhelix.launch import cli
 
+SI = "--pipeline=interleaved_si"
 SMALL = ("--layers=4", "--seq=16", "--microbatches=2", "--batch=4", "--steps=4", f"--data={__file__}")
 
 
@@ -34,7 +35,7 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pyt
 
     whole, lines = train("--pp=2", "--mesh=dp=2,tp=2", f"--checkpoint_dir={tmp_path / 'run'}", "--save_every=2")
     assert "interleaved, 2 micro-batches, schedule w; pp 2 x dp 2 x tp 2" in lines[0]
-    for number, stages in enumerate((["--mesh=dp=2,tp=2", "--plain"], ["--pp=2", "--mesh=dp=1,tp=4"])):
+    for number, stages in enumerate((["--mesh=dp=2,tp=2", "--plain"], ["--pp=2", "--mesh=dp=1,tp=4", SI])):
         rest, lines = train(*stages, without_steps_after_2(str(number)), "--resume")
         assert any(line.startswith("resumed from step 2") for line in lines)
         assert not any(line.startswith("note: ") for line in lines)
