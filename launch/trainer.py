@@ -24,7 +24,6 @@ from dhelix.launch import data
 from dhelix.launch.checkpoint import CheckpointError, Checkpoints
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
-from dhelix.passes.pipeline_fold import INTERLEAVED
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
 from dhelix.runtime.strand_interleave import strand_interleave
@@ -183,15 +182,12 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
         for name in (name for name, needless in given.items() if needless):
             raise DhelixError(f"--{name} needs --pp; give the number of stages")
         return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
-    schedule = options.pipeline or "w"
-    if options.chunks_per_stage is not None and schedule not in INTERLEAVED:
-        raise DhelixError(f"--chunks_per_stage is of {' and '.join(INTERLEAVED)}, not of {schedule}; leave it out")
     return make_pipelined_step(
         config,
         mesh,
         optimizer(options),
         options.microbatches,
-        schedule,
+        options.pipeline or "w",
         options.chunks_per_stage or 2,
         sharding=options.sharding,  # type: ignore
         sends_beside=options.sends_beside,

@@ -56,8 +56,13 @@ class Fold:
         if self.schedule not in SCHEDULES:
             raise DhelixError(f"Fold(schedule={self.schedule!r}) means nothing; take one of {', '.join(SCHEDULES)}")
         if self.sends_beside and self.schedule not in LOCKSTEP:
-            schedules = " and ".join(f'"{name}"' for name in LOCKSTEP)
-            raise DhelixError(f'Fold(sends_beside=True) is of {schedules}, not of "{self.schedule}": leave it out')
+            self._refuse("sends_beside=True", LOCKSTEP)
+        if self.chunks_per_stage != 2 and self.schedule not in INTERLEAVED:
+            self._refuse(f"chunks_per_stage={self.chunks_per_stage}", INTERLEAVED)
+
+    def _refuse(self, option: str, schedules: tuple[str, ...]) -> None:
+        names = " and ".join(f'"{name}"' for name in schedules)
+        raise DhelixError(f'Fold({option}) is of {names}, not of "{self.schedule}": leave it out')
 
     @property
     def places(self) -> int:

@@ -104,14 +104,15 @@ def test_a_state_in_the_models_order_comes_from_any_number_of_stages() -> None:
     [
         ({}, ("tp", "pp")),
         ({"schedule": "1f1b"}, "tp"),
-        ({"schedule": "interleaved"}, "tp"),
+        ({"schedule": "interleaved", "chunks_per_stage": 1}, "tp"),
+        ({"schedule": "interleaved_si", "chunks_per_stage": 1}, ("tp", "pp")),
         ({"schedule": "1f1b", "shared_ends": True}, ("tp", "pp")),
         ({"shared_ends": False}, "tp"),
         ({"sharding": "auto"}, "tp"),
     ],
 )
 def test_stages_that_wait_for_neighbours_alone_share_no_ends(choices: dict[str, Any], ends: Any) -> None:
-    training = with_choices(**{"chunks_per_stage": 1, **choices})
+    training = with_choices(**choices)
     params = training.abstract_state().params
     assert params["embedding"].sharding.spec == PartitionSpec(ends)
     assert params["head"].sharding.spec == PartitionSpec(None, ends)

@@ -55,7 +55,7 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pyt
         (["--sends_beside"], "--sends_beside needs --pp"),
         (["--pp=2", "--mesh=dp=4", "--pipeline=1f1b", "--sends_beside"], '"interleaved_si", not of "1f1b"'),
         (["--chunks_per_stage=4"], "--chunks_per_stage needs --pp"),
-        (["--pp=2", "--mesh=dp=4", "--chunks_per_stage=4"], "of interleaved_si and interleaved, not of w"),
+        (["--pp=2", "--mesh=dp=4", "--chunks_per_stage=4"], '"interleaved", not of "w": leave it out'),
         (["--mesh=pp=2"], "stages of a pipeline are --pp"),
     ],
 )

@@ -57,6 +57,7 @@ def test_what_makes_no_pipeline() -> None:
     names = "w, interleaved_si, 1f1b, interleaved, dualpipev"
     refuse(rf"schedule='gpipe'\) means nothing; take one of {names}", Fold, 2, schedule="gpipe")
     refuse(r'"w" and "interleaved_si", not of "1f1b"', Fold, 2, schedule="1f1b", sends_beside=True)
+    refuse(r'chunks_per_stage=4\) is of "interleaved_si" and "interleaved", not of "w"', Fold, 2, chunks_per_stage=4)
     refuse(r"6 layers do not divide into 4 chunks: say Fold\(layers=6\)", Fold(2).layout, 6)
     refuse("3 layers do not fill 4 chunks on 2 stages", Fold(2, layers=3).layout)
     refuse(r"Fold\(layers=\) is needed", Fold(2).layout)
