@@ -2,7 +2,10 @@
 
     ticks of W, P = 2, M = 4      0 1 2 3 | 4 5 6 7 8 9 | 10 | 11 12 13
     goes                             F    |  F and B    |  B |    B
-    phase                          loop   |    loop     |    |  loop + 1      (the head belongs to ticks 4, 6, 8 and 10)
+    phases                         loop   |    loop     |    |  each alone
+    embedding, forward            x   x     x   x
+    head                                    x   x   x     x
+    embedding, backward                           x   x        x     x
 
 A phase is a loop whose body holds `period` ticks. In its ticks of one place in the body every stage does the same kind
 of work, and messages travel the same ways: one collective-permute, over the ways of all of them together. So each
@@ -223,11 +226,15 @@ def _ends(pattern: Pattern) -> tuple[bool, bool, bool]:
 def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
     """One pattern that serves both, or None.
 
-    In lockstep a head that only one of them needs would cost the other. In other schedules each tick would have a loop
-    over layers, of no round, for what only the other one does: one of them has to hold all that the other one does.
+    In lockstep a head that only one of them needs would cost the other; so would another end, which the first and last
+    SI blocks bear, since a body of them takes long to compile. In other schedules each tick would have a loop over
+    layers, of no round, for what only the other one does: one of them has to hold all that the other one does.
     """
     activations, cotangents = a.activations.joined(b.activations), a.cotangents.joined(b.cotangents)
-    alike = a.head == b.head if lockstep else _kinds(a) <= _kinds(b) or _kinds(b) <= _kinds(a)
+    if lockstep:
+        alike = a.head == b.head and (a.both or _ends(a) == _ends(b))
+    else:
+        alike = _kinds(a) <= _kinds(b) or _kinds(b) <= _kinds(a)
     if activations is None or cotangents is None or not alike:
         return None
     return Pattern(

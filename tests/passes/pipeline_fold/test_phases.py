@@ -89,7 +89,7 @@ def test_the_loops_of_interleaved_si(stages: int, chunks: int, groups: int) -> N
     steady = chunks * (groups - 1) * stages + stages - 1
     assert kinds == ["forward"] * chunks * stages + ["both"] * steady + ["backward"] * chunks * stages
     assert sum(p.head for p in held) == groups * stages
-    assert sum(len(phase.runs) for phase in phases(schedule)) <= 12
+    assert sum(len(phase.runs) for phase in phases(schedule)) <= 13
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
