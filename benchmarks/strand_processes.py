@@ -14,6 +14,7 @@ What one adds to XLA's autotuning is read by the next one that starts, so that a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -64,7 +65,8 @@ class Job:
         if self.processes:
             for process in self.processes:
                 assert process.stdin is not None
-                process.stdin.write(b"\n")
+                with contextlib.suppress(BrokenPipeError):  # one that has ended meanwhile is found by `wait`
+                    process.stdin.write(b"\n")
         else:
             self._start()
         running, self.problem = wait(self.processes, deadline)
