@@ -3,7 +3,7 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
         python tests/runtime/pipeline/matrix.py --out benchmarks/results
 
-Five optimizer steps in float32 on 8 CPU devices, 164 times, in some 5 minutes; `test_executor.py` runs a few of them.
+Five optimizer steps in float32 on 8 CPU devices, 164 times, in some 8 minutes; `test_executor.py` runs a few of them.
 The difference is of parameters, optimizer state and losses, relative to the largest magnitude of each leaf.
 """
 
