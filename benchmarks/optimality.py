@@ -72,6 +72,13 @@ class Row:
 
 def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
     """The interleaved step of 4 H200s that need not be there."""
+    from dhelix.runtime import deviceless, lowering
+
+    return lowering.compiled_module(deviceless.compile_tuned(lowered_step(preset_name, microbatches, layers=layers)))
+
+
+def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
+    """The same before it is compiled, to be scheduled by XLA. `model`: options of `models.preset`."""
     from dhelix.runtime import deviceless
 
     deviceless.prepare_environment()
@@ -81,16 +88,14 @@ def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
     from dhelix.models import preset
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
-    from dhelix.runtime import lowering
     from dhelix.runtime.schedules import default_passes
 
     mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)
-    config = preset(preset_name, layers=layers, seq=8192)
+    config = preset(preset_name, **{"seq": 8192, **model})
     training = make_train_step(config, mesh, optax.adamw(1e-4), microbatches=microbatches)
     structure = default_passes("xla")  # the step as XLA schedules it
     step = strand_interleave(training.train_step, passes=structure, strict=True, donate_argnums=0)
-    lowered: Any = step.lower(training.abstract_state(), training.abstract_batch(microbatches))
-    return lowering.compiled_module(deviceless.compile_tuned(lowered))
+    return step.lower(training.abstract_state(), training.abstract_batch(microbatches))
 
 
 def layer_body(module: HloModule, costs: Costs) -> Computation:

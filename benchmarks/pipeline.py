@@ -6,14 +6,14 @@
     python benchmarks/pipeline_tables.py DIR/*.json
 
 All variants (`pipeline_variants.py`) run the same model on the same batch, stages x tensor parallelism on all GPUs, or
-no pipeline at all. How it is done is told in `strands.py`: a process for each launch setting, variants that take turns,
-results written after every setting, autotuning that one process adds and the next one reads. The variant that
-matters most comes first. Losses of the first steps are compared with each other's; the tables say what differs.
+no pipeline at all. How it is done is told in `strands.py`: a process for each launch setting, all of which take turns,
+as variants do, results written after every turn, autotuning that one process adds and the next one reads. The variant
+that matters most comes first. Losses of the first steps are compared with each other's; the tables say what differs.
 
 Time, for 16 layers of Llama-8B on 4 H200s: a step takes 2 to 3 s (6 s without peer-to-peer and pipeline), and each
 variant of a setting check_steps + rounds x steps of them; compiles take about a minute each on 2 cores, 25 s of it
-the passes of "dp", and run `--threads` at a time. So a setting with the 14 variants of `ESSENTIAL` takes about
-7 minutes without peer-to-peer, one with 6 of them 3 minutes.
+the passes of "dp", and run `--threads` at a time. A setting with 14 variants took about 7 minutes without
+peer-to-peer, one with 6 of them 3 minutes.
 
 Whether the largest model of `pipeline_memory.py` fits on the card, in one step:
 

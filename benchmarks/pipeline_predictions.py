@@ -77,9 +77,8 @@ class Predictions:
     ) -> None:
         self.programs, self.model = programs, setting.costs()
         self.layers, self.stages, self.microbatches = layers, stages, microbatches
-        known = [name for name in programs if VARIANTS[name].lockstep]
-        known.sort(key=lambda name: VARIANTS[name].schedule != "w")  # W's before that of others
-        folded = programs[known[0]] if known else None
+        lockstep = (name for name in programs if VARIANTS[name].lockstep)
+        folded = programs.get(min(lockstep, key=lambda name: VARIANTS[name].schedule != "w", default=""))
         costs = self.model.costs()
         self.costs = costs if folded is None else settled(folded, costs)
         pipelines = {name: module for name, module in programs.items() if VARIANTS[name].pipelined}

@@ -1,8 +1,8 @@
 """Interleaved SI: an SI block in each tick, as under W, on the layout of interleaved 1F1B. Half of W's bubble, or less.
 
 Micro-batches go through the v chunks of a stage in groups of P, forward and backward, as under interleaved 1F1B. That
-goes one way in each tick; here a stage goes both ways, in lockstep. The k-th forward of stage s is in tick k + s, its
-k-th backward in tick vP + k + (P - 1 - s):
+goes one way in each tick; here a stage goes both ways, in lockstep. Micro-batch m starts in tick
+t = vP (m div P) + m mod P; its chunk c goes forward in tick t + c and backward in tick t + 2vP - 1 - c:
 
     P = 2, v = 2, M = 4    tick   0    1    2    3    4    5    6    7    8    9   10   11   12
     stage 0, forward            F0.0 F1.0 F0.2 F1.2 F2.0 F3.0 F2.2 F3.2
@@ -43,12 +43,10 @@ def interleaved_si(layout: Layout, microbatches: int) -> Schedule:
     forward, backward = dict[tuple[int, int], Item](), dict[tuple[int, int], Item]()
     for microbatch in range(microbatches):
         group, member = divmod(microbatch, stages)
+        start = chunks * group + member
         for chunk, stage in enumerate(layout.stage_of):
-            place = chunk // stages
-            first = group * chunks + member
-            forward[first + place * stages + stage, stage] = (microbatch, chunk)
-            back = chunks - stages - place * stages + stages - 1 - stage
-            backward[chunks + first + back, stage] = (microbatch, chunk)
+            forward[start + chunk, stage] = (microbatch, chunk)
+            backward[start + 2 * chunks - 1 - chunk, stage] = (microbatch, chunk)
     ticks = 1 + max(tick for tick, _ in backward)
     timetable = [
         [(forward.get((tick, stage)), backward.get((tick, stage))) for stage in range(stages)] for tick in range(ticks)
