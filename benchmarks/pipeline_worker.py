@@ -49,7 +49,7 @@ class PipelineWorker(Worker):
         if same not in self.trainings:
             o = self.options
             config = preset(o.preset, o.layers, seq=o.seq, vocab=o.vocab)
-            devices = deviceless.topology("h200", f"1x1x{o.tp}").devices if o.on_paper else jax.devices()
+            devices = deviceless.topology(o.hardware.lower(), f"1x1x{o.tp}").devices if o.on_paper else jax.devices()
             stages, tp = o.stages, o.tp // o.stages
             self.trainings[same] = training_of(variant, config, stages, tp, o.microbatches, devices)
         return self.trainings[same]

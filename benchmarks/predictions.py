@@ -27,6 +27,7 @@ from dhelix.benchmarks import pipeline, pipeline_tables, pipeline_variants, stra
 from dhelix.benchmarks.strand_results import Run, read
 from dhelix.benchmarks.strand_tables import into_page
 from dhelix.errors import DhelixError
+from dhelix.profiles.hardware import gpu_name
 from dhelix.profiles.storage import SEARCH_PATH
 
 _RESULTS = Path(__file__).parent / "results"
@@ -57,23 +58,31 @@ class Step:
 
 def steps_of(files: Sequence[Path], out: Path) -> list[Step]:
     """All rows that can be predicted; programs of one workload are compiled once."""
-    wanted: dict[str, dict[str, list[str]]] = {}
+    wanted: dict[tuple[str, str], dict[str, list[str]]] = {}
     runs = [(file.stem, _read(file)) for file in files]
     for _, run in runs:
         for setting, variant, _, _ in _measured(run):
-            variants = wanted.setdefault(json.dumps(run.workload, sort_keys=True), {}).setdefault(setting, [])
+            variants = wanted.setdefault(_step(run), {}).setdefault(setting, [])
             variants += [variant] * (variant not in variants)
-    found: dict[tuple[str, str, str], float] = {}
-    for workload, settings in wanted.items():
+    found: dict[tuple[tuple[str, str], str, str], float] = {}
+    for step, settings in wanted.items():
+        gpu, workload = step
         for setting, variants in settings.items():
-            for name, ms in _predicted(json.loads(workload), setting, variants, out).items():
-                found[workload, setting, name] = ms
+            for name, ms in _predicted(gpu, json.loads(workload), setting, variants, out).items():
+                found[step, setting, name] = ms
     return [
         Step(file, _link(run, setting), setting, variant, measured, traced, round(found[key], 2))
         for file, run in runs
         for setting, variant, measured, traced in _measured(run)
-        if (key := (json.dumps(run.workload, sort_keys=True), setting, variant)) in found
+        if (key := (_step(run), setting, variant)) in found
     ]
+
+
+def _step(run: Run) -> tuple[str, str]:
+    """The GPU, and the workload as text."""
+    return gpu_name(str(run.on.get("gpus", strand_variants.GPU)).partition(",")[0]), json.dumps(
+        run.workload, sort_keys=True
+    )
 
 
 def _read(file: Path) -> Run:
@@ -91,13 +100,15 @@ def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
             yield result.setting, result.variant, statistics.median(result.steps_ms), result.span_ms or 0.0
 
 
-def _predicted(workload: dict[str, Any], setting: str, variants: Sequence[str], out: Path) -> dict[str, float]:
+def _predicted(
+    gpu: str, workload: dict[str, Any], setting: str, variants: Sequence[str], out: Path
+) -> dict[str, float]:
     """Milliseconds by variant; empty, with a line, where nothing could be predicted."""
     stages = workload.get("stages", 0)
     names = ("preset", "layers", "seq", "vocab", "microbatches", *(() if stages else ("channels", "shards")))
     given = {name: workload.get(name, 0) for name in names} | {"tp": workload["tp"] * (stages or 1)}
     given |= {"stages": stages} if stages else {}
-    given |= {"out": out, "settings": setting, "variants": "; ".join(variants), "name": "part"}
+    given |= {"hardware": gpu, "out": out, "settings": setting, "variants": "; ".join(variants), "name": "part"}
     module = pipeline if stages else strands
     options = module.parser().parse_args(["--on_paper", *(f"--{name}={value}" for name, value in given.items())])
     if workload.get("channels"):

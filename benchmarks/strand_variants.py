@@ -31,7 +31,7 @@ from dhelix.runtime.schedules import default_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 GPU = "H200"
-"""Whose shipped profile gives costs."""
+"""Whose profile gives costs where no other is named."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Setting:
       link: of the profile that describes it, one of `profiles.hardware.LINKS`.
       profiled: the launch setting of that profile (`profiles.profile.SETTINGS`).
       nodes: processes that NCCL takes for nodes.
+      gpu: whose profile that is.
     """
 
     name: str
@@ -50,10 +51,11 @@ class Setting:
     link: str = "nvlink"
     profiled: str = "default"
     nodes: int = 1
+    gpu: str = GPU
 
     @property
     def hardware(self) -> Hardware:
-        return describe(GPU, self.link)
+        return describe(self.gpu, self.link)
 
     @property
     def copy_engines(self) -> bool:
@@ -65,15 +67,15 @@ class Setting:
         Args:
           link: another one than the setting's own.
         """
-        return _costs(link or self.link, self.profiled)
+        return _costs(self.gpu, link or self.link, self.profiled)
 
 
 @functools.cache
-def _costs(link: str, profiled: str) -> CostModel:
+def _costs(gpu: str, link: str, profiled: str) -> CostModel:
     try:
-        return CostModel.find(GPU, link, profiled)
+        return CostModel.find(gpu, link, profiled)
     except DhelixError:
-        return CostModel.find(GPU, link, "default")
+        return CostModel.find(gpu, link, "default")
 
 
 _NO_P2P = {"NCCL_P2P_DISABLE": "1"}

@@ -28,7 +28,7 @@ from dhelix import strand_interleave
 from dhelix.benchmarks.gpu_clocks import Clocks
 from dhelix.benchmarks.strand_processes import end_part
 from dhelix.benchmarks.strand_results import Result, Run
-from dhelix.benchmarks.strand_variants import GPU, SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.benchmarks.strand_variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
 from dhelix.models import preset
 from dhelix.models.config import LlamaConfig
@@ -59,7 +59,7 @@ class Worker:
 
     def __init__(self, options: Namespace) -> None:
         self.options = options
-        self.setting: Setting = SETTINGS[options.setting]
+        self.setting: Setting = replace(SETTINGS[options.setting], gpu=gpu_of(options))
         self.began = time.monotonic()
         self.training = self.make_training()
         self.run = self.describe()
@@ -266,6 +266,12 @@ class Worker:
             print(f"[{time.monotonic() - self.began:4.0f} s] {self.setting.name}: {text}", file=sys.stderr, flush=True)
 
 
+def gpu_of(options: Namespace) -> str:
+    """Whose costs the orders are found by."""
+    here = not options.on_paper and jax.default_backend() == "gpu"
+    return hardware.gpu_name(jax.devices()[0].device_kind) if here else options.hardware
+
+
 def make_training(options: Namespace) -> Training:
     config = preset(
         options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled
@@ -274,7 +280,10 @@ def make_training(options: Namespace) -> Training:
         config = narrowed(config, options.tp, options.shards)
     nodes = SETTINGS[options.setting].nodes
     shape = f"1x{nodes}x{options.tp // nodes}"
-    mesh = deviceless.mesh({"dp": 1, "tp": options.tp}, shape=shape) if options.on_paper else make_mesh(1, options.tp)
+    if options.on_paper:
+        mesh = deviceless.mesh({"dp": 1, "tp": options.tp}, options.hardware.lower(), shape)
+    else:
+        mesh = make_mesh(1, options.tp)
     return make_train_step(config, mesh, optax.adamw(1e-4), microbatches=options.microbatches)
 
 
@@ -296,7 +305,11 @@ def describe(options: Namespace, training: Training) -> Run:
     tokens = options.microbatches * options.seq
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
-    gpus = f"{options.tp} x {GPU}, on paper" if options.on_paper else f"{on.gpus} x {on.gpu}, driver {on.driver}"
+    gpus = (
+        f"{options.tp} x {options.hardware}, on paper"
+        if options.on_paper
+        else f"{on.gpus} x {on.gpu}, driver {on.driver}"
+    )
     facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
     return Run(
         on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},

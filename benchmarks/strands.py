@@ -26,8 +26,9 @@ from pathlib import Path
 from dhelix.benchmarks.strand_processes import Job
 from dhelix.benchmarks.strand_results import Run
 from dhelix.benchmarks.strand_tables import tables
-from dhelix.benchmarks.strand_variants import ESSENTIAL, SCHEDULES, SETTINGS, VARIANTS, chosen
+from dhelix.benchmarks.strand_variants import ESSENTIAL, GPU, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
+from dhelix.runtime import deviceless
 
 _WORKER = Path(__file__).parent / "strand_worker.py"
 _GRACE_S = 20.0  # that a process may take beyond the budget before it is ended
@@ -64,7 +65,8 @@ def add_common_flags(made: argparse.ArgumentParser, rounds: int) -> None:
     made.add_argument("--budget_s", type=float, default=0.0, help="seconds for all settings; 0: no limit")
     made.add_argument("--out", type=Path, default=Path("benchmark-output"))
     made.add_argument("--name", default="", help="of the result file")
-    made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled for H200s, and what is predicted")
+    made.add_argument("--on_paper", action="store_true", help="no GPUs: compiled without, and what is predicted")
+    made.add_argument("--hardware", default=GPU, choices=[t.upper() for t in deviceless.targets()], help="on paper")
     made.add_argument("--dump_hlo", action="store_true")
 
 

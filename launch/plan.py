@@ -23,7 +23,7 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import plan_measured, plan_picture, plan_step, plan_tables, step_flags, trainer
+from dhelix.launch import plan_measured, plan_picture, plan_step, plan_tables, profile_step, step_flags, trainer
 from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
@@ -34,7 +34,7 @@ from dhelix.passes import exchange, pairing_plan_json, row_partition
 from dhelix.passes.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.row_partition import RowPartition
-from dhelix.profiles import hardware, storage
+from dhelix.profiles import alike, hardware, storage
 from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless
 
@@ -51,7 +51,7 @@ people and for `dhelix train --plan` or strand_interleave(plan=...).
 
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
 
-_DEFAULT_GPU = "H200"
+_DEFAULT_GPU = "H200"  # where neither a flag nor a dump says which
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
 _Alternative = tuple[tuple[str, ...], int, int]
 _AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
@@ -64,6 +64,7 @@ def define_flags(values: flags.FlagValues) -> None:
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     step_flags.define(values, None, "tp over 4 GPUs")
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
+    choice("hardware", None, hardware.GPUS, f"which GPUs (default: those of the dump, else {_DEFAULT_GPU})")
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
     )
@@ -136,18 +137,19 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
     options = None if arguments else step_flags.options(chosen)
     dump = plan_step.of_dump(arguments[0]) if arguments else None
-    models = _models(chosen, (dump.hardware if dump else None) or _DEFAULT_GPU)
+    gpu = chosen["hardware"] or (dump and dump.hardware) or _DEFAULT_GPU
+    models = _models(chosen, gpu, console)
     if options is None:
         assert dump is not None  # _check
         plain, programs = None, [(model, dump) for model in models]
     else:
         say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
         skews = list(dict.fromkeys(map(int, chosen["skew"]))) or [0]
+        compiled = functools.partial(plan_step.of_preset, target=profile_step.target_of(gpu))
         with _Work(console, 1 + len(skews)) as work:
-            plain = work.do("the plain step is compiled", plan_step.of_preset, replace(options, plain=True))
+            plain = work.do("the plain step is compiled", compiled, replace(options, plain=True))
             wholes = [
-                work.do(f"both strands are compiled{_apart(skew)}", plan_step.of_preset, options, skew=skew)
-                for skew in skews
+                work.do(f"both strands are compiled{_apart(skew)}", compiled, options, skew=skew) for skew in skews
             ]
         programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
     limit = MemoryLimit.of(chosen["memory_limit"], plain)
@@ -209,7 +211,8 @@ def _confirmed(
     given: list[Candidate] = []  # those that no other takes the place of
     while waiting:
         candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
-        memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan)
+        target = candidate.program.target
+        memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan, target)
         if limit.bytes is None or memory.peak <= limit.bytes:
             best = candidate.with_memory(memory)
             return [*given, best, *(other for other, _ in waiting)], best, memory
@@ -231,6 +234,7 @@ def _with_alternatives(
     a gather to a scatter in parts, and where gradients can be reduced layer by layer, both ways."""
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
     programs: dict[_Alternative, Program] = {((), 0, whole.reduced): whole}
+    compiled = functools.partial(plan_step.of_preset, options, target=whole.target, skew=whole.skew)
     others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
         for decomposed, row_parts, reduced in others:
@@ -239,7 +243,7 @@ def _with_alternatives(
             stacks = ["gradients reduced at the end"] if reduced < whole.reduced else []
             told = " and ".join([*exchanged, *parts, *stacks])
             words = f"both strands are compiled{_apart(whole.skew)} with {told}"
-            made = work.do(words, plan_step.of_preset, options, decomposed, row_parts, skew=whole.skew, reduced=reduced)
+            made = work.do(words, compiled, decomposed, row_parts, reduced=reduced)
             programs[decomposed, row_parts, reduced] = made
     return [(model, programs[other]) for model, other in wanted]
 
@@ -257,10 +261,12 @@ def _apart(skew: int) -> str:
     return f", {skew} layer{'s' * (skew > 1)} apart" if skew else ""
 
 
-def _models(chosen: dict[str, Any], gpu: str) -> list[CostModel]:
+def _models(chosen: dict[str, Any], gpu: str, console: Console) -> list[CostModel]:
     """Costs under each launch setting that is asked for."""
     profile = _profile(chosen, gpu)
     wanted = chosen["setting"] or [name for name in SETTINGS if name in profile.sections]
+    if line := alike.told(profile, wanted):
+        say(console, line)
     return [CostModel(profile, name) for name in dict.fromkeys(wanted)]
 
 

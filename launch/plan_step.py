@@ -63,6 +63,11 @@ class Program:
     reduced: int = 0
     before: bytes | None = None
 
+    @property
+    def target(self) -> str:
+        """As `of_preset` has it; the default of a dump that does not say."""
+        return profile_step.TARGET if self.hardware is None else self.hardware.lower()
+
 
 def of_dump(path: str | Path) -> Program:
     """The step in a file or a folder of `--xla_dump_to`, as it is. Raises DhelixError: see `profile_step.of_dump`."""
@@ -75,7 +80,7 @@ def of_preset(
     options: trainer.Options,
     decomposed: tuple[str, ...] = (),
     row_parts: int = 0,
-    target: str = "h200",
+    target: str = profile_step.TARGET,
     skew: int = 0,
     reduced: int = 1,
 ) -> Program:
@@ -94,7 +99,7 @@ def of_preset(
     return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, *made)
 
 
-def confirmed(options: trainer.Options, plan: PairingPlan, target: str = "h200") -> Memory:
+def confirmed(options: trainer.Options, plan: PairingPlan, target: str = profile_step.TARGET) -> Memory:
     """Memory of the step in the order of `plan`, by the compiler.
 
     Raises DhelixError if the plan cannot be carried out.

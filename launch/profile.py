@@ -59,7 +59,6 @@ such module."""
 
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
 _DEFAULT_GPU, _DEFAULT_GPUS = "H200", 4  # where there are none and nothing says which
-_GPUS = sorted(name for name in hardware.ALL if not name.endswith(tuple(f"-{link}" for link in hardware.LINKS)))
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -83,7 +82,9 @@ def define_flags(values: flags.FlagValues) -> None:
     text("keep", None, "folder to keep the steps in as they were compiled for this machine's GPUs")
     switch("explain", False, "measure nothing, say what would be; what happens without GPUs")
     text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
-    choice("hardware", None, _GPUS, f"without GPUs: which ones (default: those of the dump, else {_DEFAULT_GPU})")
+    choice(
+        "hardware", None, hardware.GPUS, f"without GPUs: which ones (default: those of the dump, else {_DEFAULT_GPU})"
+    )
     text("compare", None, "say how far the file agrees with this profile; without a step, that alone")
     switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
     number("top", 8, "how many rows a table shows")
@@ -309,7 +310,9 @@ def _step(chosen: dict[str, Any], arguments: list[str]) -> CompiledStep | None:
     """The step, compiled without GPUs; None if none is asked for."""
     if arguments:
         return profile_step.of_dump(arguments[0])
-    return profile_step.of_preset(_options(chosen)) if chosen["preset"] else None
+    if not chosen["preset"]:
+        return None
+    return profile_step.of_preset(_options(chosen), profile_step.target_of(chosen["hardware"] or _DEFAULT_GPU))
 
 
 def _folder(path: Path) -> Path:

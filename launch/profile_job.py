@@ -21,7 +21,7 @@ from dhelix.passes.costs import Costs
 from dhelix.profiles import hardware, storage, xla_tables
 from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import Hardware
-from dhelix.profiles.profile import SETTINGS, Profile, Provenance
+from dhelix.profiles.profile import ALIKE, SETTINGS, Profile, Provenance
 from dhelix.runtime.profiling.measure import Measurer
 from dhelix.runtime.profiling.session import Session, Step, Wanted
 
@@ -106,7 +106,8 @@ class Job:
         """
         implementation = SETTINGS[setting].implementation
         section = self.known().section(setting)
-        seconds = {key: timing.seconds for key, timing in section.collectives.items() if xla_tables.in_table(key)}
+        measured = {key: timing for key, timing in section.collectives.items() if timing.source != ALIKE}
+        seconds = {key: timing.seconds for key, timing in measured.items() if xla_tables.in_table(key)}
         if not seconds:
             raise DhelixError(f"no collective of XLA's table is measured under {setting!r}; measure with --collectives")
         if self.gpu not in _XLA_DEVICES:

@@ -27,6 +27,8 @@ from dhelix.profiles import hardware
 from dhelix.runtime import deviceless
 from dhelix.runtime.lowering import compiled_module
 
+TARGET = "h200"
+"""What presets are compiled for where nothing else is said, one of `deviceless.targets()`."""
 _GPUS, _GPUS_PER_HOST = 4, 8  # of a preset without a mesh; of a host that is compiled for
 
 
@@ -59,7 +61,7 @@ def of_dump(path: str | Path) -> CompiledStep:
     return CompiledStep(str(file), module, gpus_of(module), dumps.read_gpu(file, hardware.ALL))
 
 
-def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
+def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
     """The step that `dhelix train` runs with these options, compiled for GPUs that need not exist.
 
     Raises DhelixError: options that do not fit each other, or nothing to compile with (extra `compile`).
@@ -69,7 +71,18 @@ def of_preset(options: trainer.Options, target: str = "h200") -> CompiledStep:
     return CompiledStep(name_of(options, training), module, training.mesh.size, target.upper())
 
 
-def deviceless_training(options: trainer.Options, target: str = "h200") -> tuple[Training, int]:
+def target_of(gpu: str) -> str:
+    """The description of a GPU that presets are compiled for. Raises DhelixError where there is none."""
+    if gpu.lower() not in deviceless.targets():
+        known = ", ".join(target.upper() for target in deviceless.targets())
+        raise DhelixError(
+            f"a preset is compiled for {known} here, and there is no description of {gpu} to compile for; give a dump"
+            " of a step that was compiled on such GPUs (XLA_FLAGS=--xla_dump_to=DIR)"
+        )
+    return gpu.lower()
+
+
+def deviceless_training(options: trainer.Options, target: str = TARGET) -> tuple[Training, int]:
     """The plain train step on GPUs that need not exist, and how many sequences it takes."""
     gpus = gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
     per_host = min(gpus, _GPUS_PER_HOST)

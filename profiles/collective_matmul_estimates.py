@@ -21,6 +21,7 @@ from dataclasses import replace
 from dhelix.profiles.collective_matmul import KINDS, Form, Site, SiteTimes, Times, around, related
 from dhelix.profiles.estimates import Estimate, Source
 from dhelix.profiles.keys import CollectiveKey, OperatorKey
+from dhelix.profiles.profile import ALIKE
 
 _TYPES = {"bfloat16": ("bf16", 2), "float16": ("f16", 2), "float32": ("f32", 4)}
 _COLLECTIVES: dict[str, str] = dict(zip(KINDS, ("all-gather", "reduce-scatter", "all-reduce"), strict=True))
@@ -52,7 +53,8 @@ def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Est
         return None
     if site in times.sites and form in times.sites[site].forms:
         here = times.sites[site]
-        return _scaled(gemm, here.forms[form].seconds / here.gemm.seconds, Source.MEASURED)
+        source = Source.INTERPOLATED if here.forms[form].source == ALIKE else Source.MEASURED
+        return _scaled(gemm, here.forms[form].seconds / here.gemm.seconds, source)
     ratio = _ratio(form, around(site, times))
     if ratio is not None:
         return _scaled(gemm, ratio, Source.INTERPOLATED)

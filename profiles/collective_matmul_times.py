@@ -36,14 +36,15 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import checked_json, storage
 from dhelix.profiles.checked_json import Checked, Kind, ProfileFileError, json_lines, json_text
 from dhelix.profiles.collective_matmul import FORMS, Form, Site, SiteTimes, Times, choose
-from dhelix.profiles.profile import Provenance, Timing
+from dhelix.profiles.hardware import describe
+from dhelix.profiles.profile import ALIKE, Provenance, Timing
 
 SCHEMA = 1
 FOLDER = "collective_matmul"
@@ -57,13 +58,15 @@ _MAX_MICROSECONDS = 1e10
 def find(hardware: str, link: str) -> Times | None:
     """All that is known of collective matmuls on this hardware over this link, or None.
 
-    Sites of the user's own file, beside `storage.users_file`, override those of the shipped one.
+    Sites of the user's own file, beside `storage.users_file`, override those of the shipped one, and both those of a
+    GPU that is like this one, whose products and links are as fast (`alike`).
 
     Raises:
       ProfileFileError: a file cannot be read, or is of other hardware or another link than its name says.
     """
     name = storage.file_name(hardware, link)
-    found = None
+    like = describe(hardware, link).like
+    found = _as_on(find(like, link), hardware) if like else None
     for path in (_SHIPPED / name, storage.users_file(hardware, link).parent / FOLDER / name):
         if not path.exists():
             continue
@@ -75,6 +78,17 @@ def find(hardware: str, link: str) -> Times | None:
             )
         found = later if found is None else found.merged(later)
     return found
+
+
+def _as_on(times: Times | None, hardware: str) -> Times | None:
+    if times is None:
+        return None
+
+    def marked(site: SiteTimes) -> SiteTimes:
+        forms = {form: replace(timing, source=ALIKE) for form, timing in site.forms.items()}
+        return replace(site, forms=forms)
+
+    return replace(times, hardware=hardware, sites={site: marked(here) for site, here in times.sites.items()})
 
 
 def load(path: Path) -> Times:

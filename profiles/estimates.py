@@ -7,7 +7,7 @@
 
 A time alone is taken from the first of these that has one:
 
-1. the section of the launch setting: measured;
+1. the section of the launch setting: measured, or of a GPU like this one (`alike`) interpolated;
 2. the other sections, because times alone hardly depend on settings, and for operators other links: interpolated;
 3. near relatives in this section, or in all together (`interpolation`): interpolated;
 4. farther relatives, which calibrate the roofline, or the plain roofline: a guess.
@@ -33,7 +33,7 @@ from dhelix.profiles.contention import ContentionModel, measured_rates, pair_sec
 from dhelix.profiles.hardware import ALL, Hardware
 from dhelix.profiles.interpolation import CollectiveCurves, Interpolation, OperatorFamilies, roofline_seconds
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
-from dhelix.profiles.profile import Profile, Section
+from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
 # Settings under which kernels may start in another order than they are launched in, and their like under which not.
 # Copy engines are no such case: an all-gather waits for cuBLAS GEMMs whenever it was launched, by measured steps.
@@ -146,7 +146,7 @@ class Estimator:
         for section, source in ((self.section, Source.MEASURED), (self._everywhere, Source.INTERPOLATED)):
             timing = section.solo(key)
             if timing is not None:
-                return Estimate(timing.seconds, source, timing.spread)
+                return Estimate(timing.seconds, _known(source, timing), timing.spread)
         if self.profile and isinstance(key, OperatorKey) and (timing := self.profile.elsewhere.get(key)) is not None:
             return Estimate(timing.seconds, Source.INTERPOLATED, timing.spread)
         found = [relatives.at(key) for relatives in (self._relatives, self._relatives_everywhere)]
@@ -166,8 +166,8 @@ class Estimator:
     def _find_pair(self, first: Key, second: Key) -> tuple[PairEstimate, tuple[float, float]]:
         timing = self.section.pairs.get(PairKey(first, second))
         if timing is not None:
-            rates = measured_rates(timing)
-            return PairEstimate(timing.seconds, timing.first, timing.second, Source.MEASURED), rates
+            source, rates = _known(Source.MEASURED, timing), measured_rates(timing)
+            return PairEstimate(timing.seconds, timing.first, timing.second, source), rates
         one, two = self.solo(first), self.solo(second)
         query = first, one.seconds, second, two.seconds
         source = Source.INTERPOLATED if self._contention.near(*query) else Source.GUESS
@@ -191,6 +191,10 @@ class Estimator:
     @cached_property
     def _contention_everywhere(self) -> ContentionModel:
         return ContentionModel.fit(self._everywhere, self.hardware)
+
+
+def _known(source: Source, timing: Timing | PairTiming) -> Source:
+    return Source.INTERPOLATED if timing.source == ALIKE else source
 
 
 class _Relatives:

@@ -31,6 +31,8 @@ class Hardware:
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
       compute_rate: how fast compute proceeds while a collective runs beside it; 1 is undisturbed.
       communication_rate: how fast the collective proceeds meanwhile.
+      like: a GPU with as many cores of the same kind, the same clock and the same links, whose measured times stand in
+        where this one has none (`alike`).
     """
 
     name: str
@@ -48,11 +50,12 @@ class Hardware:
     inter_latency: float = 20e-6
     compute_rate: float = 0.8
     communication_rate: float = 0.3
+    like: str = ""
 
 
 # NVLink 4, 18 links: 450 GB/s each way, of which NCCL reaches about 330; 400 Gb/s of network per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
-H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9)
+H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9, like="H200")  # the SXM card; memory alone is another
 # NVLink 3, 12 links: 300 GB/s each way; 200 Gb/s of network per GPU (DGX A100, AMSP III-A).
 A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9)
 # A server of four without a network. Its NVLink is the A100's; NCCL's all-reduce of 16 MiB, the one collective
@@ -77,31 +80,48 @@ A40 = Hardware(
 # NVLink of 400 Gb/s inside a node; 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
 A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwidth=11e9, intra_latency=8e-6)
 
-# Without peer-to-peer access (`NCCL_P2P_DISABLE=1`) collectives go through host memory, a PCIe-class network.
-H200_NO_P2P = replace(H200, name="H200-no-p2p", intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
-# Two processes of one server that NCCL takes for nodes: sockets of the loopback device (facts in docs/profiles.md).
-# What waits for a socket holds few SMs and loses little beside compute.
-H200_TWO_NODES = replace(
-    H200, name="H200-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2, communication_rate=0.95, compute_rate=0.9
-)
+def _no_p2p(gpu: Hardware) -> Hardware:
+    """Without peer-to-peer access (`NCCL_P2P_DISABLE=1`) collectives go through host memory, a PCIe-class network."""
+    name = f"{gpu.name}-no-p2p"
+    return replace(gpu, name=name, intra_bandwidth=27e9, communication_rate=0.8, compute_rate=0.9)
 
-ALL: dict[str, Hardware] = {
-    h.name: h for h in (H200, H200_NO_P2P, H200_TWO_NODES, H100, A100, A100_40GB, A800, A40, A40_NVLINK)
-}
+
+def _two_nodes(gpu: Hardware) -> Hardware:
+    """Two processes of one server that NCCL takes for nodes: sockets of the loopback device (facts in
+    docs/profiles.md). What waits for a socket holds few SMs and loses little beside compute."""
+    name = f"{gpu.name}-two-nodes"
+    return replace(gpu, name=name, inter_bandwidth=4.5e9, gpus_per_node=2, communication_rate=0.95, compute_rate=0.9)
+
+
+H200_NO_P2P, H100_NO_P2P = _no_p2p(H200), _no_p2p(H100)
+H200_TWO_NODES, H100_TWO_NODES = _two_nodes(H200), _two_nodes(H100)
+
+_ALL = (H200, H200_NO_P2P, H200_TWO_NODES, H100, H100_NO_P2P, H100_TWO_NODES, A100, A100_40GB, A800, A40, A40_NVLINK)
+ALL: dict[str, Hardware] = {h.name: h for h in _ALL}
 
 LINKS = ("nvlink", "no-p2p", "two-nodes")
 """How GPUs of a node reach each other: NVLink or what else the node has; through host memory only
 (`NCCL_P2P_DISABLE=1`); over sockets, as two processes that pose as nodes."""
+GPUS = sorted(name for name in ALL if not name.endswith(tuple(f"-{link}" for link in LINKS)))
+"""Names of `ALL` without those of links."""
 
 
 def gpu_name(device_kind: str) -> str:
-    """The name under which profiles know a GPU: `H200` for `NVIDIA H200`; of an unknown one the kind, in one word."""
+    """The name under which profiles know a GPU: `H200` for `NVIDIA H200`, `H100-PCIe` for a card of that name with
+    fewer cores or other links; of an unknown one the kind, in one word."""
     words = device_kind.replace("-", " ").split()
     known = [name for name in ALL if "-" not in name and name in words]
-    return known[0] if known else "-".join(w for w in words if w != "NVIDIA") or "unknown"
+    if not known:
+        return "-".join(w for w in words if w != "NVIDIA") or "unknown"
+    return "-".join(known[:1] + [w for w in words if w.lower() in _VARIANTS])
+
+
+_VARIANTS = ("pcie", "nvl", "mig")  # cards that share a name with the ones above, and no more
 
 
 def describe(name: str, link: str = "nvlink") -> Hardware:
-    """The description of a GPU over a link. One that nobody described counts as an H100 until it is measured."""
-    return ALL.get(f"{name}-{link}") or ALL.get(name) or replace(H100, name=name)
+    """The description of a GPU over a link. One that nobody described counts as the one that it shares a name with, or
+    as an H100, until it is measured."""
+    known = ALL.get(f"{name}-{link}") or ALL.get(name)
+    return known or replace(ALL.get(name.partition("-")[0], H100), name=name, like="")

@@ -18,6 +18,9 @@ from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 STEADY = 0.25
 """Of the shorter side: how far the quartiles of a pair's repeats may lie apart, see `PairTiming.steady`."""
 
+ALIKE = "alike"
+"""The source of a time that was measured on a GPU like this one (`alike`); no profile's file has it."""
+
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -26,7 +29,7 @@ class Timing:
     """Seconds of one execution that nothing disturbs: the median, and the distance of the quartiles.
 
     `source`: `alone` (run by itself, again and again) or `trace` (seen in a trace of a whole step, where
-    nothing else ran meanwhile).
+    nothing else ran meanwhile), or ALIKE.
     """
 
     seconds: float
@@ -51,6 +54,7 @@ class PairTiming:
       first_alone, second_alone: T_i and T_j, of each side alone in the same executable: the same data, caches and
         clocks. A step's own trace may show other times.
       spread: distance of the quartiles of `seconds`.
+      source: `alone`, or ALIKE.
     """
 
     seconds: float
@@ -60,6 +64,7 @@ class PairTiming:
     second_alone: float
     spread: float = 0.0
     samples: int = 1
+    source: str = "alone"
 
     @classmethod
     def of(cls, samples: Iterable[tuple[float, float, float]], first_alone: float, second_alone: float) -> PairTiming:
@@ -214,6 +219,7 @@ class Profile:
       measured_on: oldest first; more than one after files were merged.
       sections: by the setting's name.
       elsewhere: operators alone on the same hardware over other links; no part of the profile's file.
+      alike: the GPU that times of source ALIKE were measured on; empty without any. No part of the file either.
     """
 
     hardware: str
@@ -221,6 +227,7 @@ class Profile:
     measured_on: tuple[Provenance, ...] = ()
     sections: Mapping[str, Section] = field(default_factory=dict)
     elsewhere: Mapping[OperatorKey, Timing] = _EMPTY
+    alike: str = ""
 
     def section(self, setting: str) -> Section:
         """Empty if nothing was measured under that setting."""

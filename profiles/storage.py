@@ -22,8 +22,9 @@ from pathlib import Path
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import checked_json
+from dhelix.profiles.alike import as_on, stand_in
 from dhelix.profiles.checked_json import ProfileFileError
-from dhelix.profiles.hardware import LINKS
+from dhelix.profiles.hardware import LINKS, describe
 from dhelix.profiles.keys import OperatorKey
 from dhelix.profiles.profile import Profile, Provenance, Timing
 from dhelix.profiles.profile_json import dumps, loads
@@ -43,9 +44,9 @@ __all__ = [
 ]
 
 SEARCH_PATH = "DHELIX_PROFILES"
+"""Environment variable: folders with more profiles, separated like those of PATH; later ones count more."""
 USERS_FOLDER = Path("~/.cache/dhelix/profiles")
 """Where `dhelix profile` writes, and profiles are looked for, unless the environment names other folders."""
-"""Environment variable: folders with more profiles, separated like those of PATH; later ones count more."""
 
 _SHIPPED = Path(__file__).parent / "data"
 
@@ -64,16 +65,19 @@ def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None
 
     Looked up are the shipped file, the file of the same name in each folder of DHELIX_PROFILES and of `extra`, then
     the files of `extra`. Later ones override entry by entry, see `Profile.merged`. What else is shipped or known of the
-    hardware, over other links, is `Profile.elsewhere`.
+    hardware, over other links, is `Profile.elsewhere`. What is known of a GPU that is like it stands in for the rest,
+    and `Profile.alike` names that GPU.
 
     Raises:
       ProfileFileError: a file cannot be read, or is of other hardware or another link than its place says.
       DhelixError: a folder or file that is asked for does not exist.
     """
     profile = _over_one_link(hardware, link, extra)
-    if profile is None:
-        return None
-    return replace(profile, elsewhere=_operators_elsewhere(hardware, link))
+    if profile is not None:
+        profile = replace(profile, elsewhere=_operators_elsewhere(hardware, link))
+    like = describe(hardware, link).like
+    other = find(like, link) if like else None
+    return profile if other is None else stand_in(profile, as_on(other, hardware))
 
 
 def _operators_elsewhere(hardware: str, link: str) -> dict[OperatorKey, Timing]:

@@ -51,7 +51,7 @@ from dhelix.passes.strand_lockstep import StrandLockstep
 from dhelix.passes.strand_pairing import StrandPairing, pairing_order
 from dhelix.passes.strand_separation import StrandSeparation
 from dhelix.passes.strand_skew import StrandSkew
-from dhelix.profiles import storage
+from dhelix.profiles import alike, storage
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.profile import Profile
@@ -314,7 +314,11 @@ class Choice:
             setting = launch_settings.setting_of(os.environ, self.compiler_options).name
         elif line:
             say_once(f"{found.hardware} with link {found.link}: {line}", ("launch setting",))
-        return None if setting is None else CostModel(found, setting, times_on(kind))
+        if setting is None:
+            return None
+        if line := alike.told(found, [setting]):
+            say_once(line, (line,))
+        return CostModel(found, setting, times_on(kind))
 
     def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
         """Says how the process should have been started, and what else is not what the plan was made for."""

@@ -54,6 +54,19 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     return run
 
 
+def test_a_gpu_like_the_one_that_was_profiled(dump: Path, plan: Plan) -> None:
+    flags = dump, "--setting=connections1", "--json"
+    profiled, like = (json.loads(plan(*flags, f"--hardware={gpu}")[1]) for gpu in ("H200", "H100"))
+    assert (profiled["hardware"], like["hardware"]) == ("H200", "H100")
+    assert like["guessed_fraction"] == pytest.approx(profiled["guessed_fraction"], abs=0.05)
+    assert "costs what it does on the H200" in " ".join(plan(*flags, "--hardware=H100")[2].split())
+
+
+def test_a_preset_for_a_gpu_that_nobody_described(plan: Plan) -> None:
+    status, _, error = plan("--preset=llama-8b", "--hardware=A100")
+    assert status == 1 and "no profile of A100" in error
+
+
 def test_json_of_a_dump(dump: Path, plan: Plan, tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     status, text, progress = plan(
@@ -146,7 +159,9 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
     fast = search(program(), MODEL, "dp", MemoryLimit(None))
     slow = search(program(), MODEL, "round_robin", MemoryLimit(None))
     counted = {id(fast.plan): 1 << 31, id(slow.plan): 1 << 30}
-    monkeypatch.setattr(plan_command.plan_step, "confirmed", lambda _, plan: Memory(counted[id(plan)], 0, 0, 0, "test"))
+    monkeypatch.setattr(
+        plan_command.plan_step, "confirmed", lambda _, plan, target: Memory(counted[id(plan)], 0, 0, 0, "test")
+    )
     options, console = trainer.Options(), Console(file=io.StringIO(), width=400)
 
     def again(candidate: Candidate, limit: MemoryLimit) -> Candidate:
