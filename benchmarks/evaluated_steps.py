@@ -53,7 +53,7 @@ class Row:
 
 
 def compiled(arguments: dict[str, Any], strands: bool, latency_hiding: bool) -> HloModule:
-    from dhelix.runtime import deviceless
+    from dhelix.runtime import deviceless, tuned
 
     deviceless.prepare_environment()
     import jax
@@ -74,7 +74,7 @@ def compiled(arguments: dict[str, Any], strands: bool, latency_hiding: bool) -> 
         step = strand_interleave(training.train_step, passes=STRUCTURE, strict=True, donate_argnums=0)
     lowered = step.lower(training.abstract_state(), training.abstract_batch(count))
     options = {"xla_gpu_enable_latency_hiding_scheduler": latency_hiding}
-    return lowering.compiled_module(deviceless.compile_tuned(lowered, **options))
+    return lowering.compiled_module(tuned.compile(lowered, **options))
 
 
 def rows_of(record: dict[str, Any]) -> list[Row]:

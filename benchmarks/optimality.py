@@ -72,9 +72,9 @@ class Row:
 
 def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
     """The interleaved step of 4 H200s that need not be there."""
-    from dhelix.runtime import deviceless, lowering
+    from dhelix.runtime import lowering, tuned
 
-    return lowering.compiled_module(deviceless.compile_tuned(lowered_step(preset_name, microbatches, layers=layers)))
+    return lowering.compiled_module(tuned.compile(lowered_step(preset_name, microbatches, layers=layers)))
 
 
 def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:

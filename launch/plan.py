@@ -149,7 +149,8 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         with _Work(console, 1 + len(skews)) as work:
             plain = work.do("the plain step is compiled", compiled, replace(options, plain=True))
             wholes = [
-                work.do(f"both strands are compiled{_apart(skew)}", compiled, options, skew=skew) for skew in skews
+                work.do(f"both strands are compiled{_apart(skew)}", compiled, options, skew=skew, like=plain)
+                for skew in skews
             ]
         programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
     limit = MemoryLimit.of(chosen["memory_limit"], plain)
@@ -234,7 +235,7 @@ def _with_alternatives(
     a gather to a scatter in parts, and where gradients can be reduced layer by layer, both ways."""
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
     programs: dict[_Alternative, Program] = {((), 0, whole.reduced): whole}
-    compiled = functools.partial(plan_step.of_preset, options, target=whole.target, skew=whole.skew)
+    compiled = functools.partial(plan_step.of_preset, options, target=whole.target, skew=whole.skew, like=whole)
     others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
         for decomposed, row_parts, reduced in others:

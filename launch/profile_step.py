@@ -24,7 +24,7 @@ from dhelix.models import Training
 from dhelix.passes.collectives import find_collective
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware
-from dhelix.runtime import deviceless
+from dhelix.runtime import deviceless, tuned
 from dhelix.runtime.lowering import compiled_module
 
 TARGET = "h200"
@@ -67,7 +67,7 @@ def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
     Raises DhelixError: options that do not fit each other, or nothing to compile with (extra `compile`).
     """
     training, batch = deviceless_training(options, target)
-    module = compiled_module(deviceless.compile_tuned(_lower(options, training, batch)))
+    module = compiled_module(tuned.compile(_lower(options, training, batch)))
     return CompiledStep(name_of(options, training), module, training.mesh.size, target.upper())
 
 

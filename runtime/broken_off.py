@@ -9,7 +9,8 @@ tuned; on GPUs tuning makes the difference larger). Products that tuning would g
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from absl import logging
@@ -19,7 +20,9 @@ from dhelix.passes import fingerprint
 from dhelix.passes.manager import Stage
 from dhelix.runtime import deviceless, lowering, registration
 
-_lock = threading.Lock()  # two threads may ask about one program, and each module is for one of them
+# Two threads may ask about one program, and each module is for one of them. Passes of a program that is broken off by
+# `at_schedule` may ask for a `scheduled` one.
+_lock, _at_schedule_lock = threading.Lock(), threading.Lock()
 
 
 class _BrokenOffError(Exception):
@@ -59,3 +62,26 @@ def scheduled(
         if not found:
             logging.vlog(1, "the schedule of %s is not known: %s", name, error)
     return found[-1] if found else None
+
+
+def at_schedule(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> bytes | None:
+    """The module that passes at POST_SCHEDULER leave, serialized, where `lowered` is compiled so; None
+    where several hosts would wait for it. Raises what the compiler and the passes raise.
+    """
+    if jax.config.jax_share_binary_between_hosts:
+        return None
+    name = fingerprint.module_name(lowering.hlo_bytes(lowered))
+    found: list[bytes] = []
+
+    def record(stage: Stage, module: bytes) -> None:
+        if stage is Stage.POST_SCHEDULER:
+            found.append(module)
+            raise _BrokenOffError
+
+    try:
+        with _at_schedule_lock, registration.temporary_hook(record, name):
+            lowered.compile(dict(options))
+    except jax.errors.JaxRuntimeError:
+        if not found:
+            raise
+    return found[-1]

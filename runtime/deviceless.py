@@ -11,12 +11,10 @@ nothing; what XLA's autotuner chose on a card, it reads from a file (`autotune_r
                                        known there       unknown
     matrix product                     as on the card    cuBLASLt, which algorithm is left to the library
     another fusion, `compile`          not tuned         not tuned
-    another fusion, `compile_tuned`    as on the card    not tuned
+    another fusion, `tuned.compile`    as on the card    not tuned
 
 The target must agree with the card in what XLA's key of a device is made of (clock, memory bandwidth, L2 size),
-else nothing is found. Of steps that were tuned on the card, `compile_tuned` gives the card's program, instruction
-by instruction and in the same order; only cuDNN attention has no workspace, because its plan needs the card
-(docs/design.md).
+else nothing is found.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ _TARGETS = Path(__file__).parent
 _GPUS_PER_HOST = 8
 _INSTALL = "pip install 'dhelix[compile]'"
 _LOAD = "xla_gpu_load_autotune_results_from"
-_UNTUNED = '"selected_algorithm":"-1"'  # in the HLO of a product that none of the results was for, see untuned.pbtxt
 COMPILER_OPTIONS: Mapping[str, str | int | bool] = {
     # No device to time kernels on. Above 0, XLA would also ask for its choice for each other fusion, and compile
     # those that nothing is known of one by one; and it would try untuned.pbtxt on library calls, and crash.
@@ -121,23 +118,11 @@ def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
       options: XLA options without dashes, for example `xla_gpu_enable_latency_hiding_scheduler=True`. They
         take the place of those in XLA_FLAGS and in COMPILER_OPTIONS.
     """
-    return lowered.compile({**COMPILER_OPTIONS, **_results(), **options})
+    return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
 
 
-def compile_tuned(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
-    """As `compile`; if all products are known from the card, compiled again with what is known of other fusions too.
-
-    For programs whose operators are looked up among measured ones. The second compile costs its time, and hooks of
-    the compiler run twice.
-    """
-    compiled = compile(lowered, **options)
-    if _UNTUNED in (compiled.as_text() or ""):
-        return compiled
-    return lowered.compile({**_results(), **options})
-
-
-def _results() -> dict[str, str]:
-    """The option that loads what is known of the card, unless XLA_FLAGS load something else.
+def results_option() -> dict[str, str]:
+    """What loads what is known of the card, unless XLA_FLAGS load something else.
 
     XLA heeds it in the first compile of a process that has it, and from then on in all compiles.
     """

@@ -47,7 +47,7 @@ GPU_PLATFORMS = ("cuda",)
 _lock = threading.RLock()
 _sessions: dict[str, Session] = {}
 _registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
-_temporary: dict[str, Callable[[Stage, bytes], bytes | None]] = {}  # by what modules' names hold
+_temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # with what modules' names hold
 
 
 def enabled() -> bool:
@@ -204,14 +204,16 @@ def temporary_hook(
     transform: Callable[[Stage, bytes], bytes | None], module_name: str, platforms: Sequence[str] = GPU_PLATFORMS
 ) -> Iterator[None]:
     """Compilations inside go through `transform` if the module's name holds `module_name`, after the passes of its
-    session if any. XLA is told nothing of it: to take a hook back while another thread compiles crashes."""
+    session if any, and after hooks around this one. XLA is told nothing of it: to take a hook back while another thread
+    compiles crashes."""
     for stage in _HOOK_STAGES:
         register(stage, platforms)
-    _temporary[module_name] = transform
+    entry = module_name, transform
+    _temporary.append(entry)
     try:
         yield
     finally:
-        del _temporary[module_name]
+        _temporary.remove(entry)
 
 
 def _hook(stage: Stage, module: bytes) -> bytes | None:
@@ -219,7 +221,7 @@ def _hook(stage: Stage, module: bytes) -> bytes | None:
     session = None if marker is None else _sessions.get(marker)
     changed = session.run_hook(stage, module) if session is not None and enabled() else None
     name = fingerprint.module_name(module) if _temporary else ""
-    for transform in [transform for wanted, transform in list(_temporary.items()) if wanted in name]:
+    for transform in [transform for wanted, transform in list(_temporary) if wanted in name]:
         changed = transform(stage, changed or module) or changed
     return changed
 

@@ -9,7 +9,7 @@ from dhelix.passes.operator_keys import key_of
 from dhelix.passes.replay_operators import find_operators
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Section
-from dhelix.runtime import autotune_results, deviceless, lowering
+from dhelix.runtime import autotune_results, deviceless, lowering, tuned
 
 SETTING = "default"
 
@@ -29,7 +29,7 @@ def test_every_operator_of_a_tuned_step_was_measured(preset: str, measured: Sect
     training, batch = trainer.make_training(options, trainer.configuration(options), devices)
     step = trainer.make_step(training, options.plain)
     lowered = step.lower(training.abstract_state(), training.abstract_batch(batch))
-    module = lowering.compiled_module(deviceless.compile_tuned(lowered))
+    module = lowering.compiled_module(tuned.compile(lowered))
     operators, _ = find_operators(module, key_of)
     assert len(operators) > 100
     assert [str(o.key) for o in operators if measured.solo(o.key) is None] == []

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.runtime import deviceless, lowering
+from dhelix.runtime import deviceless, lowering, tuned
 
 
 def _memory(compiled: jax.stages.Compiled) -> list[int]:
@@ -49,7 +49,7 @@ def test_gpu_program_beside_cpu_devices() -> None:
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("compile", [deviceless.compile, deviceless.compile_tuned])
+@pytest.mark.parametrize("compile", [deviceless.compile, tuned.compile])
 @pytest.mark.parametrize(
     ("dtype", "shape", "expected"),
     [

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -383,8 +383,8 @@ def attention(paper_mesh: Mesh) -> tuple[Operator, ...]:
 
 
 @pytest.fixture
-def hooks() -> Mapping[str, object]:
-    """Who wants modules of a compilation, by their name."""
+def hooks() -> Sequence[object]:
+    """Who wants modules of a compilation."""
     return registration._temporary
 
 
@@ -397,7 +397,7 @@ def instances(compiled: jax.stages.Compiled) -> set[tuple[int, str]]:
 
 @pytest.mark.deviceless
 def test_attention_and_collectives_compile_alone_and_in_pairs(
-    attention: tuple[Operator, ...], paper_mesh: Mesh, hooks: Mapping[str, object]
+    attention: tuple[Operator, ...], paper_mesh: Mesh, hooks: Sequence[object]
 ) -> None:
     kinds = [o.key.kind for o in attention]
     assert {"attention", "attention-backward", "all-gather"} <= set(kinds)
@@ -415,7 +415,7 @@ def test_attention_and_collectives_compile_alone_and_in_pairs(
 def test_nothing_stays_behind_after_an_error(
     attention: tuple[Operator, ...],
     paper_mesh: Mesh,
-    hooks: Mapping[str, object],
+    hooks: Sequence[object],
     error: Exception,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
