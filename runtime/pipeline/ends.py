@@ -6,6 +6,7 @@ scatters the sum; its cotangent counts on that stage alone. Likewise the embeddi
 first chunk, and its cotangent is zero on the others.
 
 Not shared: one stage computes, in a loop of one round where the others' have none; the next message makes them wait.
+Or all compute, `along`, and all but one drop it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jax import lax
 
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.rows import Row
-from dhelix.runtime.pipeline.slices import at, choose, zeros
+from dhelix.runtime.pipeline.slices import at, choose, where, zeros
 
 Values = list[Any]
 
@@ -34,6 +35,7 @@ class Ends:
       batches: of all micro-batches, [M, ...] each.
       shared: see above.
       lockstep: whether a tick that holds an end always needs it.
+      along: whether stages that do not need an end compute it, too.
     """
 
     of: Derivatives
@@ -41,6 +43,7 @@ class Ends:
     batches: Sequence[Any]
     shared: bool
     lockstep: bool
+    along: bool = False
 
     def batch(self, microbatch: Any) -> Values:
         return [at(array, microbatch) for array in self.batches]
@@ -93,6 +96,8 @@ class Ends:
         """
         if self.shared and self.lockstep:
             return body(carry)
+        if self.along:
+            return where(wanted, body(carry), carry)
         return lax.fori_loop(0, wanted.astype(jnp.int32), lambda _, carry: body(carry), carry)
 
 

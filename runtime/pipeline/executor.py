@@ -18,7 +18,8 @@ the whole ring.
 
 Masking. In a lockstep schedule a stage without work computes along, on whatever lies there, and what it makes is
 dropped: residuals go to a dead slot, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
-over layers run zero times where a stage has nothing to do, so each runs its own work only.
+over layers run zero times where a stage has nothing to do, so each runs its own work only; but on CPU devices, where
+stages may have to meet in each layer (`gradients.py`), they run and all that they make is dropped.
 
 Memory: `schedule.slots` times the residuals of one chunk, one inbox each way, float32 gradients of the stage's layers.
 Cost of masking: a select per gradient and tick, fused into the addition. DHelix paper, 4.1.
@@ -40,7 +41,7 @@ from dhelix.passes.strand_duplication import ALPHA, BETA
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.ends import Ends
 from dhelix.runtime.pipeline.rows import Row
-from dhelix.runtime.pipeline.slices import add, at, choose, put, zeros
+from dhelix.runtime.pipeline.slices import add, at, choose, put, where, zeros
 from dhelix.runtime.pipeline.tables import directions
 
 Values = list[Any]
@@ -70,6 +71,7 @@ class Pipeline:
       axis: the mesh axis of the stages.
       shared_ends: whether all stages compute embedding and head together (`ends.py`).
       sends_beside: whether the last layers of an SI block stand outside of its loop, for messages to lie beside.
+      along: whether stages without work compute along, and drop it, under any schedule.
     """
 
     of: Derivatives
@@ -77,6 +79,7 @@ class Pipeline:
     axis: str
     shared_ends: bool
     sends_beside: bool
+    along: bool = False
 
     def run(self, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]) -> Sums:
         """
@@ -141,8 +144,9 @@ class _Run:
         self.stage, self.stacks = stage, list(stacks)
         self.padded = self.schedule.layout.padded
         self.sends_beside = pipeline.sends_beside
+        self.along = pipeline.along and not self.schedule.lockstep
         self.forward_table, self.backward_table = directions(self.schedule)
-        self.ends = Ends(self.of, list(ends), batches, pipeline.shared_ends, self.schedule.lockstep)
+        self.ends = Ends(self.of, list(ends), batches, pipeline.shared_ends, self.schedule.lockstep, pipeline.along)
         self.context = self.of.context(self.ends.batch(0))
         self.counts = lax.map(self.of.weight, list(batches)) != 0  # one without tokens may make NaN anywhere
 
@@ -208,9 +212,14 @@ class _Run:
             (pattern.both, both, forward & backward),
         ]
         for wanted, body, on in kinds:
-            if wanted:
-                rounds = n - (self.sends_beside and body is both)
-                going = lax.fori_loop(0, rounds if self.schedule.lockstep else jnp.where(on, n, 0), body, going)
+            if wanted and self.schedule.lockstep:
+                going = lax.fori_loop(0, n - (self.sends_beside and body is both), body, going)
+            elif wanted and self.along:
+                going = lax.fori_loop(
+                    0, n, lambda layer, going, body=body, on=on: where(on, body(layer, going), going), going
+                )
+            elif wanted:
+                going = lax.fori_loop(0, jnp.where(on, n, 0), body, going)
             if wanted and body is behind:  # a later loop writes the ring: not before this one has read it
                 ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
                 going = going.but(ring=ring, cotangents=cotangents)

@@ -22,14 +22,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.chain import Chain, take_apart, trace
 from dhelix.runtime.pipeline.derivatives import derive
 from dhelix.runtime.pipeline.executor import Pipeline, Sums
 from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.pipeline.jaxprs import communicates_over
+from dhelix.runtime.pipeline.jaxprs import communicates_over, holds
 
 Values = list[Any]
 
@@ -74,7 +74,8 @@ def pipelined_sums(
     chain = take_apart(jaxpr, len(params))
     _check_folded(chain, folded, fold)
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
-    pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis), fold.sends_beside)
+    along = _stages_meet(jaxpr, mesh if manual else fold.mesh, fold.axis)
+    pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis), fold.sends_beside, along)
     if not chain.casts:  # what makes the weights is traced for as many layers as a stage has
         shapes = _stacked(params, folded, padded * fold.places)
         chain = dataclasses.replace(chain, prepare=take_apart(trace(function, shapes, batch), len(params)).prepare)
@@ -85,6 +86,19 @@ def pipelined_sums(
     if manual:
         return of_stage(lax.axis_index(fold.axis), params, batches)
     return _over_stages(of_stage, fold, folded)(jnp.arange(fold.stages, dtype=jnp.int32), list(params), list(batches))
+
+
+def _stages_meet(jaxpr: Any, mesh: Any, axis: str) -> bool:
+    """Whether stages have to meet in what a stage computes by itself.
+
+    On CPU devices a collective-permute waits for all devices of the program, those of other stages, too. Rings are made
+    of them, and XLA's partitioner makes some where axes are automatic.
+    """
+    device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else getattr(mesh, "abstract_device", None)
+    if (jax.default_backend() if device is None else device.platform) != "cpu":
+        return False
+    automatic = [name for name in mesh.axis_names if name not in (axis, *mesh.manual_axes)]
+    return any(mesh.shape[name] > 1 for name in automatic) or holds(jaxpr, "ppermute")
 
 
 def _over_stages(

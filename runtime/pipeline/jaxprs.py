@@ -56,6 +56,11 @@ def communicates_over(jaxpr: Any, axis: str) -> bool:
     )
 
 
+def holds(jaxpr: Any, primitive: str) -> bool:
+    """Whether a primitive of this name is part of `jaxpr`."""
+    return any(e.primitive.name == primitive or any(holds(i, primitive) for i in _inner(e)) for e in jaxpr.eqns)
+
+
 def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
     """A function that runs `jaxpr` with what it says of a mesh said of the mesh where it runs."""
 

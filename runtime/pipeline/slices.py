@@ -52,6 +52,11 @@ def choose(condition: jax.Array, yes: Sequence[Any], no: Sequence[Any]) -> list[
     return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
 
 
+def where[T](condition: jax.Array, yes: T, no: T) -> T:
+    """As `choose`, of trees of arrays."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
 def zeros(like: Any, *leading: int, dtype: Any = None) -> jax.Array:
     """Zeros [*leading, *shape] of an array or shape."""
     return jnp.zeros((*leading, *like.shape), dtype or like.dtype)

@@ -138,3 +138,42 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
     value, gradients = function(folded(PARAMS, fold.layout()), batch)
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
+
+
+def test_stages_that_must_meet_in_a_layer_do() -> None:
+    """A part of a split axis: XLA's partitioner sends rows on by a collective-permute, for which CPU devices of all
+    stages wait, and in a tick of 1F1B some of them have no work."""
+
+    def split(p: Any, rows: jax.Array) -> Any:
+        def one(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            left, _, right = jnp.split(x @ w["w_in"][:, : w["w_in"].shape[1] // 3 * 3], 3, axis=-1)
+            return x + jnp.tanh(left * right) @ w["w_out"][: left.shape[-1]], None
+
+        x, _ = lax.scan(one, p["embedding"][rows[:, :-1]], p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh, schedule="1f1b")
+    function = in_microbatches(dhelix.value_and_grad(split), MICROBATCHES, fold=fold)
+    params = folded(PARAMS, fold.layout())
+    params["layers"]["w_in"] = jax.device_put(params["layers"]["w_in"], NamedSharding(mesh, P("pp", None, None, "tp")))
+    value, gradients = function(params, TOKENS)
+    assert_close((value, unfolded(gradients, fold.layout())), in_loop(split, TOKENS))
+
+
+def test_a_ring_inside_of_a_layer() -> None:
+    def ring(p: Any, rows: jax.Array) -> Any:
+        def one(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return layer(lax.ppermute(x, "tp", [(0, 1), (1, 0)]), w), None
+
+        x, _ = lax.scan(one, p["embedding"][rows[:, :-1]], p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    losses = {}
+    for schedule in ("w", "1f1b"):
+        fold = Fold(STAGES, layers=LAYERS, schedule=schedule)
+        function = in_microbatches(gradients_of(ring, mesh, SPECS, (P(),)), MICROBATCHES, "mean", fold)
+        value, gradients = function(folded(PARAMS, fold.layout()), TOKENS)
+        losses[schedule] = value, unfolded(gradients, fold.layout())
+    assert_close(losses["1f1b"], losses["w"])
