@@ -160,17 +160,17 @@ class InterleavedStep:
         self._function = function
         self._jit_options = jit_options
         self._pipeline = pipeline
-        self._plain = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
-        self._jitted = self._plain if microbatches is None else self._jit_traced(microbatches)
-        if pipeline is not None:  # no other program computes with a folded state
-            self._plain = self._jitted
+        if microbatches is not None:
+            self._jitted = self._jit_traced(microbatches)
+        else:
+            self._jitted = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _on():
-            return self._plain(*args, **kwargs)
+            return self._jitted(*args, **kwargs)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             reason = "is called inside another transformation of JAX, and becomes part of it as it is"
             say_once(f"{self.__name__} {reason}; decorate the outermost step", (self.__name__, reason))
@@ -184,7 +184,7 @@ class InterleavedStep:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The transformed program before XLA; `jax.ShapeDtypeStruct`s do for arguments, as with `jax.jit`."""
         if not _on():
-            return self._plain.lower(*args, **kwargs)
+            return self._jitted.lower(*args, **kwargs)
         return self._specialize(args, kwargs).lowered
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
@@ -235,7 +235,7 @@ class InterleavedStep:
     def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
         """The program that a call with these arguments runs, before and after XLA."""
         if not _on():
-            lowered = self._plain.lower(*args, **kwargs)
+            lowered = self._jitted.lower(*args, **kwargs)
             return lowered, lowered.compile()
         chosen = self._specialize(args, kwargs)
         compiled = chosen.compile() or chosen.original.compile()

@@ -203,6 +203,21 @@ def test_switched_off(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Replace.runs
 
 
+def test_switched_off_micro_batches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They decide what memory the step takes, and with reduce= what it computes."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(x @ w))
+
+    step = strand_interleave(lambda w, x: value_and_grad(loss)(w, x), microbatches=4, reduce="sum")
+    w, x = _array(3), jnp.arange(24.0).reshape(8, 3)
+    on = step(w, x)
+    monkeypatch.setenv("DHELIX", "off")
+    assert "while" in step.lower(w, x).as_text()
+    np.testing.assert_allclose(step(w, x)[0], on[0], rtol=1e-6)
+    np.testing.assert_allclose(on[0], 4 * loss(w, x), rtol=1e-6)
+
+
 def test_profile_is_of_the_program_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[tuple[str, Any]] = []
 
