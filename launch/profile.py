@@ -312,7 +312,8 @@ def _step(chosen: dict[str, Any], arguments: list[str]) -> CompiledStep | None:
         return profile_step.of_dump(arguments[0])
     if not chosen["preset"]:
         return None
-    return profile_step.of_preset(_options(chosen), profile_step.target_of(chosen["hardware"] or _DEFAULT_GPU))
+    target = (chosen["hardware"] or _DEFAULT_GPU).lower()  # of others, a like program for estimates
+    return profile_step.of_preset(_options(chosen), target if target in deviceless.targets() else profile_step.TARGET)
 
 
 def _folder(path: Path) -> Path:
