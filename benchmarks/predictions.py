@@ -80,9 +80,8 @@ def steps_of(files: Sequence[Path], out: Path) -> list[Step]:
 
 def _step(run: Run) -> tuple[str, str]:
     """The GPU, and the workload as text."""
-    return gpu_name(str(run.on.get("gpus", strand_variants.GPU)).partition(",")[0]), json.dumps(
-        run.workload, sort_keys=True
-    )
+    gpus = str(run.on.get("gpus", strand_variants.GPU)).partition(",")[0]
+    return gpu_name(gpus), json.dumps(run.workload, sort_keys=True)
 
 
 def _read(file: Path) -> Run:

@@ -305,11 +305,9 @@ def describe(options: Namespace, training: Training) -> Run:
     tokens = options.microbatches * options.seq
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
-    gpus = (
-        f"{options.tp} x {options.hardware}, on paper"
-        if options.on_paper
-        else f"{on.gpus} x {on.gpu}, driver {on.driver}"
-    )
+    gpus = f"{on.gpus} x {on.gpu}, driver {on.driver}"
+    if options.on_paper:
+        gpus = f"{options.tp} x {options.hardware}, on paper"
     facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
     return Run(
         on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},

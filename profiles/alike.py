@@ -45,11 +45,9 @@ def as_on(profile: Profile, hardware: str) -> Profile:
     )
 
 
-def stand_in(own: Profile | None, other: Profile) -> Profile:
-    """Both of one GPU, where `other` is `as_on` it: whatever `own` knows counts, under whichever setting."""
-    if own is None:
-        return other
-    known = {key for one in own.sections.values() for key in one.operators}
+def stand_in(own: Profile, other: Profile) -> Profile:
+    """Both of one GPU, where `other` is `as_on` it: an operator that `own` knows counts, under whichever setting."""
+    known = {key for one in own.sections.values() for key in one.operators} | own.elsewhere.keys()
     sections = {
         name: replace(one, operators={key: timing for key, timing in one.operators.items() if key not in known})
         for name, one in other.sections.items()

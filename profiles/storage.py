@@ -73,11 +73,12 @@ def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None
       DhelixError: a folder or file that is asked for does not exist.
     """
     profile = _over_one_link(hardware, link, extra)
-    if profile is not None:
-        profile = replace(profile, elsewhere=_operators_elsewhere(hardware, link))
     like = describe(hardware, link).like
     other = find(like, link) if like else None
-    return profile if other is None else stand_in(profile, as_on(other, hardware))
+    if profile is None and other is None:
+        return None
+    own = replace(profile or Profile(hardware, link), elsewhere=_operators_elsewhere(hardware, link))
+    return own if other is None else stand_in(own, as_on(other, hardware))
 
 
 def _operators_elsewhere(hardware: str, link: str) -> dict[OperatorKey, Timing]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_what_was_measured_here_counts_more_under_every_setting(folder: Path) ->
     for setting in ("default", "connections1"):
         assert Estimator(found, hardware.H100, setting).solo(GEMM).seconds == 480e-6
     assert alike.told(found, ["default"]) is None and alike.told(found, ["default", "connections1"]) is not None
+
+
+def test_operators_of_other_links_of_this_gpu_count_more_than_those_of_its_like(folder: Path) -> None:
+    storage.save(replace(h200(), link="no-p2p"), folder / "h200-no-p2p.json")
+    own = Profile("H100", "nvlink").with_section(Section("default", {GEMM: Timing(480e-6)}))
+    storage.save(own, folder / "h100-nvlink.json")
+    found = storage.find("H100", "no-p2p")
+    assert found is not None
+    assert Estimator(found, hardware.H100_NO_P2P, "default").solo(GEMM).seconds == 480e-6
 
 
 @pytest.mark.parametrize("gpu", ["H100-PCIe", "A100", "B200"])
