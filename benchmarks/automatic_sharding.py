@@ -87,8 +87,8 @@ def partitioned(tp: int, sharding: str) -> bytes:
 
 def sites(module: bytes, canonical: bool) -> Counter[str]:
     """How many sites are found, by place."""
-    from dhelix.passes.collective_canonicalization import CollectiveCanonicalization
-    from dhelix.passes.collective_matmul import find_all
+    from dhelix.passes.collective_matmul.collective_matmul import find_all
+    from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
     from dhelix.passes.hlo import HloModule
     from dhelix.passes.manager import PassContext
 

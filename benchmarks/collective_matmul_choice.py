@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-    from dhelix.passes.costs import CostModel
+    from dhelix.passes.evaluation.costs import CostModel
     from dhelix.passes.manager import PassManager
     from dhelix.runtime.schedules import Choice
 

@@ -3,8 +3,8 @@
     python benchmarks/evaluated_steps.py benchmarks/results/strands_h200x4_m16.json --out benchmarks/results
 
 Reads what `benchmarks/strands.py` has written, compiles the same programs for H200s with the card's kernels, and plays
-them with measured costs (`passes/timeline.py`). Orders that our own schedulers made are made again, on the compiled
-module.
+them with measured costs (`passes/evaluation/timeline.py`). Orders that our own schedulers made are made again, on the
+compiled module.
 """
 
 import argparse
@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dhelix.passes.activation_sharing import ActivationSharing
-from dhelix.passes.collective_schedule import CollectiveSchedule
-from dhelix.passes.costs import CostModel
-from dhelix.passes.gradient_accumulation import GradientAccumulation
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.strand_duplication import StrandDuplication
-from dhelix.passes.strand_lockstep import StrandLockstep
-from dhelix.passes.timeline import simulate_module
+from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
+from dhelix.passes.strands.activation_sharing import ActivationSharing
+from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
+from dhelix.passes.strands.strand_duplication import StrandDuplication
+from dhelix.passes.strands.strand_lockstep import StrandLockstep
 
 # variant of strands.py -> (whether strands run, whether XLA hides latency, whether the list schedule follows)
 VARIANTS = {

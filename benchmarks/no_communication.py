@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.passes.collectives import KINDS
+from dhelix.passes.analysis.collectives import KINDS
 from dhelix.passes.hlo import Builder, HloModule, Instruction, edit, shapes
 from dhelix.passes.manager import PassContext, PassRefusal, Stage
 

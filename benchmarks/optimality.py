@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dhelix.passes.buffers import Memory
-from dhelix.passes.collective_schedule import list_order
-from dhelix.passes.collectives import is_start
-from dhelix.passes.costs import CostModel, Costs, Lane
-from dhelix.passes.exact_order import exact_order
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.collectives import is_start
+from dhelix.passes.evaluation.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.order_search import OrderSearch
-from dhelix.passes.orders import Limits
-from dhelix.passes.strand_pairing import pairing_order
-from dhelix.passes.strand_sequences import find_strands
-from dhelix.passes.timeline import evaluate
+from dhelix.passes.ordering.collective_schedule import list_order
+from dhelix.passes.ordering.exact_order import exact_order
+from dhelix.passes.ordering.order_search import OrderSearch
+from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.strand_pairing import pairing_order
+from dhelix.passes.ordering.strand_sequences import find_strands
 
 CASES = [
     *(("nvlink", setting) for setting in ("default", "connections1", "copy-engine", "copy-engine1")),

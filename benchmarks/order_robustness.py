@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dhelix.benchmarks.optimality import CASES, compiled, layer_body
-from dhelix.passes.buffers import Memory
-from dhelix.passes.collective_schedule import list_order
-from dhelix.passes.costs import CostModel, Costs, Lane
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.evaluation.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.orders import Limits
-from dhelix.passes.strand_pairing import pairing_order
-from dhelix.passes.timeline import evaluate
+from dhelix.passes.ordering.collective_schedule import list_order
+from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.strand_pairing import pairing_order
 
 DRAWS = 12
 

@@ -24,8 +24,10 @@ from typing import Any
 from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
 from dhelix.benchmarks.strand_variants import Setting
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective
-from dhelix.passes.costs import Costs, sequence_of
+from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.evaluation.costs import Costs, sequence_of
+from dhelix.passes.evaluation.timeline import evaluate as play
+from dhelix.passes.evaluation.timeline import settled, simulate_module
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
 from dhelix.passes.pipeline_fold import (
     PipelineCosts,
@@ -37,9 +39,7 @@ from dhelix.passes.pipeline_fold import (
     make_schedule,
     zero_bubble_v,
 )
-from dhelix.passes.strand_duplication import ALPHA, BETA
-from dhelix.passes.timeline import evaluate as play
-from dhelix.passes.timeline import settled, simulate_module
+from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 
 ZERO_BUBBLE, BIDIRECTIONAL = "zero-bubble V", "bidirectional"
 FORWARD, BACKWARD, BOTH = frozenset({BETA}), frozenset({ALPHA}), frozenset({ALPHA, BETA})

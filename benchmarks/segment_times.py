@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dhelix.benchmarks.strand_variants import GPU, SETTINGS
-from dhelix.passes.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.timeline import evaluate, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
-from dhelix.passes.plan_making import make_plan
-from dhelix.passes.planned_order import find_bodies
-from dhelix.passes.timeline import evaluate, settled
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan_making import make_plan
+from dhelix.passes.plans.planned_order import find_bodies
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import trace
 from dhelix.runtime.profiling import executions

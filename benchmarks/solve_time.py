@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dhelix.benchmarks.optimality import lowered_step
-from dhelix.passes.costs import CostModel
+from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.passes.ordering.strand_pairing import StrandPairing
 
 NAME = "solve_time_h200"
 

@@ -32,8 +32,8 @@ def main() -> None:
     from dhelix.models import preset
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
-    from dhelix.passes import step_time
-    from dhelix.passes.costs import Costs
+    from dhelix.passes.evaluation import step_time
+    from dhelix.passes.evaluation.costs import Costs
     from dhelix.profiles import hardware, storage
     from dhelix.profiles.estimates import Estimator
     from dhelix.runtime.lowering import compiled_module

@@ -15,14 +15,14 @@ from typing import Any
 
 from dhelix.benchmarks.no_communication import NoCommunication
 from dhelix.errors import DhelixError
-from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
-from dhelix.passes.collective_schedule import CollectiveSchedule
-from dhelix.passes.costs import CostModel
-from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
-from dhelix.passes.reference_orders import IntraBatch, RoundRobin
-from dhelix.passes.row_partition import RowPartition
-from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
-from dhelix.passes.strand_pairing import StrandPairing
+from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
+from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.communication.row_partition import RowPartition
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
+from dhelix.passes.ordering.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes

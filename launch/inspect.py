@@ -22,9 +22,9 @@ from dhelix.errors import DhelixError
 from dhelix.launch import dumps, timeline_plot
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
 from dhelix.launch.units import Unit, size_unit, time_unit
-from dhelix.passes.costs import CostModel, Costs
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.step_time import predict
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles import storage
 from dhelix.profiles.estimates import Source

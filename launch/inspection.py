@@ -1,7 +1,8 @@
 """What a scheduled module says about its step: what collectives lie under, what is exposed, what is copied.
 
-Times are estimates: the schedule is played (`dhelix.passes.timeline`) with the costs of a profile or of a roofline, and
-nothing is measured. They are good for comparing two programs for one hardware, and for seeing where the time goes.
+Times are estimates: the schedule is played (`dhelix.passes.evaluation.timeline`) with the costs of a profile or of a
+roofline, and nothing is measured. They are good for comparing two programs for one hardware, and for seeing where the
+time goes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 from dhelix.launch.dumps import Memory
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit
-from dhelix.passes.collectives import find_collective
-from dhelix.passes.costs import Costs, Lane, sequence_of, trip_count
+from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.evaluation.costs import Costs, Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
-from dhelix.passes.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.profiles.hardware import Hardware
 
 LARGE = 16 * 2**20  # bytes: copies of smaller buffers inside loops are not worth a line

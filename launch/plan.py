@@ -30,10 +30,11 @@ from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
 from dhelix.launch.progress import Progress
 from dhelix.launch.train import say
-from dhelix.passes import exchange, pairing_plan_json, row_partition
-from dhelix.passes.costs import CostModel
+from dhelix.passes.communication import exchange, row_partition
+from dhelix.passes.communication.row_partition import RowPartition
+from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.row_partition import RowPartition
+from dhelix.passes.plans import pairing_plan_json
 from dhelix.profiles import alike, hardware, storage
 from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless

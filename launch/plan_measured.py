@@ -18,8 +18,8 @@ from rich.table import Table
 
 from dhelix.launch import plan_tables
 from dhelix.launch.train import say
-from dhelix.passes import pairing_plan_json
-from dhelix.passes.pairing_plan import PlanBody
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import PlanBody
 from dhelix.runtime.profiling import measured_plan
 from dhelix.runtime.profiling.measured_plan import Measured
 

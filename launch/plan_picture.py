@@ -16,9 +16,9 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.launch.plan_search import Candidate
 from dhelix.launch.timeline_plot import subtract
-from dhelix.passes.costs import Costs, Lane
-from dhelix.passes.plan_operators import PlanOperators
-from dhelix.passes.timeline import Timeline, evaluate, settled
+from dhelix.passes.evaluation.costs import Costs, Lane
+from dhelix.passes.evaluation.timeline import Timeline, evaluate, settled
+from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.runtime.trace import Interval, merge
 
 _ROWS = ("alpha compute", "alpha send", "beta send", "beta compute")

@@ -18,19 +18,19 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.launch.dumps import Memory as Counted
 from dhelix.launch.plan_step import Program
-from dhelix.passes import exchange
-from dhelix.passes.buffers import Memory
-from dhelix.passes.collectives import find_collective
-from dhelix.passes.costs import CostModel, Costs
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.communication import exchange
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.step_time import StepTime, predict
+from dhelix.passes.evaluation.timeline import Timeline, simulate_module
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.orders import MemoryRefusal
-from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
-from dhelix.passes.plan_making import executions, make_plan
-from dhelix.passes.plan_operators import PlanOperators
-from dhelix.passes.planned_order import PlannedOrder
-from dhelix.passes.step_time import StepTime, predict
-from dhelix.passes.timeline import Timeline, simulate_module
+from dhelix.passes.ordering.orders import MemoryRefusal
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan_making import executions, make_plan
+from dhelix.passes.plans.plan_operators import PlanOperators
+from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.runtime.schedules import default_passes
 
 SLACK = 0.03

@@ -24,11 +24,11 @@ from dhelix.launch import dumps, profile_step, trainer
 from dhelix.launch.dumps import Memory
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.models import Training
-from dhelix.passes.gradient_reduction import GradientReduction
+from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Pass, Stage
-from dhelix.passes.pairing_plan import PairingPlan
-from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import CHANGED, UNCHANGED, Report
 from dhelix.runtime import memory_need, registration, tuned
 from dhelix.runtime.schedules import alternatives, default_passes, planned_passes

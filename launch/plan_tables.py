@@ -14,7 +14,7 @@ from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
-from dhelix.passes.pairing_plan import PlanBody, PlanSegment
+from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment
 
 _LONGEST = 3  # operators beneath a collective that a row names
 

@@ -16,8 +16,8 @@ from dhelix.errors import DhelixError
 from dhelix.launch import profile_tables
 from dhelix.launch.profile_step import CompiledStep
 from dhelix.launch.profile_tables import StepView
-from dhelix.passes import step_time
-from dhelix.passes.costs import Costs
+from dhelix.passes.evaluation import step_time
+from dhelix.passes.evaluation.costs import Costs
 from dhelix.profiles import hardware, storage, xla_tables
 from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import Hardware

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dhelix.passes.replay import Item
+from dhelix.passes.replay.program import Item
 from dhelix.profiles.keys import PairKey
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.profiling.measure import Outcome, Sample

@@ -21,7 +21,7 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.launch import dumps, trainer
 from dhelix.models import Training
-from dhelix.passes.collectives import find_collective
+from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware
 from dhelix.runtime import deviceless, tuned

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dhelix.launch.units import bytes_text, time_text
-from dhelix.passes.step_time import StepTime
+from dhelix.passes.evaluation.step_time import StepTime
 from dhelix.profiles import roofline
 from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey

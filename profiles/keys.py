@@ -1,7 +1,8 @@
 """Names for what costs time: operators, collectives, and two of them at once.
 
 A key holds what decides the time and nothing else, so that two instructions that cost the same share one key,
-and a key means the same in every program. `dhelix.passes.operator_keys` makes keys of HLO instructions. As text:
+and a key means the same in every program. `dhelix.passes.evaluation.operator_keys` makes keys of HLO instructions. As
+text:
 
     gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     all-gather 67108864B 4x1 groups=1 nccl

@@ -6,7 +6,7 @@
 
 A collective matmul takes a collective's place before anything is scheduled (PRE_SCHEDULER), and what its collective
 would cost beside the other strand is known of scheduled programs alone. So the program is scheduled once as it is,
-which takes a tenth of a compile, and `passes/collective_matmul_choice.py` weighs its sites there. To schedule it anew
+which takes a tenth of a compile, and `passes/collective_matmul/choice.py` weighs its sites there. To schedule it anew
 for each choice would say more, and take a tenth of a compile for each of some twenty; it is done for the last one,
 since what a form copies beside its kernel is only seen there.
 """
@@ -19,15 +19,15 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
-from dhelix.passes.collective_matmul import CollectiveMatmul
-from dhelix.passes.collective_matmul_choice import Candidate, Trial, Weighed, choose, mark
-from dhelix.passes.collective_matmul_pattern import Placed
-from dhelix.passes.collective_schedule import list_order
-from dhelix.passes.costs import CostModel
+from dhelix.passes.collective_matmul.choice import Candidate, Trial, Weighed, choose, mark
+from dhelix.passes.collective_matmul.collective_matmul import CollectiveMatmul
+from dhelix.passes.collective_matmul.pattern import Placed
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.orders import Scheduler
-from dhelix.passes.timeline import simulate_module
+from dhelix.passes.ordering.collective_schedule import list_order
+from dhelix.passes.ordering.orders import Scheduler
 from dhelix.runtime import broken_off, lowering
 
 

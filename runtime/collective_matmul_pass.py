@@ -1,4 +1,4 @@
-"""Collective matmuls in programs that do not ask for them: what `passes/collective_matmul.py` needs of JAX.
+"""Collective matmuls in programs that do not ask for them: what their pass needs of JAX.
 
     lowered = jax.jit(step).lower(...)
     passes = collective_matmul_passes(jax_compat.devices(lowered), "auto")     for a PassManager, before other passes
@@ -33,13 +33,13 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collective_canonicalization import CollectiveCanonicalization
-from dhelix.passes.collective_matmul import CollectiveMatmul
-from dhelix.passes.collective_matmul_pattern import Pattern, Placed
-from dhelix.passes.exclusive_kernels import ExclusiveKernels
+from dhelix.passes.collective_matmul.collective_matmul import CollectiveMatmul
+from dhelix.passes.collective_matmul.pattern import Pattern, Placed
+from dhelix.passes.collective_matmul.splicing import prepare
+from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Pass, Stage, say_once
-from dhelix.passes.splicing import prepare
+from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
 from dhelix.profiles import collective_matmul_times
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Times, choose
 from dhelix.profiles.hardware import gpu_name
@@ -124,7 +124,7 @@ def times_on(kind: str) -> Times | None:
 
 @dataclass(frozen=True)
 class JaxForms:
-    """Chooses forms, and lowers them by JAX: the `Forms` of `passes/collective_matmul.py`.
+    """Chooses forms, and lowers them by JAX: the `Forms` of `passes/collective_matmul/collective_matmul.py`.
 
     Attributes:
       form: "auto", or the one that all sites take which can have it; "hybrid" for chunks that divide.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import jax
 
-from dhelix.passes.buffers import Memory
+from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.hlo import HloModule, shapes
 from dhelix.runtime import broken_off, lowering
 

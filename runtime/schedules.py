@@ -28,29 +28,31 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
-from dhelix.passes import exchange, jax_compat, pairing_plan_json
-from dhelix.passes.activation_sharing import ActivationSharing
-from dhelix.passes.all_gather_decomposition import AllGatherDecomposition
-from dhelix.passes.collective_matmul_pattern import Placed
-from dhelix.passes.collective_schedule import CollectiveSchedule, list_order
-from dhelix.passes.costs import CostModel
-from dhelix.passes.exclusive_kernels import ExclusiveKernels
-from dhelix.passes.gradient_accumulation import GradientAccumulation
-from dhelix.passes.gradient_reduction import GradientReduction
+from dhelix.passes import jax_compat
+from dhelix.passes.collective_matmul.pattern import Placed
+from dhelix.passes.communication import exchange
+from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
+from dhelix.passes.communication.gradient_reduction import GradientReduction
+from dhelix.passes.communication.permute_decomposition import PermuteDecomposition
+from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
+from dhelix.passes.communication.row_partition import RowPartition
+from dhelix.passes.communication.strand_separation import StrandSeparation
+from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
-from dhelix.passes.pairing_plan import PairingPlan
-from dhelix.passes.permute_decomposition import PermuteDecomposition
-from dhelix.passes.planned_order import PlannedOrder
-from dhelix.passes.reduce_scatter_decomposition import ReduceScatterDecomposition
-from dhelix.passes.reference_orders import IntraBatch, RoundRobin
-from dhelix.passes.row_partition import RowPartition
-from dhelix.passes.slice_separation import SliceSeparation
-from dhelix.passes.strand_duplication import StrandDuplication
-from dhelix.passes.strand_ends import StrandEnds
-from dhelix.passes.strand_lockstep import StrandLockstep
-from dhelix.passes.strand_pairing import StrandPairing, pairing_order
-from dhelix.passes.strand_separation import StrandSeparation
-from dhelix.passes.strand_skew import StrandSkew
+from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, list_order
+from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
+from dhelix.passes.ordering.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.ordering.strand_pairing import StrandPairing, pairing_order
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.planned_order import PlannedOrder
+from dhelix.passes.strands.activation_sharing import ActivationSharing
+from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
+from dhelix.passes.strands.slice_separation import SliceSeparation
+from dhelix.passes.strands.strand_duplication import StrandDuplication
+from dhelix.passes.strands.strand_ends import StrandEnds
+from dhelix.passes.strands.strand_lockstep import StrandLockstep
+from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.profiles import alike, storage
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name

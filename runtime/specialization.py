@@ -12,8 +12,8 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint, report
 from dhelix.passes.manager import Stage, say_once
-from dhelix.passes.pairing_plan import PairingPlan
-from dhelix.passes.planned_order import PlannedOrder
+from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import agreement, lowering, memory_need, registration
 from dhelix.runtime.schedules import Choice, alternatives

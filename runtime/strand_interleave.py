@@ -29,7 +29,7 @@ from jax.core import Tracer
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.manager import Pass, Stage, say_once
-from dhelix.passes.pairing_plan import PairingPlan
+from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.report import Report
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
@@ -90,7 +90,7 @@ def strand_interleave(
         fastest.
       skew: how many layers the strands are apart. First and last layers of the step then run beside another micro-batch
         too, which pays where communication is slow and micro-batches are few, and so many more layers' residuals are
-        alive; takes at least 3 micro-batches (`passes/strand_skew.py`).
+        alive; takes at least 3 micro-batches (`passes/strands/strand_skew.py`).
       pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model that
         is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
       collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay; "auto",

@@ -32,7 +32,7 @@ from typing import Any
 from jax.profiler import ProfileData
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective
+from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule
 
 _COLLECTIVE_NAME = re.compile(

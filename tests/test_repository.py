@@ -17,6 +17,10 @@ NOT_INSTALLED = {("tests",), ("benchmarks",)}
 # Imports point from later to earlier ones; `models` stands apart.
 ORDER = ("errors", "profiles", "passes", "runtime", "launch")
 LAYERS = {*ORDER, "models"}
+# So do those of the folders of `passes`; `pipeline_fold` stands apart.
+PASSES = (
+    "hlo", "analysis", "strands", "evaluation", "ordering", "collective_matmul", "communication", "plans", "replay",
+)  # fmt: skip
 
 
 def _folders(top: Path = ROOT) -> Iterator[Path]:
@@ -60,6 +64,16 @@ def test_imports_point_one_way(source: Path) -> None:
         else:
             allowed = set(ORDER[: ORDER.index(layer) + 1])
         assert other in allowed, f"{name}: {layer} may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if s.parent.parent == ROOT / "passes"], ids=_label)
+def test_folders_of_passes_import_one_way(source: Path) -> None:
+    folder = source.parent.name
+    allowed = {"pipeline_fold"} if folder == "pipeline_fold" else set(PASSES[: PASSES.index(folder) + 1])
+    for name in _imports(source):
+        parts = name.split(".")
+        if parts[:2] == ["dhelix", "passes"] and (ROOT / "passes" / parts[2]).is_dir():
+            assert parts[2] in allowed, f"{name}: passes/{folder} may import {sorted(allowed)}"
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=_label)

@@ -44,7 +44,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import Collective, find_collective, is_done, is_start, start_of
+from dhelix.passes.analysis.collectives import Collective, find_collective, is_done, is_start, start_of
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles import roofline
 from dhelix.profiles.hardware import Hardware

@@ -5,7 +5,7 @@
     outcomes[0]            # (Sample(seconds=..., first=..., second=...), ...) or a sentence why there are none
 
 What is run: a placeholder of flat arrays, whose insides two passes replace while XLA compiles it
-(`replay_library_calls` before scheduling, `replay` after it). Hooks are taken back when the compilation ends.
+(`replay.library_calls` before scheduling, `replay.program` after it). Hooks are taken back when the compilation ends.
 The times come from one profiler trace of one execution, some time after the one that warmed up: a GPU that has rested
 works at its full clock for some 30 ms.
 
@@ -30,9 +30,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.replay import Item, OperatorReplay, Program, instance_name, parse_name, placeholder_name, split
-from dhelix.passes.replay_library_calls import LibraryCalls
-from dhelix.passes.replay_operators import Buffer
+from dhelix.passes.replay.library_calls import LibraryCalls
+from dhelix.passes.replay.operators import Buffer
+from dhelix.passes.replay.program import (
+    Item,
+    OperatorReplay,
+    Program,
+    instance_name,
+    parse_name,
+    placeholder_name,
+    split,
+)
 from dhelix.runtime import registration
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution

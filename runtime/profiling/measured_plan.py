@@ -25,10 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.collectives import is_done, is_start, start_of
+from dhelix.passes.analysis.collectives import is_done, is_start, start_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.pairing_plan import PairingPlan, PlanBody
-from dhelix.passes.planned_order import find_bodies, heads_of
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody
+from dhelix.passes.plans.planned_order import find_bodies, heads_of
 from dhelix.runtime import trace
 from dhelix.runtime.launch_settings import GRAPHS
 from dhelix.runtime.profiling import traced_modules

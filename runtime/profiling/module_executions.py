@@ -15,11 +15,11 @@ A kernel carries the name of its instruction, with these exceptions:
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from dhelix.passes.collectives import find_collective, is_done
-from dhelix.passes.costs import sequence_of, trip_count
+from dhelix.passes.analysis.collectives import find_collective, is_done
+from dhelix.passes.evaluation.costs import sequence_of, trip_count
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.operator_keys import CONTROL_FLOW
-from dhelix.passes.plan_making import executions
+from dhelix.passes.plans.plan_making import executions
 from dhelix.runtime.profiling.executions import Execution
 
 

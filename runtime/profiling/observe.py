@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
+from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.manager import say_once
-from dhelix.passes.operator_keys import key_of
 from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling import executions, measure, step_trace

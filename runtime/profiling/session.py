@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import Groups, find_collective
+from dhelix.passes.analysis.collectives import Groups, find_collective
+from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.operator_keys import key_of
-from dhelix.passes.replay import Item
-from dhelix.passes.replay_operators import Operator, find_operators
+from dhelix.passes.replay.operators import Operator, find_operators
+from dhelix.passes.replay.program import Item
 from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.benchmarks.no_communication import NoCommunication
 from dhelix.benchmarks.structure import Case, lower
-from dhelix.passes.collectives import find_collective
+from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.runtime import deviceless, lowering
 from dhelix.runtime.registration import Session

@@ -1,7 +1,7 @@
 """Changed times of a body's instructions, and the table."""
 
 from dhelix.benchmarks.order_robustness import Change, Row, changed, table
-from dhelix.passes.costs import Costs
+from dhelix.passes.evaluation.costs import Costs
 from dhelix.profiles.hardware import H200
 from dhelix.tests.passes.schedules import Done, Op, Start, build
 

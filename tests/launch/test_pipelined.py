@@ -13,7 +13,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch import trainer
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, make_mesh, make_train_step
-from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.runtime.strand_interleave import strand_interleave
 
 CONFIG = LlamaConfig(

@@ -18,10 +18,10 @@ from dhelix.launch import plan as plan_command
 from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, search
 from dhelix.launch.plan_step import Program
-from dhelix.passes import pairing_plan_json
-from dhelix.passes.costs import CostModel
+from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.orders import most_in_flight
+from dhelix.passes.ordering.orders import most_in_flight
+from dhelix.passes.plans import pairing_plan_json
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
 from dhelix.tests.passes import strand_module

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from dhelix.launch import cli
-from dhelix.passes import pairing_plan_json
-from dhelix.passes.costs import CostModel
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext
-from dhelix.passes.pairing_plan import PlanTarget
-from dhelix.passes.plan_making import make_plan
-from dhelix.passes.strand_pairing import StrandPairing
-from dhelix.passes.timeline import evaluate
+from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import PlanTarget
+from dhelix.passes.plans.plan_making import make_plan
 from dhelix.profiles.profile import Profile, Section
 from dhelix.tests.passes import strand_module
 from dhelix.tests.runtime.profiling import traces

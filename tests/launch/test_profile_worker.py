@@ -16,7 +16,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch import profile_worker
 from dhelix.launch.profile_worker import Request
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.replay import Item
+from dhelix.passes.replay.program import Item
 from dhelix.profiles import storage
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile, Provenance, Section, Timing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dhelix.launch import trainer
-from dhelix.passes.operator_keys import key_of
-from dhelix.passes.replay_operators import find_operators
+from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.replay.operators import find_operators
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Section
 from dhelix.runtime import autotune_results, deviceless, lowering, tuned

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from dhelix.passes.dimension_factors import reshaped
+from dhelix.passes.analysis.dimension_factors import reshaped
+from dhelix.passes.collective_matmul.splicing import Splicer
 from dhelix.passes.fingerprint import module_name
 from dhelix.passes.hlo import Builder, Computation, HloModule, edit, shapes
 from dhelix.passes.manager import Stage
-from dhelix.passes.splicing import Splicer
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.lowering import hlo_bytes, with_hlo
 

@@ -5,11 +5,11 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from dhelix.passes.buffers import Memory
-from dhelix.passes.costs import BY_THEMSELVES, Cost, Costs, InStep, Lane
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.evaluation.costs import BY_THEMSELVES, Cost, Costs, InStep, Lane
+from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.orders import Limits, dependencies
-from dhelix.passes.timeline import evaluate
+from dhelix.passes.ordering.orders import Limits, dependencies
 from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.profile import Profile

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import jax
 from hypothesis import strategies as st
 
-from dhelix.passes.collectives import is_done, is_start, start_of
-from dhelix.passes.costs import FREE, Cost, Lane
+from dhelix.passes.analysis.collectives import is_done, is_start, start_of
+from dhelix.passes.evaluation.costs import FREE, Cost, Lane
 from dhelix.passes.hlo import HloModule, Instruction
 
 PERMUTING_LOOP = """body {

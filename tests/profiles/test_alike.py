@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dhelix.passes.costs import CostModel
+from dhelix.passes.evaluation.costs import CostModel
 from dhelix.profiles import alike, collective_matmul_times, hardware, storage
 from dhelix.profiles.collective_matmul import Form, Site, SiteTimes, Times
 from dhelix.profiles.estimates import Estimator, Source

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective, is_done, is_exclusive, is_start, start_of
+from dhelix.passes.analysis.collectives import find_collective, is_done, is_exclusive, is_start, start_of
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import StageReport

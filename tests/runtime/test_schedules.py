@@ -10,10 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.passes import manager, pairing_plan_json
+from dhelix.passes import manager
 from dhelix.passes.manager import Stage
-from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
-from dhelix.passes.strand_skew import StrandSkew
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless

@@ -10,7 +10,7 @@ import pytest
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
 from dhelix.passes import manager
-from dhelix.passes.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.passes.report import CHANGED, REFUSED
 from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module

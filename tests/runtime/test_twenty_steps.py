@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
-from dhelix.passes.strand_duplication import PAIRINGS, StrandDuplication
+from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.runtime.schedules import default_passes
 from dhelix.runtime.strand_interleave import strand_interleave
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.operator_keys import key_of
-from dhelix.passes.replay_operators import Operator, find_operators
+from dhelix.passes.replay.operators import Operator, find_operators
 from dhelix.profiles.keys import Key
 
 _PRODUCT = (

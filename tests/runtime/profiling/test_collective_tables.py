@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective, is_start
+from dhelix.passes.analysis.collectives import find_collective, is_start
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import keys as profile_keys
 from dhelix.profiles.hardware import H200

@@ -19,7 +19,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.replay import Item
+from dhelix.passes.replay.program import Item
 from dhelix.profiles import storage
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance

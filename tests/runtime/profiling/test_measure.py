@@ -22,12 +22,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext
-from dhelix.passes.operator_keys import key_of
-from dhelix.passes.replay import Item, Program, instance_name, parse_name, placeholder_name
-from dhelix.passes.replay_library_calls import LibraryCalls
-from dhelix.passes.replay_operators import Buffer, Operator, find_operators
+from dhelix.passes.replay.library_calls import LibraryCalls
+from dhelix.passes.replay.operators import Buffer, Operator, find_operators
+from dhelix.passes.replay.program import Item, Program, instance_name, parse_name, placeholder_name
 from dhelix.runtime import deviceless, lowering, registration, trace
 from dhelix.runtime.profiling import measure
 from dhelix.runtime.profiling.executions import Execution

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.collectives import is_start
-from dhelix.passes.costs import CostModel
+from dhelix.passes.analysis.collectives import is_start
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext
-from dhelix.passes.pairing_plan import PairingPlan, PlanTarget
-from dhelix.passes.plan_making import make_plan
-from dhelix.passes.strand_pairing import StrandPairing
-from dhelix.passes.timeline import evaluate
+from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan_making import make_plan
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measured_plan import of_executions, of_trace, segment_seconds

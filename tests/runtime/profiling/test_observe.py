@@ -12,8 +12,8 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.passes import manager
+from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.operator_keys import key_of
 from dhelix.profiles.keys import OperatorKey
 from dhelix.profiles.profile import Timing
 from dhelix.runtime import lowering, trace

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collectives import find_collective, is_start
-from dhelix.passes.costs import instruction_cost
+from dhelix.passes.analysis.collectives import find_collective, is_start
+from dhelix.passes.evaluation.costs import instruction_cost
 from dhelix.passes.hlo import Instruction
-from dhelix.passes.replay_operators import find_operators
+from dhelix.passes.replay.operators import find_operators
 from dhelix.profiles import overlap_findings
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import OperatorKey

@@ -11,7 +11,7 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.replay import Item
+from dhelix.passes.replay.program import Item
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import PairKey

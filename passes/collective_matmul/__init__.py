@@ -1,0 +1,1 @@
+"""Collective matmuls in place of collectives beside matrix products: finding sites, choosing forms, splicing."""

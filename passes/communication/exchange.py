@@ -1,0 +1,212 @@
+"""Other collectives in place of collectives: what the passes that make them share.
+
+All-to-alls take the place of all-gathers and reduce-scatters, all-gathers that of collective-permutes that swap.
+
+An all-to-all sends each device its part directly. On symmetric memory copy engines do it, which take no SMs; through
+host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/profiles.md).
+
+When does it pay? Alone, where measured times say so (`is_faster`). Under compute, faster communication gains little
+and what it adds to compute, a pass over memory, is lost: two strands on NVLink with copy engines take 942 ms with
+reduce-scatters that take 264 us each, and 950 with all-to-alls of 148. So where collectives are to lie under compute
+they are decomposed only if they take longer than it (`is_communication_bound`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, find_collective
+from dhelix.passes.evaluation.costs import CostModel, Costs, trip_count
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.profiles import roofline
+from dhelix.profiles.keys import CollectiveKey
+
+INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collective-permute": "all-gather"}
+KINDS = tuple(INSTEAD)
+UNMEASURED = "nothing was measured that says whether it pays"
+MIN_BYTES = 4 << 20
+"""Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
+_GAIN = 0.05
+"""Share of its time that a collective has to lose by an all-to-all; two machines' times differ by half as much."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """What the passes have in common.
+
+    Attributes:
+      model: costs that decide. They count for their launch setting alone, so it must be the process's. None: all that
+        are large enough are decomposed.
+      overlapped: the collectives are to lie under compute; then only in modules that are bound by communication, which
+        the model must say.
+      min_bytes: of the smallest buffer.
+    """
+
+    model: CostModel | None = None
+    overlapped: bool = False
+    min_bytes: int = MIN_BYTES
+
+    stage = Stage.PRE_SCHEDULER
+
+    def replace_all(
+        self,
+        module: HloModule,
+        context: PassContext,
+        kind: str,
+        why_not: Callable[[Instruction], str],
+        decompose: Callable[[Instruction], None],
+    ) -> bool:
+        """`decompose` for each collective of a kind for which it pays. Notes say how many, and why others stay."""
+        if self.overlapped and (reason := self.why_none(module)):
+            context.note(f"left alone: {reason}")
+            return False
+        done, left = 0, Counter[str]()
+        for computation in list(module.computations):
+            for collective in [i for i in computation.instructions if i.opcode == kind]:
+                reason = why_not(collective) or why_too_dear(collective, self.model, self.min_bytes)
+                if reason:
+                    left[reason] += 1
+                else:
+                    decompose(collective)
+                    done += 1
+        context.left_alone(left)
+        if done:
+            context.note(f"{kind}s are now {INSTEAD[kind]}s", count=done)
+        return bool(done)
+
+    def why_none(self, module: HloModule) -> str:
+        """Why all stay where they are to lie under compute; "" if some may go."""
+        if self.model is None:
+            return UNMEASURED
+        return "" if is_communication_bound(module, self.model) else "compute takes longer than communication"
+
+
+def why_not(collective: Instruction) -> str:
+    """Why a reduce-scatter or an all-gather has no form with an all-to-all; "" if it has."""
+    if len(collective.operands) != 1 or shapes.is_tuple(collective.shape):
+        return "several arrays at once"
+    if not collective.proto.channel_id:
+        return "over replicas, not partitions"
+    found = find_collective(collective)
+    dimension = collective.proto.dimensions[0]
+    sizes = [collective.operands[0].shape.dimensions[dimension], collective.shape.dimensions[dimension]]
+    if found is None or found.group_size(default=0) * min(sizes) != max(sizes):
+        return "its groups do not say how many parts there are"
+    return ""
+
+
+def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: int) -> str:
+    """Why `collective` stays; "" if another takes its place: by `model`, or without one by its size."""
+    found = find_collective(collective)
+    if found is None or found.size < min_bytes:
+        return f"smaller than {min_bytes} bytes"
+    if model is None:
+        return ""
+    key = OperatorKeys(model.hardware.gpus_per_node, model.implementation)[collective]
+    if not isinstance(key, CollectiveKey):
+        return "no key to look its cost up by"
+    return "" if is_faster(key, model) else f"not faster with an {INSTEAD[key.kind]}"
+
+
+def is_faster(key: CollectiveKey, model: CostModel) -> bool:
+    """Whether what may take its place, and a pass over memory before or after it, take clearly less time than this
+    collective, alone."""
+    swaps = key.kind == "collective-permute"
+    moved = 2 * key.bytes if swaps else key.bytes + key.bytes // key.group_size
+    other = replace(key, kind=INSTEAD[key.kind], bytes=2 * key.bytes if swaps else key.bytes)
+    exchange = model.estimator.solo(other).seconds
+    enough = (1.0 - _GAIN) * model.estimator.solo(key).seconds
+    return exchange + roofline.memory_seconds(moved, model.hardware) < enough
+
+
+def faster_kinds(module: HloModule, model: CostModel) -> tuple[str, ...]:
+    """Kinds of collectives of which all large ones in a module are faster, alone, by what may take their place; of
+    collective-permutes those that swap."""
+    keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
+    found = defaultdict[str, set[bool]](set)
+    for instruction in (i for c in module.computations for i in c.instructions):
+        collective = find_collective(instruction)
+        if collective is None or (collective.kind == "collective-permute" and not is_swap(collective.groups)):
+            continue
+        key = keys[instruction]
+        if isinstance(key, CollectiveKey) and key.kind in KINDS and key.bytes >= MIN_BYTES:
+            found[key.kind].add(is_faster(key, model))
+    return tuple(kind for kind in KINDS if found[kind] == {True})
+
+
+def is_swap(pairs: Groups) -> bool:
+    """Whether every device of a permutation sends to the one that it receives from, and none to itself."""
+    return bool(pairs) and all(a != b and (b, a) in pairs for a, b in pairs)
+
+
+class Alone:
+    """Seconds of operators before they are scheduled, each alone: of collectives by a profile, of all else by the
+    roofline."""
+
+    def __init__(self, model: CostModel) -> None:
+        self._keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
+        self._costs = Costs(model.hardware)
+        self._estimator = model.estimator
+
+    def seconds(self, instruction: Instruction, parts: int = 1) -> float:
+        """Of what is no loop; of a collective, if it had so many times fewer bytes."""
+        key = None if find_collective(instruction) is None else self._keys[instruction]
+        if not isinstance(key, CollectiveKey):
+            return self._costs[instruction].seconds
+        return self._estimator.solo(replace(key, bytes=key.bytes // parts)).seconds
+
+
+def is_communication_bound(module: HloModule, model: CostModel) -> bool:
+    """Whether the collectives of a module, before it is scheduled, take longer than everything else, each alone."""
+    alone = Alone(model)
+    known: dict[Computation, tuple[float, float]] = {}
+
+    def loads(computation: Computation) -> tuple[float, float]:
+        """Seconds of communication, and of all else."""
+        if computation not in known:
+            communication = rest = 0.0
+            for instruction in computation.instructions:
+                if instruction.opcode in CONTROL_FLOW:
+                    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+                    inner = max(map(loads, called), key=sum)  # the longest branch, as in `costs`
+                    communication, rest = communication + count * inner[0], rest + count * inner[1]
+                elif find_collective(instruction) is None:
+                    rest += alone.seconds(instruction)
+                else:
+                    communication += alone.seconds(instruction)
+            known[computation] = communication, rest
+        return known[computation]
+
+    communication, rest = loads(module.entry)
+    return communication > rest
+
+
+def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:
+    """Part k of `operand`, along the dimension of `like` and over its devices, goes to device k; theirs come back."""
+    made = builder.make("all-to-all", array(operand.shape.element_type, operand.shape.dimensions), [operand])
+    made.proto.dimensions.extend(like.proto.dimensions)
+    made.proto.channel_id = like.proto.channel_id
+    for field in GROUP_FIELDS:
+        getattr(made.proto, field).MergeFrom(getattr(like.proto, field))
+    return made
+
+
+def put_in_place(old: Instruction, first: Instruction, last: Instruction) -> None:
+    """Readers of `old` read `last`; what had to come before `old` comes before `first`; `old` goes."""
+    computation = old.computation
+    first.control_predecessors = old.control_predecessors
+    for other in computation.instructions:
+        other.control_predecessors = [last if p is old else p for p in other.control_predecessors]
+    edit.replace_uses(computation, old, last)
+    computation.instructions.remove(old)
+
+
+def array(element_type: int, dimensions: Iterable[int]) -> Any:
+    """A shape without a layout: layouts come later."""
+    return Shape(element_type=element_type, dimensions=dimensions)

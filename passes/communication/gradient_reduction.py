@@ -1,0 +1,268 @@
+"""Reduces a layer's gradients over data-parallel replicas beside the backward of the layer before it.
+
+Before:                                             After:
+    for l in L-1 ... 0:                                 grads[L-1] += backward of layer L-1
+        grads[l] += backward of layer l                 for l in L-2 ... 0:
+    mean = all-reduce(grads / M)                            grads[l] += backward of layer l
+                                                            grads[l+1] = all-reduce(grads[l+1] / M)
+                                                        grads[0] = all-reduce(grads[0] / M)
+
+Contract
+    Consumes  an all-reduce of a stack of layers that a loop wrote slot by slot, each slot once and read by nothing else
+              than what adds to it; between them element by element what may be done to a slot alone. Calls in the
+              loop's body are inlined (`strand_duplication`).
+    Makes     the same of each slot, in the iteration after the one that writes it. Its first iteration stands in front
+              of the loop, its last reduction behind it.
+    Leaves    loops in which both strands run: the other one's compute is there to lie under; stacks of less than
+              `least` bytes a layer, groups of one device, other types than the stack's; and loops whose compute hides
+              less than smaller messages cost, by `model`, which it says.
+
+Why it is legal: a slot has its last value when its own iteration is over (index tables of the proved counter), and an
+all-reduce and what stands before it do to each element what they do to it in the whole stack. All devices go through
+slots in the same order, for that follows from constants. What the devices' parts are added up in may change: NCCL's
+order depends on where an element lies in the buffer.
+Cost: an all-reduce per layer in place of one, so latency times layers, and the loop's body once more in the program.
+Nothing in memory. Gain: all but one layer's part has compute to lie under, in the last backward alone. Communication of
+data parallelism is not in DHelix; Megatron and DDP overlap it so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.collectives import device_groups
+from dhelix.passes.communication.exchange import UNMEASURED
+from dhelix.passes.evaluation.costs import CostModel, Lane
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.hlo.graph import descendants, tied
+from dhelix.passes.hlo.loop_state import add_element, split
+from dhelix.passes.hlo.stacks import slots_changed
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.strand_duplication import LAYERS
+from dhelix.profiles.keys import CollectiveKey
+
+_ELEMENTWISE = frozenset("add subtract multiply divide".split())
+_WORTH = 3.0  # what is hidden has to be so many times what smaller messages cost: how much that is, is known roughly
+
+type Users = dict[Instruction, list[Instruction]]
+type Scalar = Callable[[Instruction], Instruction]
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """Reduces gradients layer by layer.
+
+    Attributes:
+      model: costs that decide, for each loop; None: every loop is taken.
+      least: bytes of a layer's gradient; what is smaller is mostly latency.
+      costs_decide: without a model every loop stays.
+    """
+
+    model: CostModel | None = None
+    least: int = 1 << 20
+    costs_decide: bool = False
+
+    name = "gradient-reduction"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        if self.costs_decide and self.model is None:
+            context.note(f"left alone: {UNMEASURED}")
+            return False
+        changed = False
+        for computation in list(module.computations):
+            loops = [i for i in computation.instructions if i.opcode == "while"]
+            for loop in [i for i in loops if not i.name.startswith(LAYERS)]:
+                found = _reductions(loop, self.least)
+                if found and not _pays(loop, found, self.model):
+                    context.left_alone({"gradients reduced layer by layer cost more than they hide": len(found)})
+                elif found:
+                    changed |= _reduce_if_split(loop, found, context)
+        return changed
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """`collective(steps(stack))`, where the stack is an element of the loop's state.
+
+    Attributes:
+      result: the stack behind the loop; `write`: of a slot, in the body.
+      slots: in the order in which they are written.
+      steps: from the stack to the collective, one element-wise instruction after the other.
+    """
+
+    element: int
+    result: Instruction
+    write: Instruction
+    slots: list[int]
+    steps: tuple[Instruction, ...]
+    collective: Instruction
+
+
+def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
+    try:
+        whole = WhileLoop(loop)
+    except PassRefusal:
+        return []
+    users = loop.computation.users()
+    results = users[loop]
+    ordered = tied(loop.computation)
+    counted = (whole.trip_count or 0) > 1 and whole.induction_index is not None
+    if not counted or loop in ordered or any(r.opcode != "get-tuple-element" for r in results):
+        return []
+    after = descendants(loop.computation, [loop])
+    found = []
+    for result in results:
+        read = [r for r in results if users[r] or r is loop.computation.root]
+        alone = [r.tuple_index for r in read].count(result.tuple_index) == 1
+        slots = _written(whole, result.tuple_index) if alone else None
+        reached = _collective_of(result, users, after, least) if slots else None
+        if slots and reached and ordered.isdisjoint((*reached[0], reached[1])):
+            write = whole.body.root.operands[result.tuple_index]
+            found.append(_Reduction(result.tuple_index, result, write, slots, *reached))
+    return found
+
+
+def _written(loop: WhileLoop, element: int) -> list[int] | None:
+    """The slots of a stack in the order in which the loop writes them, each once and whole; None if it does otherwise.
+
+    Nor may it read another slot than the one that it writes in the same iteration.
+    """
+    if slots_changed(loop, element) is None:
+        return None
+    write = loop.body.root.operands[element]
+    table = loop.index_table(write.operands[2])
+    users = loop.body.users()
+    reads = [u for r, k in loop.reads.items() if k == element for u in users[r] if u is not write]
+    if table is None or any(loop.index_table(read.operands[1]) != table for read in reads):
+        return None
+    return table if sorted(table) == list(range(write.shape.dimensions[0])) else None
+
+
+def _collective_of(
+    result: Instruction, users: Users, after: set[Instruction], least: int
+) -> tuple[tuple[Instruction, ...], Instruction] | None:
+    """What is done to each element of a stack, and the all-reduce of that, where nothing else reads any of it."""
+    steps: list[Instruction] = []
+    value = result
+    while len(users[value]) == 1 and value is not value.computation.root:
+        user = users[value][0]
+        if user.opcode == "all-reduce":
+            groups = device_groups(user)
+            slot = shapes.byte_size(user.shape) // result.shape.dimensions[0]
+            alike = user.operands == [value] and shapes.same(user.shape, result.shape)
+            worth = slot >= least and max(map(len, groups), default=2) > 1
+            return (tuple(steps), user) if alike and worth else None
+        if user.opcode not in _ELEMENTWISE or not all(o is value or _is_scalar(o, after) for o in user.operands):
+            return None
+        steps.append(user)
+        value = user
+    return None
+
+
+def _is_scalar(value: Instruction, after: set[Instruction]) -> bool:
+    """Whether all of it is one number, which does not follow from the loop."""
+    return value.opcode == "broadcast" and not value.proto.dimensions and value not in after
+
+
+def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -> bool:
+    """Whether what lies under the loop's compute is worth several times what smaller messages cost."""
+    if model is None:
+        return True
+    costs = model.costs()
+    layers, hardware = len(found[0].slots), costs.hardware
+    in_one = in_parts = 0.0
+    for one in found:
+        key = costs.operator_keys[one.collective]
+        if isinstance(key, CollectiveKey):
+            in_one += model.estimator.solo(key).seconds
+            in_parts += model.estimator.solo(replace(key, bytes=key.bytes // layers)).seconds
+    body = [costs[i] for i in loop.called[0].instructions]
+    compute = sum(cost.seconds for cost in body if cost.lane is Lane.COMPUTE)
+    of_compute, of_collective = hardware.compute_rate, hardware.communication_rate
+    beside = (layers - 1) * min(in_parts / of_collective, compute / of_compute)
+    return beside * (of_compute + of_collective - 1.0) > _WORTH * (layers * in_parts - in_one)
+
+
+def _reduce_if_split(loop: Instruction, found: list[_Reduction], context: PassContext) -> bool:
+    try:
+        _, rest = split(loop, 1, (loop.name, loop.name))
+    except PassRefusal as refusal:
+        context.left_alone({refusal.reason: len(found)})
+        return False
+    moved = sum(shapes.byte_size(one.collective.shape) for one in found)
+    context.note("gradients reduced layer by layer", loop, stacks=len(found), bytes=moved)
+    _reduce(loop.computation, rest, found)
+    return True
+
+
+def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]) -> None:
+    """`rest`: the loop without its first iteration."""
+    previous: dict[Instruction, Instruction] = {}  # by the index of an iteration, that of the one before
+    for one in found:
+        index = one.write.operands[2]
+        if index not in previous:
+            first = Builder(computation).scalar(one.slots[0], index.shape.element_type)
+            previous[index] = add_element(rest, first)
+            rest.called[0].root.operands[-1] = index
+        _reduce_inside(rest, one, previous[index])
+    for one in found:
+        _reduce_last(computation, one)
+    for changed in (rest.called[0], computation):
+        drop_dead(changed)
+        changed.sort()
+
+
+def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) -> None:
+    """The body reduces the slot of the iteration before. The barrier keeps that slot's read before writes to the stack,
+    or XLA would copy it."""
+    body = loop.called[0]
+    builder, users = Builder(body), body.users()
+    reads = [read for read, k in WhileLoop(loop).reads.items() if k == one.element]
+    place = [previous, *one.write.operands[3:]]
+    slot, held = builder.barrier([_slot(builder, reads[0], place), reads[0]])
+    for read in reads:
+        for user in users[read]:
+            user.operands = [held if o is read else o for o in user.operands]
+
+    def scalar(value: Instruction) -> Instruction:
+        return builder.copy(value, []) if value.opcode == "constant" else add_element(loop, value)
+
+    reduced = _reduced(builder, one, slot, scalar)
+    body.root.operands[one.element] = builder.copy(one.write, [one.write, reduced, *place])
+
+
+def _reduce_last(computation: Computation, one: _Reduction) -> None:
+    builder = Builder(computation)
+    zero = [builder.scalar(0, o.shape.element_type) for o in one.write.operands[3:]]
+    place = [builder.scalar(one.slots[-1], one.write.operands[2].shape.element_type), *zero]
+    reduced = _reduced(builder, one, _slot(builder, one.result, place), lambda value: value)
+    written = builder.make("dynamic-update-slice", one.result.shape, [one.result, reduced, *place])
+    replace_uses(computation, one.collective, written)
+
+
+def _slot(builder: Builder, stack: Instruction, place: list[Instruction]) -> Instruction:
+    shape = _of_slot(stack.shape)
+    return builder.make("dynamic-slice", shape, [stack, *place], dynamic_slice_sizes=list(shape.dimensions))
+
+
+def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scalar) -> Instruction:
+    """What becomes of a slot that has its last value; `scalar` gives numbers where `builder` builds."""
+    known: dict[Instruction, Instruction] = {one.result: slot}
+    for step in (*one.steps, one.collective):
+        for operand in step.operands:
+            if operand not in known:
+                number = scalar(operand.operands[0])
+                known[operand] = builder.make("broadcast", _of_slot(operand.shape), [number])
+        known[step] = builder.copy(step, [known[o] for o in step.operands])
+        known[step].proto.shape.CopyFrom(_of_slot(step.shape))
+    return known[one.collective]
+
+
+def _of_slot(stack: Any) -> Any:
+    shape = type(stack)()
+    shape.CopyFrom(stack)
+    shape.dimensions[0] = 1
+    return shape

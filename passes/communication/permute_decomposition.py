@@ -1,0 +1,91 @@
+"""Collective-permutes in which devices swap, as an all-gather of each pair, where that is faster: through host memory.
+
+Before, devices 0 and 1 on two stages:                After:
+    y = bf16[4096,4096] collective-permute(x),            g = bf16[2,4096,4096] all-gather(x),
+            source_target_pairs={{0,1},{1,0}}                     replica_groups={{0,1}}, dimensions={0}
+                                                          y = bf16[4096,4096] dynamic-slice(g, 1 - own place)
+
+Contract
+    Consumes  plain collective-permutes, after partitioning and before fusion, in which a receives from b what b does
+              from a, and the pairs are an axis of a row-major mesh of all devices: a pipeline of two stages in its
+              steady state.
+    Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
+              all-gather and the slice.
+    Leaves    the others, with a note for each reason.
+
+Why it is legal: each device gathers its own x and its partner's, and takes the partner's. No number is touched.
+
+Why at all: NCCL sends point to point over fewer channels than it gathers. On H200s without peer-to-peer, with buffers
+that suit the host's caches, 32 MiB are swapped in 1.7 ms and gathered in 1.0 (docs/profiles.md). Over NVLink
+both take as long, and permutes stay. It costs the bytes once more while they live, and a copy unless XLA fuses the
+slice.
+
+Beyond the papers, whose pipelines send point to point. docs/benchmarks.md says what it brings.
+"""
+
+from dataclasses import dataclass
+
+from dhelix.passes.analysis.collectives import device_groups
+from dhelix.passes.analysis.dimension_factors import dense, reshaped
+from dhelix.passes.collective_matmul.pattern import row_major_axis
+from dhelix.passes.communication import exchange
+from dhelix.passes.communication.exchange import Decomposition
+from dhelix.passes.hlo import Builder, HloModule, Instruction, shapes
+from dhelix.passes.manager import PassContext
+
+
+@dataclass(frozen=True)
+class PermuteDecomposition(Decomposition):
+    """Swaps as all-gathers of pairs; options as of `Decomposition`."""
+
+    name = "permute-decomposition"
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        return self.replace_all(module, context, "collective-permute", _unfit, _decompose)
+
+    def why_none(self, module: HloModule) -> str:
+        """A shorter transfer costs nothing that computes, so it matters not what bounds the step."""
+        return "" if self.model is not None else exchange.UNMEASURED
+
+
+def _unfit(permute: Instruction) -> str:
+    """Why `permute` has no such form; "" if it has."""
+    if len(permute.operands) != 1 or shapes.is_tuple(permute.shape):
+        return "several arrays at once"
+    if not permute.proto.channel_id:
+        return "over replicas, not partitions"
+    if not exchange.is_swap(device_groups(permute)):
+        return "what it sends does not come back from there"
+    pairs = _pairs(permute)
+    if 2 * len(pairs) != permute.computation.module.partitions:  # the others would get zeros, and gathers need all
+        return "its pairs are not known to be all devices"
+    return "" if row_major_axis(pairs) is not None else "its pairs are no axis of a mesh of devices in order"
+
+
+def _pairs(permute: Instruction) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(pair for pair in device_groups(permute) if pair[0] < pair[1]))
+
+
+def _decompose(permute: Instruction) -> None:
+    """Puts gather and slice in the place of `permute`."""
+    builder, (operand,), pairs = Builder(permute.computation), permute.operands, _pairs(permute)
+    axis, kind, own = row_major_axis(pairs), permute.shape.element_type, list(permute.shape.dimensions)
+    assert axis is not None  # _unfit
+    one = reshaped(builder, operand, [1, *own])
+    gathered = builder.make("all-gather", dense(kind, [2, *own]), [one], dimensions=[0])
+    gathered.proto.channel_id = permute.proto.channel_id
+    gathered.proto.use_global_device_ids = True
+    for pair in pairs:
+        gathered.proto.replica_groups.add(replica_ids=pair)
+
+    def number(value: int) -> Instruction:
+        return builder.scalar(value, shapes.U32)
+
+    device = builder.make("partition-id", shapes.scalar(shapes.U32))
+    place = builder.binary("remainder", builder.binary("divide", device, number(axis[2])), number(2))
+    starts = [builder.binary("subtract", number(1), place), *(number(0) for _ in own)]
+    part = builder.make("dynamic-slice", dense(kind, [1, *own]), [gathered, *starts], dynamic_slice_sizes=[1, *own])
+    taken = reshaped(builder, part, own)
+    for made in (gathered, part, taken):
+        made.proto.metadata.CopyFrom(permute.proto.metadata)
+    exchange.put_in_place(permute, gathered, taken)

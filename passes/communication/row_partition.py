@@ -1,0 +1,257 @@
+"""Computes what stands between an all-gather and a reduce-scatter in parts of the rows, where one strand runs alone.
+
+Before, of each device 2048 rows:               After, of each device 2 parts of 1024 rows:
+    g = bf16[8192,K] all-gather(x)                  g0 = bf16[4096,K] all-gather(x[0:1024])
+    a = bf16[8192,F] dot(g, w)                      g1 = bf16[4096,K] all-gather(x[1024:2048])
+    b = bf16[8192,F] tanh(a)                        r0 = reduce-scatter(dot(tanh(dot(g0, w)), v))
+    y = bf16[8192,K] dot(b, v)                      r1 = reduce-scatter(dot(tanh(dot(g1, w)), v))
+    r = bf16[2048,K] reduce-scatter(y)              r  = bf16[2048,K] concatenate(r0, r1)
+
+    lane      | g               |         | r               |        | g0     | g1     | r0     | r1     |
+    compute   |                 | a  b  y |                 |                 | a b y  | a b y  |
+
+Contract
+    Consumes  the partitioned program, before collectives are asynchronous and before fusion. PRE_SCHEDULER.
+    Makes     of each chain, an all-gather, a reduce-scatter over the same devices and all that is computed on the way
+              from one to the other, one chain for each part of the rows. What else is read of the whole arrays on the
+              way, for the backward pass say, reads the parts joined. Parts keep XLA's combiners off each other.
+    Leaves    chains on whose way rows meet (attention), or another collective stands; computations where both strands
+              run, which hide each other's collectives whole (`pattern.co_executes`); and what `model` says not to
+              pay. One note for each reason.
+
+Why it is legal: what is computed of a row depends on that row alone (`rows.py`), and both collectives treat rows
+alike, so each part has the numbers that it had. Products of fewer rows may sum in another order.
+
+Cost: collectives of a part take more than a part of the time, products may, and joined arrays are written once more.
+Without another strand nothing else hides what stands on the way, so where collectives take longer than all products
+of a computation, that is worth it. MegaScale section 3.2 pipelines each collective with the product beside it;
+here the parts stay apart until the last collective of the chain, so that nothing waits for a whole array in between.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dhelix.errors import DhelixError
+from dhelix.passes.analysis.collectives import device_groups, find_collective, free_channel, keep_apart, kept_apart
+from dhelix.passes.collective_matmul.pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
+from dhelix.passes.communication.exchange import UNMEASURED, Alone
+from dhelix.passes.communication.rows import Parts, Rows, follow
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
+from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
+from dhelix.passes.manager import PassContext, Stage
+
+_PART = "part "  # and a number: by that collectives are kept apart
+_PRODUCTS = ("dot", "custom-call")  # attention too; what else there is XLA has yet to fuse
+
+
+@dataclass(frozen=True)
+class RowPartition:
+    """Chains from an all-gather to a reduce-scatter in parts.
+
+    Attributes:
+      model: costs that decide, for their launch setting. None: all chains are partitioned that can be.
+      parts: of the rows of each device, 2 or more.
+      costs_decide: without a model all chains stay whole.
+    """
+
+    model: CostModel | None = None
+    parts: int = 2
+    costs_decide: bool = False
+
+    name = "row-partition"
+    stage = Stage.PRE_SCHEDULER
+
+    def __post_init__(self) -> None:
+        if self.parts < 2:
+            raise DhelixError(f"parts={self.parts} of the rows are no parts; give 2 or more")
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        if module.is_scheduled:
+            context.note("left alone: the module is scheduled")
+            return False
+        if self.costs_decide and self.model is None:
+            context.note(f"left alone: {UNMEASURED}")
+            return False
+        left, done, channel = Counter[str](), 0, free_channel(module)
+        alone = None if self.model is None else Alone(self.model)
+        for computation in list(module.computations):
+            for chain in _worth_it(computation, self.parts, alone, left):
+                _partition(chain, self.parts, channel)
+                channel += 2 * self.parts
+                done += 1
+        context.left_alone(left)
+        if done:
+            context.note(f"chains from a gather to a scatter in {self.parts} parts", count=done)
+        return bool(done)
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """What is to be partitioned.
+
+    Attributes:
+      steps: what is computed on the way, operands first.
+      rows: where the rows are, in what is gathered, in each step and in what is scattered.
+    """
+
+    gather: Instruction
+    steps: tuple[Instruction, ...]
+    scatter: Instruction
+    rows: dict[Instruction, Rows]
+
+
+def pays(module: HloModule, model: CostModel) -> bool:
+    """Whether any chain of a module, which stays as it is, is faster in parts."""
+    found = (_worth_it(c, RowPartition.parts, Alone(model), Counter()) for c in module.computations)
+    return any(True for chains in found for _ in chains)
+
+
+def _worth_it(computation: Computation, parts: int, alone: Alone | None, left: Counter[str]) -> Iterator[Chain]:
+    """The chains that are to be computed in parts: those that can be, and by costs, if there are any, are faster so.
+    Counts why others are `left`."""
+    why_none = _why_none(computation, alone)
+    for chain in find_chains(computation, parts, left):
+        if reason := why_none or _why_too_dear(chain, parts, alone):
+            left[reason] += 1
+        else:
+            yield chain
+
+
+def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Iterator[Chain]:
+    """Chains of a computation whose rows divide into `parts`, each when it is asked for, since those before may have
+    changed the computation. Counts why other reduce-scatters are `left`."""
+    order: list[Instruction] = []
+    place: dict[Instruction, int] = {}
+    for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
+        if computation.instructions is not order:  # the first time, or a chain was partitioned
+            order = computation.instructions
+            place = {i: n for n, i in enumerate(order)}
+        reasons = ["no all-gather leads to it without another collective"]
+        for gather in sorted(_gathers_before(scatter), key=place.__getitem__, reverse=True):
+            try:
+                yield _chain(gather, scatter, order[place[gather] + 1 : place[scatter]], parts)
+                break
+            except Unfit as error:
+                reasons.append(str(error))
+        else:
+            left[reasons[min(1, len(reasons) - 1)]] += 1  # of the nearest
+
+
+def _gathers_before(scatter: Instruction) -> set[Instruction]:
+    """All-gathers that a scatter depends on without another collective between."""
+    found: set[Instruction] = set()
+    seen: set[Instruction] = set()
+    pending = list(scatter.operands)
+    while pending:
+        top = pending.pop()
+        if top in seen:
+            continue
+        seen.add(top)
+        if top.opcode == "all-gather":
+            found.add(top)
+        elif find_collective(top) is None:
+            pending += top.operands
+    return found
+
+
+def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Instruction]) -> list[Instruction]:
+    """What depends on the gather and is needed by the scatter, of what stands `between` them, operands first."""
+    below, above = {gather}, {*scatter.operands, *scatter.control_predecessors}
+    for instruction in between:
+        if not below.isdisjoint((*instruction.operands, *instruction.control_predecessors)):
+            below.add(instruction)
+    for instruction in reversed(between):
+        if instruction in above:
+            above.update(instruction.operands, instruction.control_predecessors)
+    return [i for i in between if i in below and i in above]
+
+
+def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruction], parts: int) -> Chain:
+    """The chain of both, which stand around `between`. Raises Unfit."""
+    if mesh_axis(gather) != mesh_axis(scatter) or device_groups(gather) != device_groups(scatter):
+        raise Unfit("gathered and scattered over other devices")
+    if not is_sum(scatter):
+        raise Unfit("not a sum")
+    if _PART in kept_apart(gather):
+        raise Unfit("it is a part")
+    dimension, devices = gather.proto.dimensions[0], mesh_axis(gather)[1]
+    size = gather.shape.dimensions[dimension]
+    if size % (devices * parts):
+        raise Unfit(f"its rows do not divide into {parts} parts")
+    steps = _on_the_way(gather, scatter, between)
+    rows = {gather: Rows(dimension, 1, 1, devices, size)}
+    for step in steps:
+        if find_collective(step) is not None:
+            raise Unfit("another collective stands on the way")
+        found = follow(step, rows)
+        if found is None:
+            raise Unfit(f"rows meet on the way, at a {step.opcode}")
+        rows[step] = found
+    (summed,) = scatter.operands
+    if summed not in rows or summed is gather or not any(step.opcode == "dot" for step in steps):
+        raise Unfit("nothing is multiplied on the way")
+    if not rows[summed].is_alone or rows[summed].dimension != scatter.proto.dimensions[0]:
+        raise Unfit("what is scattered are not the rows")
+    if not graph.tied(gather.computation).isdisjoint((gather, *steps, scatter)):
+        raise Unfit(ORDERED)
+    rows[scatter] = replace(rows[summed], devices=1, size=size // devices)
+    return Chain(gather, tuple(steps), scatter, rows)
+
+
+def _partition(chain: Chain, count: int, channel: int) -> None:
+    """Puts the parts in the place of a chain. Collectives get channels from `channel` on."""
+    computation, gather, scatter, rows = chain.gather.computation, chain.gather, chain.scatter, chain.rows
+    users, inner = computation.users(), {*chain.steps, scatter}
+    read = [i for i in (gather, *chain.steps) if i is computation.root or not inner.issuperset(users[i])]
+    parts = Parts(Builder(computation), count)
+    (operand,), (summed,) = gather.operands, scatter.operands
+    local = replace(rows[gather], devices=1, size=operand.shape.dimensions[gather.proto.dimensions[0]])
+    made: list[dict[Instruction, Instruction]] = []
+    for number in range(count):
+        own = {operand: parts.take(operand, local, number)}
+        own[gather] = parts.part(gather, rows[gather], number, own)
+        begun = own[gather]
+        if made:  # or XLA makes one fusion of what parts compute of the same arrays, which waits for all of them
+            begun, made[-1][summed] = parts.builder.barrier([begun, made[-1][summed]])
+        known = {gather: begun}
+        for step in chain.steps:
+            known[step] = parts.part(step, rows[step], number, {o: known[o] for o in step.operands if o in known})
+        made.append({**known, gather: own[gather]})
+    for number, own in enumerate(made):
+        own[scatter] = parts.part(scatter, rows[scatter], number, own)
+        for collective, which in ((own[gather], 2 * number), (own[scatter], 2 * number + 1)):
+            collective.proto.channel_id = channel + which
+            keep_apart(collective, f"{_PART}{number}")
+    whole = {i: parts.join([own[i] for own in made], i, rows[i]) for i in (*read, scatter)}
+    replace_all_uses(computation, whole)
+    computation.sort()
+    drop_dead(computation)
+
+
+def _why_none(computation: Computation, alone: Alone | None) -> str:
+    """Why all chains of a computation stay whole; "" if some may not."""
+    if co_executes(computation):
+        return "the other strand hides its collectives"
+    if alone is None:
+        return ""
+    communication = sum(alone.seconds(i) for i in computation.instructions if find_collective(i) is not None)
+    products = sum(alone.seconds(i) for i in computation.instructions if i.opcode in _PRODUCTS)
+    return "products take longer than communication" if communication < products else ""
+
+
+def _why_too_dear(chain: Chain, parts: int, alone: Alone | None) -> str:
+    """Why a chain stays whole; "" if its parts take less time, where nothing runs beside them."""
+    if alone is None:
+        return ""
+    gather, scatter = alone.seconds(chain.gather), alone.seconds(chain.scatter)
+    gather_part, scatter_part = alone.seconds(chain.gather, parts), alone.seconds(chain.scatter, parts)
+    between = sum(alone.seconds(step) for step in chain.steps)
+    computed = scattered = 0.0  # when the parts so far are
+    for number in range(parts):
+        computed = max(computed, (number + 1) * gather_part) + between / parts
+        scattered = max(scattered, computed, parts * gather_part) + scatter_part
+    return "" if scattered < gather + between + scatter else "not faster in parts"

@@ -1,0 +1,184 @@
+"""Where the rows of a gathered array are in what is computed of it, and how to compute one part of them.
+
+    x [2048, K] of each of 4 devices                       rows: 4 devices x 2048, as the all-gather puts them
+    g [8192, K] all-gather(x)                              dimension 0, nothing inside
+    r [1, 8192, K] reshape(g)                              dimension 1
+    y [1, 8192, H, D] reshape(dot(r, w))                   dimension 1
+
+Rows stay what they are through elementwise operations, reshapes, transposes, products with a weight, and reductions and
+concatenations of other dimensions: what is computed of one row depends on that row alone. So a part of the rows, the
+same of every device, can be computed for itself. In memory, parts lie
+
+    [what is outside, device, part, row of the device's part, what is inside]
+
+within the dimension that the rows are in. `follow` says where the rows are in a result, `part` makes an instruction
+for one part from operands for that part, `take` cuts a part out of a whole array and `join` puts parts together.
+
+Used by `row_partition.py`. (`dimension_factors.py` follows all dimensions of an array at once, through what
+moves values and no more.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dhelix.passes.analysis.dimension_factors import dense, reshaped
+from dhelix.passes.hlo import Builder, Instruction
+from dhelix.passes.hlo.edit import ELEMENTWISE
+
+_ELEMENTWISE = ELEMENTWISE | {"and", "ceil", "copy", "floor", "not", "or"}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows are in an array.
+
+    Attributes:
+      dimension: that they are in.
+      outside, inside: what else is in that dimension: around the rows, and in each.
+      devices: of whom each has as many rows, one device's after another's.
+      size: rows altogether.
+    """
+
+    dimension: int
+    outside: int
+    inside: int
+    devices: int
+    size: int
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing else is in the dimension."""
+        return self.outside == self.inside == 1
+
+    def at(self, dimension: int) -> Rows:
+        return replace(self, dimension=dimension)
+
+    def dimensions_of_part(self, shape: Any, parts: int) -> list[int]:
+        """Of an array that has one part of the rows."""
+        found = list(shape.dimensions)
+        found[self.dimension] //= parts
+        return found
+
+
+def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows | None:
+    """Where the rows are in the result; None where that cannot be told, or it depends on other rows, too.
+
+    `known`: where they are in operands that have rows. Others have none, or are cut by `part`.
+    """
+    sides = [side for side, operand in enumerate(instruction.operands) if operand in known]
+    rows = known[instruction.operands[sides[0]]]
+    opcode, before, after = instruction.opcode, instruction.operands[sides[0]].shape, instruction.shape
+    dimension = rows.dimension
+    if opcode in _ELEMENTWISE or opcode == "concatenate":
+        same = all(known[instruction.operands[side]] == rows for side in sides)
+        joins = opcode == "concatenate" and instruction.proto.dimensions[0] == dimension
+        whole = before.dimensions[dimension] == after.dimensions[dimension]  # not a scalar that chooses
+        return rows if same and whole and not joins else None
+    if len(sides) > 1:
+        return None
+    if opcode == "reshape":
+        return _regrouped(rows, before.dimensions, after.dimensions)
+    if opcode == "transpose":
+        return rows.at(list(instruction.proto.dimensions).index(dimension))
+    if opcode == "broadcast":
+        return rows.at(instruction.proto.dimensions[dimension])
+    if opcode == "reduce":
+        gone = instruction.proto.dimensions
+        one = len(instruction.operands) == 2 and sides == [0]
+        return rows.at(dimension - sum(n < dimension for n in gone)) if one and dimension not in gone else None
+    if opcode == "dot":
+        return _multiplied(rows, instruction, sides[0])
+    return None
+
+
+def _regrouped(rows: Rows, before: Sequence[int], after: Sequence[int]) -> Rows | None:
+    """After a reshape, which keeps how many values stand inside of a row."""
+    if 0 in before:
+        return None
+    inside = rows.inside * math.prod(before[rows.dimension + 1 :])
+    within = 1
+    for dimension in reversed(range(len(after))):
+        size = after[dimension]
+        if inside % within == 0 and size % (own := inside // within * rows.size) == 0:
+            return replace(rows, dimension=dimension, outside=size // own, inside=inside // within)
+        within *= size
+    return None
+
+
+def _multiplied(rows: Rows, dot: Instruction, side: int) -> Rows | None:
+    numbers = dot.proto.dot_dimension_numbers
+    both = (
+        [*numbers.lhs_batch_dimensions, *numbers.lhs_contracting_dimensions],
+        [*numbers.rhs_batch_dimensions, *numbers.rhs_contracting_dimensions],
+    )
+    if rows.dimension in both[side]:
+        return None
+    ranks = [len(o.shape.dimensions) for o in dot.operands]
+    free = [[n for n in range(rank) if n not in used] for rank, used in zip(ranks, both, strict=True)]
+    batch = len(numbers.lhs_batch_dimensions)
+    return rows.at(batch + side * len(free[0]) + free[side].index(rows.dimension))
+
+
+class Parts:
+    """Makes instructions for parts of the rows at the end of a computation.
+
+    Args:
+      count: how many parts; divides the rows of each device.
+    """
+
+    def __init__(self, builder: Builder, count: int) -> None:
+        self.builder, self.count = builder, count
+
+    def part(
+        self, instruction: Instruction, rows: Rows, number: int, operands: Mapping[Instruction, Instruction]
+    ) -> Instruction:
+        """What `instruction` is for one part. `operands` are those of its operands that have rows, for that part."""
+        own = [operands.get(o) or self._own(o, instruction, rows, number) for o in instruction.operands]
+        made = self.builder.copy(instruction, own)
+        del made.shape.dimensions[:]
+        made.shape.dimensions.extend(rows.dimensions_of_part(instruction.shape, self.count))
+        return made
+
+    def _own(self, operand: Instruction, user: Instruction, rows: Rows, number: int) -> Instruction:
+        """An operand that is not computed of the gathered array: what the part needs of it."""
+        if user.opcode not in _ELEMENTWISE | {"concatenate"} or not operand.shape.dimensions:
+            return operand
+        if operand.opcode == "broadcast" and rows.dimension not in operand.proto.dimensions:
+            return self.part(operand, rows, number, {o: o for o in operand.operands})
+        return self.take(operand, rows, number)
+
+    def take(self, whole: Instruction, rows: Rows, number: int) -> Instruction:
+        """One part of a whole array."""
+        before, outer, inner, after = self._around(whole.shape, rows)
+        apart = reshaped(self.builder, whole, [*before, outer, self.count, inner, *after])
+        cut = self.builder.make("slice", dense(whole.shape.element_type, [*before, outer, 1, inner, *after]), [apart])
+        for dimension, size in enumerate(apart.shape.dimensions):
+            one = dimension == len(before) + 1
+            start, limit = (number, number + 1) if one else (0, size)
+            cut.proto.slice_dimensions.add(start=start, limit=limit, stride=1)
+        made = reshaped(self.builder, cut, rows.dimensions_of_part(whole.shape, self.count))
+        return self._named(made, whole, apart, cut)
+
+    def join(self, parts: Sequence[Instruction], whole: Instruction, rows: Rows) -> Instruction:
+        """All parts, as the array `whole` that they are parts of."""
+        before, outer, inner, after = self._around(whole.shape, rows)
+        apart = [reshaped(self.builder, one, [*before, outer, inner, *after]) for one in parts]
+        shape = dense(whole.shape.element_type, [*before, outer, self.count * inner, *after])
+        joined = self.builder.make("concatenate", shape, apart, dimensions=[len(before) + 1])
+        made = reshaped(self.builder, joined, whole.shape.dimensions)
+        return self._named(made, whole, *apart, joined)
+
+    def _around(self, shape: Any, rows: Rows) -> tuple[list[int], int, int, list[int]]:
+        """Dimensions before the one that the rows are in; in that, what is outside of a part and inside; the others."""
+        outer, inner = rows.outside * rows.devices, rows.size // rows.devices // self.count * rows.inside
+        return list(shape.dimensions[: rows.dimension]), outer, inner, list(shape.dimensions[rows.dimension + 1 :])
+
+    @staticmethod
+    def _named(made: Instruction, like: Instruction, *others: Instruction) -> Instruction:
+        for one in (made, *others):
+            one.proto.metadata.CopyFrom(like.proto.metadata)
+        return made

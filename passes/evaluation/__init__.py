@@ -1,0 +1,1 @@
+"""What a program and a schedule of it cost: keys into profiles, times of operators, the timeline."""

@@ -1,0 +1,434 @@
+"""What each HLO instruction costs on a GPU, and on which lane it runs.
+
+Scheduled GPU programs are what this is made for: GEMMs and attention are custom calls or Triton fusions,
+elementwise work is fused, collectives are async pairs whose whole cost stands at the start. Lowered programs
+get costs too, coarser ones: what XLA will fuse counts by what it writes, or nothing.
+
+Without a profile every cost is the roofline's (`dhelix.profiles.roofline`), so a guess. With one,
+`Costs(hardware, Estimator(profile, hardware, setting))`, times of scheduled programs are what was measured or
+what follows from it, and `Cost.source` says which; `Costs.rates` is what two instructions do to each other.
+`CostModel` says all that as an option of a pass:
+
+    CollectiveSchedule(model=CostModel.find("H200", "nvlink", "connections1"))
+"""
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Self
+
+from dhelix.errors import DhelixError
+from dhelix.passes.analysis.collectives import exclusive_kernel, find_collective, is_done
+from dhelix.passes.evaluation.collective_matmul_kernels import kernel_of
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES, OperatorKeys
+from dhelix.passes.evaluation.operator_work import Work, backend_config, work_of
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.loops import proved_trip_count
+from dhelix.profiles import collective_matmul_times, roofline, storage
+from dhelix.profiles.collective_matmul import Form, Site, Times
+from dhelix.profiles.collective_matmul_estimates import collective_key, estimate, gemm_key
+from dhelix.profiles.contention import MIN_RATE
+from dhelix.profiles.estimates import Estimate, Estimator, Source
+from dhelix.profiles.hardware import Hardware, describe
+from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
+from dhelix.profiles.profile import SETTINGS, Profile
+
+
+class Lane(enum.Enum):
+    """What runs one thing at a time: the SMs, the links inside a node, the network between nodes."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    COMM_INTER = "comm-inter"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One execution of an instruction that runs alone.
+
+    Attributes:
+      seconds: for a loop, a call or a conditional the sum over everything inside, nothing overlapped.
+      bytes: of device memory read and written; for a collective, what each device sends.
+      source: what `seconds` rests on; of a sum, its least certain part.
+      launch: seconds for which compute stands still before a collective begins.
+      communication: seconds of `seconds` in which it communicates; of a kernel that also multiplies, what its
+        collective takes alone.
+    """
+
+    seconds: float
+    flops: float = 0.0
+    bytes: float = 0.0
+    lane: Lane = Lane.COMPUTE
+    source: Source = Source.GUESS
+    launch: float = 0.0
+    communication: float = 0.0
+
+
+FREE = Cost(0.0, source=Source.MEASURED)
+
+# Not kernels of their own once XLA has fused.
+_FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
+
+
+@dataclass(frozen=True, slots=True)
+class PowerLimit:
+    """How much lower the clock is in a step that computes densely, since a GPU's power is limited.
+
+    What is limited is a mean over some 30 ms, so steps have one clock, and it follows from what they do in their time.
+    Profiles hold times at the full clock (`runtime.profiling.session`).
+
+    Attributes:
+      free: the load up to which the clock is the full one. Load is the share of `Hardware.peak_flops` that products and
+        attention do (of attention what the mask leaves), and `communication` times the share of time in collectives.
+      slope: how many times longer per load beyond that products and attention take.
+    """
+
+    free: float
+    slope: float
+    communication: float
+
+    def clock(self, load: float, seconds: float, slower: float) -> float:
+        """How many times longer products and attention take than at the full clock.
+
+        Their length makes the step longer, and its load lower: the clock c is where
+
+            c - 1 = slope (load seconds / (seconds + (c - 1) slower) - free)
+
+        Args:
+          load: at the full clock.
+          seconds: of the step, at the full clock.
+          slower: by how many seconds the step is longer for c = 2, as far as it grows evenly.
+        """
+        if load <= self.free or seconds <= 0.0:
+            return 1.0
+        above = 2.0 * self.slope * (load - self.free) * seconds
+        half = seconds + self.slope * self.free * slower
+        return 1.0 + above / (half + math.sqrt(half * half + 2.0 * above * slower))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A collective matmul that is one kernel, which nothing runs beside.
+
+    Attributes:
+      seconds: alone, at the full clock.
+      communication: seconds of its collective alone.
+    """
+
+    seconds: float
+    communication: float = 0.0
+    source: Source = Source.MEASURED
+
+
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """What operators meet in a step, and not where a profile measures them by themselves or in pairs.
+
+    Attributes:
+      pause: seconds between one kernel and the next (`Section.gap_seconds`).
+      wait: seconds that a collective takes longer, until the last of its GPUs is there and what waits for it begins.
+      launch: seconds for which compute stands still where copy engines are given a collective (`Cost.launch`).
+      power: what lowers the clock; None if nothing does.
+      clock: how many times longer products and attention take (`timeline.settled`).
+      in_order: kernels start in the order of their launch, so that nothing passes a collective that waits for its lane.
+    """
+
+    pause: float = 0.0
+    wait: float = 0.0
+    launch: float = 0.0
+    power: PowerLimit | None = None
+    clock: float = 1.0
+    in_order: bool = False
+
+    def cost(self, cost: Cost, key: Key, estimate: Estimate) -> Cost:
+        """`cost` with the time that was estimated for `key`."""
+        clock = self.clock if isinstance(key, OperatorKey) and key.clocked else 1.0
+        launch = self.launch if _on_copy_engines(key) else 0.0
+        return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
+
+    def kernel(self, cost: Cost, kernel: Kernel) -> Cost:
+        """`cost` of a kernel, which waits for its peers as a collective does."""
+        if kernel.seconds <= 0.0:
+            return replace(FREE, flops=cost.flops)  # another instruction counts for it, but the step computes this
+        seconds = self.clock * kernel.seconds + self.wait
+        sent = kernel.communication
+        return replace(cost, seconds=seconds, source=kernel.source, lane=Lane.COMPUTE, launch=0.0, communication=sent)
+
+
+def _on_copy_engines(key: Key) -> bool:
+    """Whether NCCL gives it to copy engines on symmetric memory; of reductions they can do nothing."""
+    return isinstance(key, CollectiveKey) and key.implementation == "symmetric" and key.kind in _COPIED
+
+
+_COPIED = ("all-gather", "all-to-all")
+
+BY_THEMSELVES = InStep()
+# From traces of steps of Llama-8B shapes on 4 x H200; docs/benchmarks.md says how, and what they are worth elsewhere.
+_WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
+_LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
+_H200 = PowerLimit(free=0.44, slope=2.0, communication=0.15)
+_POWER = {"H200": _H200, "H100": _H200}  # by GPU; fitted to H200s, and within 5 % of an H100
+
+_NOTHING: Mapping[Instruction, Kernel] = MappingProxyType({})
+
+
+class Costs(dict[Instruction, Cost]):
+    """Costs by instruction, computed when first asked for: `Costs(hardware)[instruction]`.
+
+    Args:
+      estimator: gives times from a profile; without it the roofline does.
+      implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`), for the estimator.
+      in_step: what is added to what the profile says when instructions are played as a step.
+      matmuls: times of collective matmuls, for kernels that wait for their peers.
+      instead: instructions that are to count as such a kernel; of 0 seconds, as nothing.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        estimator: Estimator | None = None,
+        implementation: str = "nccl",
+        in_step: InStep = BY_THEMSELVES,
+        matmuls: Times | None = None,
+        instead: Mapping[Instruction, Kernel] = _NOTHING,
+    ) -> None:
+        super().__init__()
+        self.hardware, self.estimator, self.in_step = hardware, estimator, in_step
+        self.matmuls, self.instead = matmuls, instead
+        self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
+        self._rates: dict[tuple[Instruction, Instruction, bool, bool], tuple[float, float]] = {}
+        self._guessed: set[tuple[str, str]] = set()
+
+    def __missing__(self, instruction: Instruction) -> Cost:
+        cost = instruction_cost(instruction, self.hardware, self.__getitem__)
+        if (kernel := self._kernel(instruction)) is not None:
+            cost = self.in_step.kernel(cost, kernel)
+        elif self.estimator is not None and instruction.computation.module.is_scheduled:
+            key = self.operator_keys[instruction]
+            if key is not None:
+                cost = self.in_step.cost(cost, key, self.estimator.solo(key))
+        if cost.lane is not Lane.COMPUTE:
+            cost = replace(cost, communication=cost.seconds)
+        self[instruction] = cost
+        return cost
+
+    def _kernel(self, instruction: Instruction) -> Kernel | None:
+        """The kernel that an instruction is or counts as, where it is known what that takes; None for all else."""
+        if instruction in self.instead:
+            return self.instead[instruction]
+        found = kernel_of(instruction)
+        return None if found is None else self.collective_matmul(*found)
+
+    def collective_matmul(self, site: Site, form: Form) -> Kernel | None:
+        """A collective matmul in one of its forms, as if it were a kernel; None where nothing says what it takes."""
+        gemm, collective = gemm_key(site), collective_key(site)
+        if gemm is None or collective is None or self.estimator is None:
+            return None
+        found = estimate(site, form, self.matmuls, self.estimator.solo(gemm))
+        return found and Kernel(found.seconds, self.estimator.solo(collective).seconds, found.source)
+
+    def at_clock(self, clock: float) -> "Costs":
+        """The same, where products and attention take so many times longer than alone."""
+        if clock == self.in_step.clock:
+            return self
+        in_step = replace(self.in_step, clock=clock)
+        made = Costs(self.hardware, self.estimator, in_step=in_step, matmuls=self.matmuls, instead=self.instead)
+        made.operator_keys, made._rates, made._guessed = self.operator_keys, self._rates, self._guessed
+        return made
+
+    def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
+        """The same, where some instructions count as kernels of collective matmuls; what is known is kept."""
+        made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
+        made.operator_keys, made._guessed = self.operator_keys, self._guessed
+        kept = {i: cost for i, cost in self.items() if i not in instead and i.opcode not in CONTROL_FLOW}
+        made.update(kept)
+        made._rates = {asked: rates for asked, rates in self._rates.items() if asked[0] in kept}
+        return made
+
+    def rates(
+        self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
+    ) -> tuple[float, float]:
+        """How fast `compute` and `collective` proceed while both run, 1 being undisturbed; never 0.
+
+        Measured, or from measured pairs like this one; the hardware's constants where that would be a guess. A kernel
+        that waits for its peers runs alone: it gets no SM before a collective that is under way has ended.
+
+        Args:
+          collective_first: which of the two was launched first.
+          running: the collective held its SMs already when `compute` was launched.
+        """
+        asked = compute, collective, collective_first or running, running
+        known = self._rates.get(asked)
+        if known is None:
+            known = self._rates[asked] = self._find_rates(*asked)
+        return known
+
+    def rates_are_guessed(self, compute: str, collective: str) -> bool:
+        """Whether `rates` took the hardware's constants for these instructions, in any of the ways to meet that it was
+        asked about."""
+        return self.estimator is None or (compute, collective) in self._guessed
+
+    def _find_rates(
+        self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool
+    ) -> tuple[float, float]:
+        if compute in self.instead or exclusive_kernel(compute) is not None:
+            return MIN_RATE, 1.0
+        constants = self.hardware.compute_rate, self.hardware.communication_rate
+        if self.estimator is None or not compute.computation.module.is_scheduled:
+            return constants
+        own, its = self.operator_keys[compute], self.operator_keys[collective]
+        if own is None or its is None:
+            return constants
+        pair = (its, own) if collective_first else (own, its)
+        estimators = (self.estimator.running, self.estimator) if running else (self.estimator,)
+        for estimator in estimators:
+            if estimator is not None and estimator.pair(*pair).source is not Source.GUESS:
+                first, second = (max(rate, MIN_RATE) for rate in estimator.rates(*pair))
+                return (second, first) if collective_first else (first, second)
+        self._guessed.add((compute.name, collective.name))
+        return constants
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Where costs come from, as data: a profile, as it was measured under one launch setting.
+
+    An option of passes. All of the profile counts for the fingerprint of their inputs, so hosts whose files differ
+    notice it before the first step.
+
+    Attributes:
+      matmuls: times of collective matmuls; None: a kernel that waits for its peers counts as its product.
+    """
+
+    profile: Profile = field(repr=False)
+    setting: str = "default"
+    matmuls: Times | None = field(default=None, repr=False)
+
+    @classmethod
+    def find(cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default") -> Self:
+        """From the shipped profile and the user's own (`storage.find`).
+
+        Raises DhelixError if there is no such profile, or nothing in it was measured under this setting.
+        """
+        profile = storage.find(hardware, link)
+        if profile is None:
+            raise DhelixError(
+                f"no profile of {hardware} with link {link}: run `dhelix profile`, or use one of "
+                + ", ".join(storage.shipped())
+            )
+        return cls(profile, setting, collective_matmul_times.find(hardware, link))
+
+    def __post_init__(self) -> None:
+        if self.setting not in self.profile.sections:
+            raise DhelixError(
+                f"the profile of {self.profile.hardware} with link {self.profile.link} has nothing under the launch "
+                f"setting {self.setting!r}: run `dhelix profile` under it, or use one of "
+                + ", ".join(sorted(self.profile.sections))
+            )
+
+    def costs(self) -> Costs:
+        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
+        pause = self.profile.sections[self.setting].gap_seconds or 0.0
+        wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
+        in_step = InStep(
+            pause,
+            wait,
+            launch,
+            _POWER.get(self.profile.hardware),
+            in_order=self.setting in SETTINGS and SETTINGS[self.setting].in_order,
+        )
+        return Costs(self.hardware, self.estimator, self.implementation, in_step, self.matmuls)
+
+    @property
+    def hardware(self) -> Hardware:
+        return describe(self.profile.hardware, self.profile.link)
+
+    @property
+    def implementation(self) -> str:
+        """Of collectives under this setting, one of `keys.IMPLEMENTATIONS`."""
+        return SETTINGS[self.setting].implementation if self.setting in SETTINGS else "nccl"
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        return Estimator(self.profile, self.hardware, self.setting)
+
+
+def costs_of(hardware: Hardware, model: CostModel | None) -> Costs:
+    """What the options of a scheduler say: the model's costs, or without one the roofline's of `hardware`."""
+    return Costs(hardware) if model is None else model.costs()
+
+
+def instruction_cost(
+    instruction: Instruction, hardware: Hardware, inner: Callable[[Instruction], Cost] | None = None
+) -> Cost:
+    """The roofline's cost of `instruction`; `inner` gives costs of instructions inside what it calls, where
+    they are known."""
+    inner = inner or (lambda i: instruction_cost(i, hardware))
+    opcode = instruction.opcode
+    if opcode in FREE_OPCODES or is_done(instruction):
+        return FREE
+    if opcode in CONTROL_FLOW:
+        return _calls_cost(instruction, inner)
+    collective = find_collective(instruction)
+    if collective is not None:
+        group = collective.group_size(default=hardware.gpus_per_node)
+        nodes = collective.nodes(hardware.gpus_per_node)
+        seconds = roofline.collective_seconds(collective.kind, collective.size, group, nodes, hardware)
+        sent = roofline.wire_bytes(collective.kind, collective.size, group)
+        return Cost(seconds, 0.0, sent, Lane.COMM_INTER if nodes > 1 else Lane.COMM)
+    if opcode == "async-start":
+        return inner(instruction.called[0].root)
+    if instruction.computation.module.is_scheduled or opcode in ("fusion", "dot", "custom-call"):
+        return _work_cost(work_of(instruction), hardware)
+    moved = 0 if opcode in _FUSED_AWAY else shapes.byte_size(instruction.shape)
+    return Cost(roofline.memory_seconds(moved, hardware) - hardware.kernel_seconds, 0.0, moved)
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often the body of a `while` runs: as the compiler noted it, or proved from constants; else None."""
+    known = backend_config(loop).get("known_trip_count")
+    if known is not None:
+        return int(known["n"])
+    return proved_trip_count(loop)
+
+
+def sequence_of(computation: Computation) -> list[Instruction]:
+    """The order in which a computation runs: its schedule, or where it has none, as it stands."""
+    return computation.module.schedule.get(computation, computation.instructions)
+
+
+def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
+    """A loop's body times its trip count (once if unknown), a call's callee, the longest branch."""
+    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+    longest = max((_sum([inner(i) for i in c.instructions]) for c in called), key=lambda c: c.seconds, default=FREE)
+    return replace(
+        longest,
+        seconds=count * longest.seconds,
+        flops=count * longest.flops,
+        bytes=count * longest.bytes,
+        communication=count * longest.communication,
+    )
+
+
+def _sum(costs: list[Cost]) -> Cost:
+    return Cost(
+        sum(c.seconds for c in costs),
+        sum(c.flops for c in costs),
+        sum(c.bytes for c in costs),
+        source=max((c.source for c in costs), key=lambda s: s.rank, default=Source.MEASURED),
+        communication=sum(c.communication for c in costs),
+    )
+
+
+def _work_cost(work: Work, hardware: Hardware) -> Cost:
+    if work.unit == "product":
+        seconds = roofline.gemm_seconds(work.flops, work.bytes, hardware, work.bits)
+    elif work.unit == "attention":
+        seconds = roofline.attention_seconds(work.flops, work.bytes, hardware)
+    else:
+        seconds = roofline.memory_seconds(work.bytes, hardware)
+    return Cost(seconds, work.flops, work.bytes)

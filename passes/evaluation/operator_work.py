@@ -1,0 +1,176 @@
+"""Floating-point operations and bytes of device memory of one HLO instruction, counted from its shapes.
+
+What a GPU program is made of: matrix products (cuBLAS and cuDNN custom calls, Triton fusions), attention custom
+calls, and everything else, which moves memory. A slice of a buffer counts as the slice, an update in place as the
+update, the workspace of a library call as nothing. Both the roofline in `costs` and the keys of profiles
+(`operator_keys`) use these counts.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from dhelix.passes.analysis.collectives import is_exclusive
+from dhelix.passes.hlo import Computation, Instruction, shapes
+
+SLICES = frozenset("dynamic-slice slice gather".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one execution does.
+
+    Attributes:
+      bytes: read and written.
+      unit: what bounds it besides memory: matrix products, attention, or nothing.
+      bits: width of the inputs of a product.
+    """
+
+    flops: float
+    bytes: int
+    unit: Literal["product", "attention", "memory"] = "memory"
+    bits: int = 16
+
+
+def work_of(instruction: Instruction) -> Work:
+    """Work of an instruction that calls nothing but a fused computation; collectives have none here."""
+    if instruction.opcode == "fusion":
+        return _fusion_work(instruction.called[0])
+    if instruction.opcode == "dot":
+        return _dot_work(instruction, touched_bytes(instruction))
+    if instruction.opcode == "custom-call":
+        return _custom_call_work(instruction)
+    return Work(0.0, touched_bytes(instruction))
+
+
+def touched_bytes(instruction: Instruction) -> int:
+    """Bytes of the result and of each operand; of what is sliced, only the slice."""
+    if instruction.opcode in SLICES:
+        return 2 * shapes.byte_size(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * shapes.byte_size(instruction.operands[1].shape)
+    operands = dict.fromkeys(instruction.operands)
+    return shapes.byte_size(instruction.shape) + sum(shapes.byte_size(o.shape) for o in operands)
+
+
+def payload(fused: Computation) -> Instruction | None:
+    """The library call or the matrix product that decides what a fused computation costs, if it holds one."""
+    for inside in fused.instructions:
+        if inside.opcode in ("custom-call", "dot"):
+            return inside
+        if inside.opcode == "fusion" and (found := payload(inside.called[0])):
+            return found
+    return None
+
+
+def backend_config(instruction: Instruction) -> dict[str, Any]:
+    """A `backend_config` that is a JSON object; anything else reads as empty. Not to be changed."""
+    return _parse(instruction.proto.backend_config)
+
+
+def _fusion_work(fused: Computation) -> Work:
+    """The product inside decides: a Triton GEMM, or a library call on slices; else the traffic."""
+    inside = payload(fused)
+    if inside is None:
+        return Work(0.0, fusion_bytes(fused))
+    return _custom_call_work(inside) if inside.opcode == "custom-call" else _dot_work(inside, fusion_bytes(fused))
+
+
+def fusion_bytes(fused: Computation) -> int:
+    """What a fused kernel reads and writes; a slice of a parameter or of the result counts as a slice."""
+    users = fused.users()
+    moved = sum(_read(p, users) for p in fused.instructions if p.opcode == "parameter")
+    outputs = fused.root.operands if fused.root.opcode == "tuple" else [fused.root]
+    return moved + sum(_written(o) for o in outputs)
+
+
+def _read(value: Instruction, users: dict[Instruction, list[Instruction]]) -> int:
+    """Bytes read of `value`: of its slices where it is only sliced, none where it is updated in place."""
+    whole = shapes.byte_size(value.shape)
+    total = 0
+    for user in users[value]:
+        if user.opcode in SLICES and user.operands[0] is value:
+            total += shapes.byte_size(user.shape)
+        elif user.opcode in ("bitcast", "get-tuple-element"):
+            total += _read(user, users)
+        elif user.opcode not in ("dynamic-update-slice", "scatter") or user.operands[0] is not value:
+            return whole
+    return min(total, whole)
+
+
+def _written(output: Instruction) -> int:
+    while output.opcode in ("bitcast", "copy", "convert") and output.operands[0].opcode in (
+        "bitcast",
+        "dynamic-update-slice",
+        "scatter",
+    ):
+        output = output.operands[0]
+    if output.opcode == "dynamic-update-slice":
+        return shapes.byte_size(output.operands[1].shape)
+    if output.opcode == "scatter":
+        return 2 * shapes.byte_size(output.operands[-1].shape)
+    return shapes.byte_size(output.shape)
+
+
+def _dot_work(dot: Instruction, moved: int) -> Work:
+    contracted = dot.proto.dot_dimension_numbers.lhs_contracting_dimensions
+    lhs = dot.operands[0].shape
+    flops = 2.0 * shapes.element_count(dot.shape) * math.prod(lhs.dimensions[d] for d in contracted)
+    return Work(flops, moved, "product", _bits(lhs))
+
+
+def _custom_call_work(call: Instruction) -> Work:
+    target, config = call.proto.custom_call_target, backend_config(call)
+    result = call.shape.tuple_shapes[0] if shapes.is_tuple(call.shape) else call.shape  # a workspace stands behind it
+    operands = [shapes.byte_size(o.shape) for o in call.operands]
+    if gemm := config.get("grouped_gemm_backend_config", config).get("gemm_backend_config"):
+        lhs = call.operands[0].shape
+        contracted = gemm["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+        depth = math.prod(lhs.dimensions[int(d)] for d in contracted)
+        flops = 2.0 * shapes.element_count(result) * depth
+        if "grouped_gemm_backend_config" in config and len(result.dimensions) > len(lhs.dimensions):
+            flops /= result.dimensions[0]  # each group contracts its share of the rows
+        return Work(flops, shapes.byte_size(result) + sum(operands), "product", _bits(lhs))
+    if is_exclusive(call):
+        return _collective_matmul_work(call, result)
+    if attention := config.get("cudnn_fmha_backend_config"):
+        flops = _attention_flops(result, attention, "Backward" in target)
+        return Work(flops, touched_bytes(call), "attention")
+    return Work(0.0, touched_bytes(call))
+
+
+def _collective_matmul_work(call: Instruction, result: Any) -> Work:
+    """A kernel that multiplies while it communicates: the product alone, on the rows before a sum is scattered or after
+    they are gathered. That the slower of both decides, and that the kernel's other results are its peers' parts, is
+    left out."""
+    matrices = [o.shape for o in call.operands if len(o.shape.dimensions) == 2]
+    moved = sum(map(shapes.byte_size, matrices)) + shapes.byte_size(result)
+    if len(matrices) < 2 or matrices[0].dimensions[1] != matrices[1].dimensions[0]:
+        return Work(0.0, moved)
+    (rows, depth), (_, columns) = matrices[0].dimensions, matrices[1].dimensions
+    rows = max(rows, result.dimensions[0])
+    return Work(2.0 * rows * depth * columns, moved, "product", _bits(matrices[0]))
+
+
+def _attention_flops(result: Any, config: dict[str, Any], backward: bool) -> float:
+    """Two products forward, five backward (the scores again); a causal mask leaves half of them."""
+    batch, heads, queries, keys = (int(d) for d in config["intermediate_tensor_shape"]["dimensions"])
+    head_size = shapes.element_count(result) // (batch * heads * queries)
+    products = 5 if backward else 2
+    masked = 0.5 if "CAUSAL" in config.get("mask_type", "") else 1.0
+    return 2.0 * products * batch * heads * queries * keys * head_size * masked
+
+
+def _bits(shape: Any) -> int:
+    return max(8, 8 * shapes.byte_size(shape) // max(shapes.element_count(shape), 1))
+
+
+@lru_cache(maxsize=4096)
+def _parse(config: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(config) if config[:1] == b"{" else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

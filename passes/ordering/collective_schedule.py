@@ -1,0 +1,288 @@
+"""Collectives under compute, by list scheduling: another order of the scheduled GPU program that hides more.
+
+Matches: computations of a scheduled module that hold async collectives (pairs of start and done).
+
+Makes of it: another order of the same instructions. They are laid down one after the other against the
+timeline's own clock. A collective starts as soon as its operands are there and its lane is idle; its done
+stands where it has finished, or where nothing is left to compute; between them goes what is ready, by the
+length of the longest path that hangs on it, or in XLA's order, whichever plays faster.
+
+    all-gather-start a          all-gather-start a
+    all-gather-done a           gemm x                  (x does not need a)
+    gemm x                      all-gather-done a
+    gemm y(a)                   gemm y(a)
+
+Legal, and within memory, as `orders.py` says. Where no order plays better than XLA's, XLA's stays.
+
+Costs are those of a profile where one is given, else the roofline's; so is what collectives and compute do to
+each other (`passes/evaluation/timeline.py`). The pass takes n log n time in the instructions.
+
+This is the baseline beside the dynamic programming of DHelix section 4.2.
+"""
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from dhelix.passes.analysis.buffers import LiveSet
+from dhelix.passes.analysis.collectives import is_done, start_of
+from dhelix.passes.evaluation.costs import Cost, CostModel, Lane, costs_of
+from dhelix.passes.evaluation.timeline import Player, simulate
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.ordering.orders import Limits, apply_order, dependencies, least_gain
+from dhelix.profiles.hardware import H200, Hardware
+
+_CALLS = ("while", "call", "conditional")
+_LAID = 150_000  # instructions, over all tries
+_TRIED = 8  # candidates that are tried for memory before the oldest one is taken
+
+
+@dataclass(frozen=True)
+class CollectiveSchedule:
+    """List scheduling of async collectives.
+
+    Attributes:
+      hardware: whose costs and rates count where there is no `model`.
+      memory_limit: bytes of temporaries and results that the module may need by the pass's own estimate; by
+        default what the order it got needs and `memory_slack` of that.
+      memory_slack: 3 %, which is what all passes together may cost (DHelix section 6).
+      min_gain: share of what overlap could save at most that a new order must be predicted to save, as of
+        `orders.apply_order`, where costs were measured (`orders.least_gain`). Less is within their error.
+      model: measured costs and rates.
+      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
+    """
+
+    hardware: Hardware = H200
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+    min_gain: float = 0.02
+    model: CostModel | None = None
+    max_in_flight: int | None = None
+
+    name = "collective-schedule"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        costs = costs_of(self.hardware, self.model)
+        limits = self.memory_limit, self.memory_slack, least_gain(self.min_gain, costs), self.max_in_flight
+        return apply_order(module, context, list_order, costs, *limits)
+
+
+def list_order(
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    limits: Limits,
+) -> list[Instruction]:
+    """The fastest of a few list schedules and `sequence` that keep within memory; else what needs least memory.
+
+    One that needs too much memory is tried again with instructions held nearer to their old places.
+    """
+    graph = _Graph.of(computation, sequence, costs, limits)
+    fitting = [list(sequence)] if limits.memory.peak(computation, sequence) <= limits.bytes else []
+    left = max(_LAID, len(sequence))
+    for by_path in (True, False):
+        for part in (1, 8, 32, 128):
+            layer = _Layer(graph, costs, limits, by_path, len(sequence) // part)
+            laid = layer.lay() if left >= len(sequence) else None
+            left -= len(layer.laid)
+            if laid is not None:
+                fitting.append(laid)
+                break
+    if not fitting:
+        return min(list(sequence), _frugal_order(graph, limits), key=partial(limits.memory.peak, computation))
+    return min(fitting, key=lambda o: simulate(computation, o, costs, limits.hardware, limits.bodies).seconds)
+
+
+def _frugal_order(graph: "_Graph", limits: Limits) -> list[Instruction]:
+    """Always what leaves the least alive, of the first few that are ready."""
+    live = LiveSet(limits.memory, graph.computation)
+    waits_for = dict(graph.waits_for)
+    ready = [n for n, i in enumerate(graph.sequence) if not waits_for[i]]  # sorted, so a heap
+    order: list[Instruction] = []
+    while ready:
+        tried = [heapq.heappop(ready) for _ in range(min(_TRIED, len(ready)))]
+        number = min(tried, key=lambda n: (live.after(graph.sequence[n]), n))
+        for other in tried:
+            if other != number:
+                heapq.heappush(ready, other)
+        instruction = graph.sequence[number]
+        order.append(instruction)
+        live.place(instruction)
+        for successor in graph.successors[instruction]:
+            waits_for[successor] -= 1
+            if not waits_for[successor]:
+                heapq.heappush(ready, graph.position[successor])
+    return order
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What must come before what, and how much hangs on each instruction.
+
+    Attributes:
+      path: seconds from an instruction's start to the end of the longest path through its successors.
+    """
+
+    computation: Computation
+    sequence: Sequence[Instruction]
+    position: dict[Instruction, int]
+    successors: dict[Instruction, list[Instruction]]
+    waits_for: dict[Instruction, int]
+    path: dict[Instruction, float]
+
+    @staticmethod
+    def of(
+        computation: Computation,
+        sequence: Sequence[Instruction],
+        costs: Mapping[Instruction, Cost],
+        limits: Limits,
+    ) -> "_Graph":
+        successors: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
+        waits_for = dict.fromkeys(sequence, 0)
+        for before, after in dependencies(computation, sequence, limits.memory):
+            successors[before].append(after)
+            waits_for[after] += 1
+        path: dict[Instruction, float] = {}
+        for instruction in reversed(sequence):
+            seconds = costs[instruction].seconds
+            if instruction.opcode in _CALLS:
+                alone = simulate(computation, [instruction], costs, limits.hardware, limits.bodies)
+                seconds = alone.seconds
+            path[instruction] = seconds + max((path[s] for s in successors[instruction]), default=0.0)
+        position = {i: n for n, i in enumerate(sequence)}
+        return _Graph(computation, sequence, position, successors, waits_for, path)
+
+
+Key = tuple[float, int]
+
+
+class _Layer:
+    """Lays instructions down in a legal order, one after the other.
+
+    An instruction is never laid more than `window` places before its turn in the old sequence.
+    """
+
+    def __init__(
+        self,
+        graph: _Graph,
+        costs: Mapping[Instruction, Cost],
+        limits: Limits,
+        by_path: bool,
+        window: int,
+    ) -> None:
+        self.graph, self.costs, self.limits, self.window = graph, costs, limits, window
+        self.by_path = by_path
+        self.player = Player(costs, limits.hardware, limits.bodies)
+        self.live = LiveSet(limits.memory, graph.computation)
+        self.waits_for = dict(graph.waits_for)
+        self.laid: dict[Instruction, None] = {}
+        self.turn = 0  # position of the first instruction that is not laid yet
+        self.parked: list[int] = []  # positions, beyond the window
+        self.free: list[int] = []  # positions; they take no time
+        self.dones: list[Instruction] = []
+        self.starts: dict[Lane, list[Key]] = {Lane.COMM: [], Lane.COMM_INTER: []}
+        self.compute: list[Key] = []
+
+    def lay(self) -> list[Instruction] | None:
+        """The order, or None where it runs out of memory."""
+        for instruction in self.graph.sequence:
+            if not self.waits_for[instruction]:
+                self._admit(instruction)
+        while len(self.laid) < len(self.graph.sequence):
+            instruction = self._choose()
+            if self.live.needed(instruction) > self.limits.bytes:
+                return None
+            self._place(instruction)
+        return list(self.laid)
+
+    def _choose(self) -> Instruction:
+        sequence = self.graph.sequence
+        if self.free:
+            return sequence[heapq.heappop(self.free)]
+        under_way = self.player.under_way
+        for done in self.dones:
+            if start_of(done) not in under_way:
+                return self._take_done(done)
+        for lane, starts in self.starts.items():
+            if starts and not self.player.lanes[lane]:
+                found = self._fitting(starts)
+                if found is not None:
+                    return found
+        found = self._fitting(self.compute)
+        if found is not None:
+            return found
+        if self.dones:
+            left = {flight.instruction: n for lane in self.player.lanes.values() for n, flight in enumerate(lane)}
+            return self._take_done(min(self.dones, key=lambda d: (left[start_of(d)], self.graph.position[d])))
+        return self._oldest()
+
+    def _take_done(self, done: Instruction) -> Instruction:
+        self.dones.remove(done)
+        return done
+
+    def _fitting(self, heap: list[Key]) -> Instruction | None:
+        """The first of the heap that fits into memory, if one of the first few does."""
+        tried: list[Key] = []
+        found = None
+        while heap and found is None and len(tried) < _TRIED:
+            key = heapq.heappop(heap)
+            instruction = self.graph.sequence[key[1]]
+            if self.live.needed(instruction) <= self.limits.bytes:
+                found = instruction
+            else:
+                tried.append(key)
+        for key in tried:
+            heapq.heappush(heap, key)
+        return found
+
+    def _oldest(self) -> Instruction:
+        """What stands first in the old sequence of all that is ready."""
+        heaps = [heap for heap in (self.compute, *self.starts.values()) if heap]
+        heap = min(heaps, key=lambda h: min(position for _, position in h))
+        key = min(heap, key=lambda k: k[1])
+        heap.remove(key)
+        heapq.heapify(heap)
+        return self.graph.sequence[key[1]]
+
+    def _place(self, instruction: Instruction) -> None:
+        self.laid[instruction] = None
+        self.live.place(instruction)
+        self.player.play(instruction)
+        sequence = self.graph.sequence
+        while self.turn < len(sequence) and sequence[self.turn] in self.laid:
+            self.turn += 1
+        for successor in self.graph.successors[instruction]:
+            self.waits_for[successor] -= 1
+            if not self.waits_for[successor]:
+                self._admit(successor)
+        while self.parked and self.parked[0] <= self.turn + self.window:
+            self._queue(sequence[heapq.heappop(self.parked)])
+
+    def _admit(self, instruction: Instruction) -> None:
+        position = self.graph.position[instruction]
+        if position > self.turn + self.window:
+            heapq.heappush(self.parked, position)
+        else:
+            self._queue(instruction)
+
+    def _queue(self, instruction: Instruction) -> None:
+        position, cost = self.graph.position[instruction], self.costs[instruction]
+        if is_done(instruction):
+            start = start_of(instruction)
+            if self.costs[start].lane is Lane.COMPUTE:
+                heapq.heappush(self.compute, self._key(instruction))
+            else:
+                self.dones.append(instruction)
+        elif cost.lane is not Lane.COMPUTE:
+            heapq.heappush(self.starts[cost.lane], self._key(instruction))
+        elif cost.seconds > 0.0 or instruction.opcode in _CALLS:
+            heapq.heappush(self.compute, self._key(instruction))
+        else:
+            heapq.heappush(self.free, position)
+
+    def _key(self, instruction: Instruction) -> Key:
+        position = self.graph.position[instruction]
+        return (-self.graph.path[instruction] if self.by_path else float(position), position)

@@ -1,0 +1,203 @@
+"""Keeps collectives from being in flight beside kernels that hold the whole GPU while they wait for their peers.
+
+Before (deadlock):                    After:
+    gather = all-gather-start(x)          gather = all-gather-start(x)
+    a = gemm(...)                         a = gemm(...)
+    k = custom-call(...)  waits           g = all-gather-done(gather)
+    b = gemm(...)                         k = custom-call(...), control-predecessors={g}
+    g = all-gather-done(gather)           b = gemm(...)
+
+A Mosaic-GPU kernel that writes to its peers is persistent: its blocks take every multiprocessor and stay until the
+peers' blocks have answered. If device 0 runs NCCL's part of a collective, which waits for device 1's, while device 1's
+multiprocessors are held by the kernel, which waits for device 0's: both wait for ever.
+
+Contract
+    Consumes  a scheduled module.
+    Makes     of each computation an order in which no collective is between its start and its done while such a kernel
+              runs, or what holds one (a fusion, a loop, a branch, an async computation). Of the stretches between
+              kernels, a collective gets the one in which it lies beside the most compute. Control dependencies say so
+              to passes that come later, which keep to them (`orders.dependencies`).
+    Leaves    programs without such kernels, and the order of everything else. Copies and compute on other streams may
+              run beside a kernel: they wait for nobody and come to an end.
+    Refuses   where data, buffers or the program's own order do not allow it. The module stays as it is, and may stop.
+
+It is to run before passes that change the order. Costs are the roofline's: they only say on which side more is hidden.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.collectives import find_collective, is_done, is_exclusive, is_start, start_of
+from dhelix.passes.evaluation.costs import Costs, Lane
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.ordering.orders import dependencies
+from dhelix.profiles.hardware import H200, Hardware
+
+Pair = tuple[Instruction, Instruction]
+
+
+@dataclass(frozen=True)
+class ExclusiveKernels:
+    """No collective in flight beside a kernel that waits for its peers.
+
+    Attributes:
+      hardware: whose roofline says where a collective lies beside most compute.
+    """
+
+    hardware: Hardware = H200
+
+    name = "exclusive-kernels"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        """Raises PassRefusal where a collective must be in flight beside a kernel."""
+        holding = _holding(module)
+        if not holding:
+            return False
+        memory, costs = Memory(module), Costs(self.hardware)
+        original = dict(module.schedule)
+        moved = 0
+        for computation in [c for c in module.computations if c in module.schedule and c in holding]:
+            guard = _Guard(computation, holding, memory, costs)
+            try:
+                order = guard.order()
+            except PassRefusal:
+                module.schedule.update(original)
+                raise
+            module.schedule[computation] = order
+            moved += len(guard.moved)
+            for start in guard.moved:
+                context.note("not in flight beside a kernel that waits for its peers any more", start)
+        for computation in holding:
+            if computation in module.schedule:
+                _tie(module.schedule[computation], holding)
+        kernels = sum(map(is_exclusive, (i for c in module.computations for i in c.instructions)))
+        context.note("kernels that wait for their peers", count=kernels, collectives_moved=moved)
+        return True
+
+
+def _holding(module: HloModule) -> dict[Computation, None]:
+    """The computations that run such a kernel, themselves or in what they call; callees first."""
+    found: dict[Computation, None] = {}
+    for computation in module.computations:
+        if any(_is_exclusive_in(i, found) for i in computation.instructions):
+            found[computation] = None
+    return found
+
+
+def _is_exclusive_in(instruction: Instruction, holding: Mapping[Computation, None]) -> bool:
+    """Whether it runs such a kernel; the end of an async computation runs nothing."""
+    if is_done(instruction) or instruction.opcode == "async-update":
+        return False
+    return is_exclusive(instruction) or any(called in holding for called in instruction.called)
+
+
+class _Guard:
+    """One computation: its kernels, its collectives, and what must come before what."""
+
+    def __init__(
+        self, computation: Computation, holding: Mapping[Computation, None], memory: Memory, costs: Costs
+    ) -> None:
+        self.costs = costs
+        self.sequence = list(computation.module.schedule[computation])
+        self.kernels = [i for i in self.sequence if _is_exclusive_in(i, holding)]
+        self.moved: list[Instruction] = []
+        self.before: dict[Instruction, list[Instruction]] = {i: [] for i in self.sequence}
+        self.after: dict[Instruction, list[Instruction]] = {i: [] for i in self.sequence}
+        for earlier, later in dependencies(computation, self.sequence, memory):
+            self.before[later].append(earlier)
+            self.after[earlier].append(later)
+
+    def order(self) -> list[Instruction]:
+        """The sequence with starts moved down and ends moved up. Raises PassRefusal where that is not possible."""
+        order = self.sequence
+        for start, done in _pairs(self.sequence):
+            exclusive = start in self.kernels
+            if not exclusive and find_collective(start) is None:
+                continue
+            first, last = order.index(start), order.index(done)
+            between = [i for i in order[first + 1 : last] if i in self.kernels]
+            if exclusive and last == first + 1 or not exclusive and not between:
+                continue
+            order = self._apart(order, start, done, [] if exclusive else between)
+            self.moved.append(start)
+        return order
+
+    def _apart(
+        self, order: list[Instruction], start: Instruction, done: Instruction, between: Sequence[Instruction]
+    ) -> list[Instruction]:
+        """`order` with the pair in one stretch between kernels; at one place if the pair runs a kernel itself."""
+        if not between:
+            tries = [_moved(order, start, done, start, None)]
+        else:
+            stretches = list(pairwise([start, *between, done]))
+            stretches.sort(key=lambda s: -self._compute(order, *s))  # stable: then the first
+            tries = [_moved(order, start, done, low, high) for low, high in stretches]
+        for tried in tries:
+            if self._is_legal(tried, start, done):
+                return tried
+        raise PassRefusal(
+            "a collective has to be in flight beside a kernel that waits for its peers, which can stop the program: "
+            'compile without collective matmuls of form "mosaic"',
+            start,
+        )
+
+    def _compute(self, order: list[Instruction], low: Instruction, high: Instruction) -> float:
+        inside = order[order.index(low) + 1 : order.index(high)]
+        return sum(self.costs[i].seconds for i in inside if self.costs[i].lane is Lane.COMPUTE)
+
+    def _is_legal(self, order: list[Instruction], *moved: Instruction) -> bool:
+        position = {i: n for n, i in enumerate(order)}
+        return all(
+            all(position[b] < position[i] for b in self.before[i])
+            and all(position[i] < position[a] for a in self.after[i])
+            for i in moved
+        )
+
+
+def _pairs(sequence: Sequence[Instruction]) -> list[Pair]:
+    """Starts with their ends."""
+    ends = {start_of(i): i for i in sequence if is_done(i)}
+    return [(i, ends[i]) for i in sequence if is_start(i) and i in ends]
+
+
+def _moved(
+    order: Sequence[Instruction], start: Instruction, done: Instruction, low: Instruction, high: Instruction | None
+) -> list[Instruction]:
+    """`order` with the pair from right after `low` to right before `high`; one of the two may stay where it is."""
+    result: list[Instruction] = []
+    for instruction in order:
+        if instruction is high and high is not done:
+            result.append(done)
+        if instruction is start and low is not start or instruction is done and high is not done:
+            continue
+        result.append(instruction)
+        if instruction is low and low is not start:
+            result.append(start)
+        if instruction is start and high is None:
+            result.append(done)
+    return result
+
+
+def _tie(sequence: Sequence[Instruction], holding: Mapping[Computation, None]) -> None:
+    """Control dependencies: collectives end before the next kernel and begin after the last one; kernels in order."""
+    pairs = dict(_pairs(sequence))
+    ended: list[Instruction] = []
+    last: Instruction | None = None
+    for instruction in sequence:
+        if _is_exclusive_in(instruction, holding):
+            _follow(instruction, *ended, *([] if last is None else [last]))
+            ended, last = [], pairs.get(instruction, instruction)
+        elif instruction in pairs and find_collective(instruction) is not None and last is not None:
+            _follow(instruction, last)
+        elif is_done(instruction) and find_collective(start_of(instruction)) is not None:
+            ended.append(instruction)
+
+
+def _follow(instruction: Instruction, *before: Instruction) -> None:
+    known = {*instruction.operands, *instruction.control_predecessors}
+    instruction.control_predecessors = [*instruction.control_predecessors, *(b for b in before if b not in known)]

@@ -1,0 +1,124 @@
+"""Orders of bodies with too many operators for one table: those of unrolled layers, solved layer by layer.
+
+    forward     | layer 0     | layer 1     | layer 2     |        each column is a table of its own;
+    backward    | layer 2     | layer 1     | layer 0     |        columns that look alike share its solution
+
+1. Each strand is cut where its operators repeat: the most common distance between two operators of a kind (same key,
+   lane and seconds) is the length of a layer. Layer m of one strand is paired with layer m of the other, as
+   `strand-lockstep` ties them together. Sequences that repeat nothing are cut into pieces of equal length.
+2. Each column is searched as a short body is, from idle lanes to idle lanes. Columns of the same kinds with the same
+   needs have the same solution.
+3. The same again for windows from the middle of one column to the middle of the next, so that cuts are no barriers.
+
+Linear in operators: the number of columns that are searched is bounded, the others are laid greedily.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from dhelix.passes.evaluation.costs import Cost, Costs
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
+from dhelix.passes.hlo import Instruction
+from dhelix.passes.ordering.order_search import Order, OrderSearch, needed_of
+from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.strand_sequences import Body, Operator
+
+_SHORTEST, _LONGEST = 24, 72  # operators of both strands in a column
+_SEARCHED = 8  # columns, and as many windows
+_WINDOW_WORK = 2_000  # of the improvement of a window (`OrderTiming.work`)
+
+Solver = Callable[[OrderSearch, Sequence[Operator], Sequence[Operator]], Order]
+
+
+def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limits, solve: Solver) -> list[Order]:
+    """Orders of the whole body: after the columns, and after the windows between them.
+
+    `solve` searches the order of the operators of a column, given those of each strand.
+    """
+    alike = _Alike(body, costs)
+    columns: list[int] = []
+    middles: list[int] = []
+    for first, second in _columns(body, alike.kinds):
+        strands = [[body.operators[n] for n in part] for part in (first, second)]
+
+        def search(numbers: Order, is_new: bool, strands: list[list[Operator]] = strands) -> Order:
+            found = OrderSearch(body, costs, limits, numbers)
+            return solve(found, *strands) if is_new else found.segment(*strands)[1]
+
+        order = alike.solved((*first, *second), len(first), search)
+        middles.append(len(columns) + len(order) // 2)
+        columns += order
+
+    def improve(numbers: Order, is_new: bool) -> Order:
+        found = OrderSearch(body, costs, limits, numbers)
+        return found.improve(found.fitting([numbers])[0], _WINDOW_WORK) if is_new else numbers
+
+    windows = columns[: middles[0]]
+    for begin, end in zip(middles, [*middles[1:], len(columns)], strict=True):
+        windows += alike.solved(tuple(columns[begin:end]), -1, improve)
+    return [tuple(columns), tuple(windows)]
+
+
+class _Alike:
+    """Solutions of groups of operators, one for all that are alike."""
+
+    def __init__(self, body: Body, costs: Mapping[Instruction, Cost]) -> None:
+        self.body = body
+        found: dict[object, int] = {}
+        self.kinds: list[int] = []
+        for operator, head in zip(body.operators, body.heads, strict=True):
+            key = costs.operator_keys[head] if isinstance(costs, Costs) else None
+            own = operator.number if head.opcode in CONTROL_FLOW else None
+            kind = key, own, operator.lane, operator.seconds, operator.light
+            self.kinds.append(found.setdefault(kind, len(found)))
+        self.known: dict[object, Order] = {}
+        self.searched: Counter[int] = Counter()
+
+    def solved(self, numbers: Order, what: int, search: Callable[[Order, bool], Order]) -> Order:
+        """`search(numbers, is_new)`, or what that was for a group like this; `is_new` until there were enough."""
+        place = {n: k for k, n in enumerate(numbers)}
+        needs = (tuple(sorted(place[m] for m in self.body.operators[n].needs if m in place)) for n in numbers)
+        like = what, tuple((self.kinds[n], need) for n, need in zip(numbers, needs, strict=True))
+        if like not in self.known:
+            is_window = int(what < 0)
+            is_new = self.searched[is_window] < _SEARCHED
+            self.searched[is_window] += 1
+            self.known[like] = tuple(place[n] for n in search(numbers, is_new))
+        return tuple(numbers[k] for k in self.known[like])
+
+
+def _columns(body: Body, kinds: Sequence[int]) -> list[tuple[Order, Order]]:
+    """Operators of both strands, column by column; what is needed stands in the same one or before."""
+    first, second = body.first.operators, body.second.operators
+    starts, lengths = zip(*(_layers([kinds[o.number] for o in strand]) for strand in (first, second)), strict=True)
+    together = sum(lengths)
+    scale = max(-(-_SHORTEST // together), 1) if together < _SHORTEST else 1.0 / -(-together // _LONGEST)
+    of_second, of_first = needed_of(first, second), needed_of(second, first)
+    columns: list[tuple[Order, Order]] = []
+    i = j = m = 0
+    while (i, j) != (len(first), len(second)):
+        m += 1
+        i_end = min(int(starts[0] + m * scale * lengths[0]), len(first))
+        j_end = min(int(starts[1] + m * scale * lengths[1]), len(second))
+        while (closed := (max(i_end, of_first[j_end]), max(j_end, of_second[i_end]))) != (i_end, j_end):
+            i_end, j_end = closed
+        i_end, j_end = max(i, i_end), max(j, j_end)
+        if (i, j) != (i_end, j_end):
+            columns.append((tuple(o.number for o in first[i:i_end]), tuple(o.number for o in second[j:j_end])))
+        i, j = i_end, j_end
+    return columns
+
+
+def _layers(kinds: Sequence[int]) -> tuple[int, int]:
+    """Where the operators of a strand begin to repeat, and how many are in a layer; all in one if nothing repeats."""
+    last: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for place, kind in enumerate(kinds):
+        if kind in last:
+            distances[place - last[kind]] += 1
+        last[kind] = place
+    length = max(distances, key=lambda d: (distances[d], d), default=0)
+    same = [n for n in range(len(kinds) - length) if kinds[n] == kinds[n + length]]
+    if not length or 2 * len(same) < len(kinds) - length:
+        return 0, len(kinds)
+    return same[0], length

@@ -1,0 +1,308 @@
+"""Orders of a scheduled module's computations: what is legal, what fits into memory, and which one is taken.
+
+A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` asks it about each
+computation that holds async collectives, callees before callers, and takes what is faster by the evaluator. Where only
+so many collectives may be in flight, ends of collectives move up in what it says, and XLA's order does not stay where
+it has more.
+
+Legal is what keeps data flow, control dependencies, the order of side effects and the order in which instructions
+meet in a shared buffer (`passes/analysis/buffers.py`): `dependencies`. Memory is a hard limit: an order that needs
+more, by the estimate of `passes/analysis/buffers.py`, is never taken; where XLA's own needs more and no other is found,
+the pass refuses and says how much would do.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.collectives import is_done, is_start, start_of
+from dhelix.passes.evaluation.costs import Cost, Costs, Lane
+from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
+from dhelix.passes.evaluation.timeline import Timeline, guessed_overlap, simulate, simulate_module
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.verify import verify_sequence
+from dhelix.passes.manager import PassContext, say_once
+from dhelix.profiles.hardware import Hardware
+
+_UNMEASURED = 2.5
+"""How much more than by measured costs an order has to gain by a roofline's."""
+_GUESSED = 0.1
+"""Share of the overlap above which it is said that it is guessed."""
+
+
+class MemoryRefusal(PassRefusal):
+    """No order that was found keeps within memory. `needed`: bytes beside the arguments that the most frugal needs."""
+
+    def __init__(self, reason: str, needed: int):
+        super().__init__(reason, needed=needed)
+        self.needed = needed
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler must keep to, and what it need not compute again.
+
+    Attributes:
+      bytes: that may live at once in the computation, callees included.
+      memory: estimates of that.
+      bodies: timelines of called computations, whose order is settled.
+      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
+    """
+
+    hardware: Hardware
+    bytes: int
+    memory: Memory
+    bodies: dict[Computation, Timeline] = field(default_factory=dict)
+    max_in_flight: int | None = None
+
+
+Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, Cost], Limits], list[Instruction]]
+
+
+def dependencies(
+    computation: Computation, sequence: Sequence[Instruction], memory: Memory
+) -> Iterable[tuple[Instruction, Instruction]]:
+    """What must come before what, as (before, after): data, control, side effects and shared buffers."""
+    edges: dict[tuple[Instruction, Instruction], None] = {}
+    effect: Instruction | None = None
+    for instruction in sequence:
+        for before in (*instruction.operands, *instruction.control_predecessors):
+            edges[before, instruction] = None
+        if has_side_effect(instruction):
+            if effect is not None:
+                edges[effect, instruction] = None
+            effect = instruction
+    edges.update(dict.fromkeys(memory.buffers[computation].order_edges(sequence)))
+    return edges
+
+
+def predecessors(
+    computation: Computation, sequence: Sequence[Instruction], memory: Memory
+) -> dict[Instruction, list[Instruction]]:
+    """`dependencies`, by what comes after; nothing for what comes first."""
+    before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
+    for earlier, later in dependencies(computation, sequence, memory):
+        before[later].append(earlier)
+    return before
+
+
+def few_in_flight(
+    order: Sequence[Instruction],
+    before: Mapping[Instruction, Sequence[Instruction]],
+    costs: Mapping[Instruction, Cost],
+    most: int | None,
+) -> list[Instruction]:
+    """`order` with ends of collectives moved up, so that no lane has more than `most` between their start and end.
+
+    `before`: what must come before each instruction. Ends that wait for the start that comes next stay where they are.
+    """
+    if most is None:
+        return list(order)
+    ends = {start_of(i): i for i in order if is_done(i)}
+    flying: dict[Lane, list[Instruction]] = {}
+    laid: dict[Instruction, None] = {}
+    for instruction in order:
+        lane = costs[instruction].lane
+        if lane is not Lane.COMPUTE and instruction in ends:
+            flying[lane] = [s for s in flying.get(lane, ()) if ends[s] not in laid]
+            for start in flying[lane][: max(len(flying[lane]) + 1 - most, 0)]:
+                missing = _missing(ends[start], before, laid)
+                if instruction not in missing:
+                    laid.update(dict.fromkeys(missing))
+            flying[lane].append(instruction)
+        laid[instruction] = None
+    return list(laid)
+
+
+def starts_behind_ends(
+    order: Sequence[Instruction], before: Mapping[Instruction, Sequence[Instruction]], costs: Mapping[Instruction, Cost]
+) -> list[Instruction]:
+    """`order`, in which XLA keeps the order of collectives on each lane.
+
+    XLA makes a pair synchronous where its end stands if nothing computes between start and end, so that a collective
+    started between the two would begin first. Those of its lane move behind the end, which makes them no later:
+
+        gather-start  scatter-start  gather-done      gather-start  gather-done  scatter-start
+
+    `before`: what must come before each instruction.
+    """
+    laid: list[Instruction] = []
+    recent: list[Instruction] = []  # since anything computed
+    for instruction in order:
+        recent.append(instruction)
+        if is_done(instruction):
+            if (start := start_of(instruction)) in recent:
+                between = recent[recent.index(start) + 1 :]
+                ended = {start_of(i) for i in between if is_done(i)}
+                needed = {b for i in between for b in before[i]}
+                lane = costs[start].lane
+                later = [i for i in between if is_start(i) and costs[i].lane is lane and i not in ended | needed]
+                recent = [i for i in recent if i not in later] + later
+        elif not is_start(instruction) and instruction.opcode not in FREE_OPCODES:
+            laid += recent
+            recent = []
+    return laid + recent
+
+
+def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> int:
+    """The most collectives of one lane that are between their start and their end at once."""
+    flying, most = dict.fromkeys(Lane, 0), 0
+    for instruction in order:
+        source = start_of(instruction) if is_done(instruction) else instruction
+        lane = costs[source].lane
+        if lane is not Lane.COMPUTE:
+            flying[lane] += -1 if is_done(instruction) else is_start(instruction)
+            most = max(most, flying[lane])
+    return most
+
+
+def _missing(
+    instruction: Instruction, before: Mapping[Instruction, Sequence[Instruction]], laid: Mapping[Instruction, None]
+) -> list[Instruction]:
+    """`instruction` and all that must come before it and is not laid yet, in a legal order."""
+    found: dict[Instruction, None] = {}
+    stack = [instruction]
+    while stack:
+        needed = [b for b in before[stack[-1]] if b not in laid and b not in found]
+        if needed:
+            stack += reversed(needed)
+        else:
+            found[stack.pop()] = None
+    return list(found)
+
+
+def least_gain(min_gain: float, costs: Costs) -> float:
+    """The `min_gain` of `apply_order` for a pass's own, which is for measured costs; more by a roofline's, whose errors
+    are larger: two strands took 1041 ms under a list schedule by a roofline where XLA's order took 1025."""
+    return min_gain * (_UNMEASURED if costs.estimator is None else 1.0)
+
+
+def apply_order(
+    module: HloModule,
+    context: PassContext,
+    order: Scheduler,
+    costs: Costs,
+    memory_limit: int | None = None,
+    memory_slack: float = 0.0,
+    min_gain: float | None = 0.0,
+    max_in_flight: int | None = None,
+) -> bool:
+    """Gives every computation with async collectives the order that `order` finds, where that is better.
+
+    Callees come before their callers, so that a loop's body is settled when the loop is placed.
+
+    Args:
+      min_gain: share of what overlap could save at most that an order must save: of a computation's own compute or
+        communication, whichever is less. None takes every order that fits, also where it is predicted to be slower: a
+        baseline.
+      max_in_flight: as of `Limits`; an order that keeps to it is taken instead of one that does not, slower or not.
+
+    Returns:
+      Whether the schedule changed; what was done is in the context's notes.
+
+    Raises:
+      MemoryRefusal: the module needs more than `memory_limit` in XLA's order, and in each that was tried.
+    """
+    chosen = [c for c in module.computations if c in module.schedule and _has_collectives(c, costs)]
+    if not chosen:
+        return False
+    memory, bodies = Memory(module), {}
+    original = dict(module.schedule)
+    before = simulate_module(module, costs.hardware, costs).seconds
+    needed = memory.peak(module.entry, module.schedule[module.entry])
+    if memory_limit is None:
+        memory_limit = int(needed * (1.0 + memory_slack))
+    crowded = max_in_flight is not None and any(most_in_flight(original[c], costs) > max_in_flight for c in chosen)
+    for computation in chosen:
+        memory.forget()
+        limits = Limits(costs.hardware, memory_limit - memory.beside(computation), memory, bodies, max_in_flight)
+        _improve(computation, order, costs, limits, min_gain, context)
+    memory.forget()
+    _check_memory(module, memory_limit, memory.peak(module.entry, module.schedule[module.entry]), original)
+    if all(module.schedule[c] == original[c] for c in chosen):
+        return False
+    played = simulate_module(module, costs.hardware, costs)
+    after, guessed = played.seconds, guessed_overlap(played, costs)
+    facts = {"seconds_before": before, "seconds_after": after, "guessed_overlap": guessed}
+    if after >= before and min_gain is not None and needed <= memory_limit and not crowded:
+        module.schedule.update(original)
+        context.note("stood down: the module as a whole plays no faster", **facts)
+        return False
+    context.note("the module as a whole", **facts)
+    if costs.estimator is not None and guessed > _GUESSED:
+        setting, hardware = costs.estimator.section.setting, costs.hardware
+        say_once(
+            f"for {guessed:.0%} of the time in which collectives run beside compute the profile of {hardware.name} has "
+            f"no pairs like theirs under the launch setting {setting!r}. Compute is taken to run at "
+            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed there; "
+            "`dhelix profile` of this step measures pairs within a node",
+            ("guessed overlap", setting),
+        )
+    return True
+
+
+def _check_memory(
+    module: HloModule, limit: int, needed: int, original: Mapping[Computation, list[Instruction]]
+) -> None:
+    if needed > limit:
+        module.schedule.update(original)
+        raise MemoryRefusal(
+            f"no order was found that needs at most memory_limit={limit} bytes beside the arguments; the smallest "
+            f"limit that would do is {needed}",
+            needed,
+        )
+
+
+def _has_collectives(computation: Computation, costs: Costs) -> bool:
+    return any(is_start(i) and costs[i].lane is not Lane.COMPUTE for i in computation.instructions)
+
+
+def _improve(
+    computation: Computation,
+    order: Scheduler,
+    costs: Costs,
+    limits: Limits,
+    min_gain: float | None,
+    context: PassContext,
+) -> None:
+    schedule = computation.module.schedule
+    old = schedule[computation]
+    new = order(computation, old, costs, limits)
+    crowded = False
+    needs = predecessors(computation, old, limits.memory)
+    if limits.max_in_flight is not None:
+        new = few_in_flight(new, needs, costs, limits.max_in_flight)
+        crowded = most_in_flight(old, costs) > limits.max_in_flight
+    if new != old:
+        new = starts_behind_ends(new, needs, costs)
+    verify_sequence(computation, new)
+    before, after = (simulate(computation, s, costs, limits.hardware, limits.bodies) for s in (old, new))
+    peak_before, peak = (limits.memory.peak(computation, s) for s in (old, new))
+    facts = {
+        "computation": computation.name,
+        "seconds_before": before.seconds,
+        "seconds_after": after.seconds,
+        "exposed_before": before.exposed,
+        "exposed_after": after.exposed,
+        "bytes": peak,
+        "bytes_limit": limits.bytes,
+    }
+    faster = min_gain is None or after.seconds <= before.seconds - min_gain * _overlappable(before)
+    if peak > max(peak_before, limits.bytes):
+        context.note("stood down: the order needs more memory than allowed", **facts)
+        return
+    if new == old or not (faster or crowded or peak_before > limits.bytes):
+        context.note("stood down: no order plays better than XLA's", **facts)
+        return
+    schedule[computation] = new
+    context.note("reordered", **facts)
+
+
+def _overlappable(timeline: Timeline) -> float:
+    """Seconds of the computation's own compute or communication, whichever is less; loops in it have theirs."""
+    loops = [(i.body, i.count) for i in timeline.intervals if i.body is not None]
+    compute = timeline.compute_alone - sum(body.compute_alone * count for body, count in loops)
+    communication = timeline.communication - sum(body.communication * count for body, count in loops)
+    return max(min(compute, communication), 0.0)

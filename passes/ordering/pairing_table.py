@@ -1,0 +1,117 @@
+"""Equation 2 of DHelix section 4.2: two sequences of operators, cut into segments and paired, by dynamic programming.
+
+T(i, j), the time of the first i operators of one strand and j of the other, is the least of T(i - a, j - b) + P over
+all segments of a and b operators, either of which may be empty: the cuts are part of the search.
+
+    T(i, j) = min over a, b of T(i - a, j - b) + P(first[i - a : i], second[j - b : j])
+
+Where either is empty, the other strand runs alone; collectives of a segment may lie under compute of the same segment
+and strand (the paper's dual-coloured blocks). Time grows with (operators of one) x (operators of the other) x (longest
+segment + 1) squared.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dhelix.passes.evaluation.costs import Lane
+from dhelix.passes.ordering.strand_sequences import Operator
+
+SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]
+
+
+@dataclass(frozen=True)
+class SegmentPair:
+    """Operators `first[0]` to `first[1] - 1` of one strand with those of the other; `seconds` together."""
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Segments in the order in which they run; `seconds` of all, with a barrier after each."""
+
+    seconds: float
+    segments: tuple[SegmentPair, ...]
+
+
+def pair(
+    first: Sequence[Operator],
+    second: Sequence[Operator],
+    cost: SegmentCost,
+    max_segment: int,
+    allowed: Callable[[int, int], bool] = lambda i, j: True,
+    less_than: float = math.inf,
+) -> Plan | None:
+    """The fastest way to cut two sequences into segments and pair them (DHelix section 4.2, equation 2).
+
+    Args:
+      cost: seconds of two segments together, either of which may be empty. It must be no less than what any
+        lane is busy in both of them, by which segments are left out that cannot be part of a fastest plan.
+      max_segment: longest segment.
+      allowed: whether there may be a barrier after the first i operators and j of the other sequence.
+      less_than: seconds that a plan must stay below to be of use.
+
+    Returns:
+      The plan; None where none is allowed and of use.
+    """
+    bounds = _Bounds(first, second)
+    best: dict[tuple[int, int], tuple[float, SegmentPair | None]] = {(0, 0): (0.0, None)}
+    shapes = [(a, b) for a in range(max_segment + 1) for b in range(max_segment + 1) if a + b]
+    for i in range(len(first) + 1):
+        for j in range(len(second) + 1):
+            if not (i or j) or not allowed(i, j):
+                continue
+            found: tuple[float, SegmentPair | None] | None = None
+            enough = less_than - bounds.busy(i, len(first), j, len(second))
+            tries = [
+                (best[i - a, j - b][0] + bounds.busy(i - a, i, j - b, j), a + b, a)
+                for a, b in shapes
+                if (i - a, j - b) in best
+            ]
+            for least, size, a in sorted(tries):
+                if least >= (enough if found is None else found[0]):
+                    break
+                b = size - a
+                seconds = cost(first[i - a : i], second[j - b : j])
+                until = best[i - a, j - b][0] + seconds
+                if until < (enough if found is None else found[0]):
+                    found = until, SegmentPair((i - a, i), (j - b, j), seconds)
+            if found is not None:
+                best[i, j] = found
+    return _plan(best, len(first), len(second))
+
+
+def _plan(best: Mapping[tuple[int, int], tuple[float, SegmentPair | None]], i: int, j: int) -> Plan | None:
+    if (i, j) not in best:
+        return None
+    seconds, segment = best[i, j]
+    segments: list[SegmentPair] = []
+    while segment is not None:
+        segments.append(segment)
+        segment = best[segment.first[0], segment.second[0]][1]
+    return Plan(seconds, tuple(reversed(segments)))
+
+
+class _Bounds:
+    """Seconds that the busiest lane works in two segments."""
+
+    def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
+        self.lanes = [[_running_sums(o.busy(lane) for o in strand) for strand in (first, second)] for lane in Lane]
+
+    def busy(self, i: int, i_end: int, j: int, j_end: int) -> float:
+        most = 0.0
+        for first, second in self.lanes:
+            seconds = first[i_end] - first[i] + second[j_end] - second[j]
+            if seconds > most:
+                most = seconds
+        return most
+
+
+def _running_sums(values: Iterator[float]) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums

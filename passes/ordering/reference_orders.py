@@ -1,0 +1,76 @@
+"""Orders to compare strand pairing with: baselines of DHelix section 6.1, on the same programs and costs.
+
+`RoundRobin`: Wavelet+. Two strands, whose operators take turns in XLA's order, whatever they cost:
+
+    forward     norm   all-gather   product   attention   ...        norm, wgrad, all-gather, product, product, ...
+    backward    wgrad  product      product   reduce-scatter         one of each at a time; the longer rest follows
+
+A collective thus runs beside the one operator of the other strand that comes next, or until something needs it. Where
+the next operator waits for one of the other strand, that one goes on. Bodies without two strands keep XLA's order.
+
+`IntraBatch`: no second micro-batch. The whole search of `strand_pairing.py` on a program without strands: what
+order alone hides inside one micro-batch. The paper's intra-batch baseline (MegaScale) also splits products, which no
+order does: collective matmuls do, and `schedule="intra_batch"` has them run before (`runtime/schedules.py`).
+
+Legality and memory are as for any order (`orders.py`). `RoundRobin` is applied even where it is predicted to be
+slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dhelix.passes.evaluation.costs import Cost, CostModel, costs_of
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.ordering.order_search import OrderSearch
+from dhelix.passes.ordering.orders import Limits, apply_order
+from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.ordering.strand_sequences import find_strands
+from dhelix.profiles.hardware import H200, Hardware
+
+
+@dataclass(frozen=True)
+class RoundRobin:
+    """Operators of two strands in turn; attributes as of `CollectiveSchedule`, costs only say what is an operator."""
+
+    hardware: Hardware = H200
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+    model: CostModel | None = None
+    max_in_flight: int | None = None
+
+    name = "round-robin"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        costs = costs_of(self.hardware, self.model)
+        limits = self.memory_limit, self.memory_slack, None, self.max_in_flight
+        return apply_order(module, context, round_robin, costs, *limits)
+
+
+@dataclass(frozen=True)
+class IntraBatch(StrandPairing):
+    """The search of `StrandPairing` with all operators as one strand; attributes as there."""
+
+    name = "intra-batch"
+    strands = 1
+
+
+def round_robin(
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    limits: Limits,
+) -> list[Instruction]:
+    """Operators of both strands in turn, forward first; `sequence` where there are no two strands."""
+    body = find_strands(computation, sequence, costs, limits)
+    if not body.second.operators:
+        return list(sequence)
+    waiting = [list(body.first.operators), list(body.second.operators)]
+    laid: dict[int, None] = {}
+    turn = 0
+    while any(waiting):
+        able = [s for s in (turn, 1 - turn) if waiting[s] and waiting[s][0].needs <= laid.keys()]
+        laid[waiting[able[0]].pop(0).number] = None
+        turn = 1 - able[0]
+    return OrderSearch(body, costs, limits).sequence(laid)

@@ -1,0 +1,183 @@
+"""Strand pairing: what of one strand runs with what of the other, by dynamic programming (DHelix section 4.2).
+
+Matches: scheduled computations with collectives. Where two strands run that share no value, each is a sequence of
+operators (`strand_sequences.py`); elsewhere all operators are one strand.
+
+Makes of it: another order of the same instructions. Both sequences are cut into segments, and segments are paired
+so that what one strand sends lies under what the other computes:
+
+    forward     | norm  all-gather      | product  attention  | product  reduce-scatter |
+    backward    | product (wgrad)       | all-gather          | product  product        |
+
+1. Equation 2, with the cuts as part of the search (`pairing_table.py`), for each pair of candidate orders of
+   the strands. P, both segments together from idle lanes, is played with the rates of measured pairs, in two launch
+   orders: whose compute goes first. States whose live values need more than the memory allowed are left out.
+2. Cuts are barriers in the model alone. From the fastest of these plans, `list_order` and XLA's order, single operators
+   and waits for collectives move to other places while the evaluator says that the whole is faster without barriers
+   (`order_search.py`). One strand gets that, too. Bodies of many layers are solved layer by layer
+   (`layer_search.py`).
+3. The fastest of that, `list_order` and XLA's order within memory: never slower than either by the evaluator.
+
+`plan_body` returns all that as data. Everything is deterministic: costs and sequence in, order out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from dhelix.errors import DhelixError
+from dhelix.passes.evaluation.costs import Cost, CostModel, costs_of
+from dhelix.passes.evaluation.timeline import simulate
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.ordering.body_plan import BodyPlan, segments_of
+from dhelix.passes.ordering.collective_schedule import list_order
+from dhelix.passes.ordering.layer_search import orders_by_layer
+from dhelix.passes.ordering.order_search import Order, OrderSearch
+from dhelix.passes.ordering.orders import Limits, apply_order, few_in_flight, least_gain, starts_behind_ends
+from dhelix.passes.ordering.pairing_table import pair
+from dhelix.passes.ordering.strand_sequences import Operator, Strand, find_strands
+from dhelix.profiles.hardware import H200, Hardware
+
+_WORK = 36_000  # of the improvement (`OrderTiming.work`)
+_WORK_SHORT = 18  # the same for each move of an operator past another, where operators are few
+_WORK_LAYER = 2_000  # the same for a layer of a long body
+_LONG = 120  # operators; bodies with more are solved layer by layer
+
+
+@dataclass(frozen=True)
+class StrandPairing:
+    """Pairs the operators of two strands.
+
+    Attributes:
+      hardware: whose costs and rates count where there is no `model`.
+      memory_limit, memory_slack, min_gain, model, max_in_flight: as of `CollectiveSchedule`.
+      max_segment: operators of one strand in a segment.
+    """
+
+    hardware: Hardware = H200
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+    min_gain: float = 0.02
+    model: CostModel | None = None
+    max_segment: int = 3
+    max_in_flight: int | None = None
+
+    name = "strand-pairing"
+    stage = Stage.POST_SCHEDULER
+    strands = 2  # at most
+
+    def __post_init__(self) -> None:
+        if self.max_segment < 1:
+            raise DhelixError(f"max_segment={self.max_segment} leaves no segments; give 1 or more, such as 3")
+        if self.max_in_flight is not None and self.max_in_flight < 1:
+            raise DhelixError(f"max_in_flight={self.max_in_flight} allows no collective; give 1 or more, or None")
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        costs = costs_of(self.hardware, self.model)
+        order = partial(pairing_order, max_segment=self.max_segment, strands=self.strands, context=context)
+        limits = self.memory_limit, self.memory_slack, least_gain(self.min_gain, costs), self.max_in_flight
+        return apply_order(module, context, order, costs, *limits)
+
+
+def pairing_order(
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    limits: Limits,
+    max_segment: int = 3,
+    strands: int = 2,
+    context: PassContext | None = None,
+) -> list[Instruction]:
+    """The order of `plan_body`; a `Scheduler` for `apply_order`. What was found goes into the notes of `context`."""
+    plan = plan_body(computation, sequence, costs, limits, max_segment, strands)
+    if context is not None:
+        context.note("two strands" if plan.strands == 2 else "one strand", **plan.facts())
+    return list(plan.order)
+
+
+def plan_body(
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    costs: Mapping[Instruction, Cost],
+    limits: Limits,
+    max_segment: int = 3,
+    strands: int = 2,
+) -> BodyPlan:
+    """The fastest order found for one computation: a pairing of its strands, `list_order`, or `sequence`.
+
+    Where none of the three keeps within memory it is the one that needs least.
+
+    Args:
+      sequence: XLA's order.
+      max_segment: operators of one strand in a segment.
+      strands: 1 takes all operators for one strand, even where two are independent.
+    """
+    listed = list_order(computation, sequence, costs, limits)
+    body = find_strands(computation, sequence, costs, limits, strands)
+    search = OrderSearch(body, costs, limits)
+    found, barriers = _find_orders(search, max_segment)
+    number = {head: n for n, head in enumerate(body.heads)}
+    if len(number) <= _LONG:
+        found += [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
+    starts = search.fitting(found)
+    improved = starts[0][1] if starts else found[-1]
+    if starts and len(number) <= _LONG:
+        improved = search.improve(starts[0], min(_WORK, max(_WORK_LAYER, _WORK_SHORT * len(number) ** 2)))
+    most = limits.max_in_flight
+    orders = {
+        "xla": few_in_flight(sequence, body.before, costs, most),
+        "list": starts_behind_ends(few_in_flight(listed, body.before, costs, most), body.before, costs),
+        "paired": starts_behind_ends(search.sequence(improved), body.before, costs),
+    }
+    seconds, peaks = {}, {}
+    for name, order in orders.items():
+        seconds[name] = simulate(computation, order, costs, limits.hardware, limits.bodies).seconds
+        peaks[name] = limits.memory.peak(computation, order)
+    fitting = [name for name in orders if peaks[name] <= limits.bytes]
+    chosen = min(fitting, key=lambda name: seconds[name]) if fitting else min(peaks, key=lambda name: peaks[name])
+    return BodyPlan(
+        computation,
+        2 if body.second.operators else 1,
+        segments_of(body, orders[chosen], costs, limits),
+        tuple(orders[chosen]),
+        chosen,
+        seconds["xla"],
+        seconds["list"],
+        seconds["paired"],
+        barriers,
+        peaks[chosen],
+        limits.bytes,
+    )
+
+
+def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], float | None]:
+    """Orders from equation 2, and the seconds of the best plan; long bodies have none, but one for each layer."""
+    body = search.body
+
+    def solve(part: OrderSearch, first: Sequence[Operator], second: Sequence[Operator]) -> Order:
+        orders, _ = _paired(part, body.first.part(first), body.second.part(second), max_segment)
+        return part.improve(part.fitting(orders)[0], _WORK_LAYER)
+
+    if len(body.operators) <= _LONG:
+        return _paired(search, body.first, body.second, max_segment)
+    return orders_by_layer(body, search.costs, search.limits, solve), None
+
+
+def _paired(search: OrderSearch, first: Strand, second: Strand, max_segment: int) -> tuple[list[Order], float | None]:
+    """The fastest plan of each candidate of both strands, as orders; the seconds of the best.
+
+    XLA's order of one strand goes with XLA's of the other, and so on: with all nine pairs of candidates the plan is
+    faster, and what `improve` makes of it is not.
+    """
+    orders: list[Order] = []
+    best = math.inf
+    for one, other in dict.fromkeys(zip(first.candidates(), second.candidates(), strict=True)):
+        allowed = search.allowed(one, other)
+        plan = pair(one, other, lambda f, s: search.segment(f, s)[0], max_segment, allowed, best)
+        if plan is not None:
+            best = plan.seconds
+            paired = [(one[slice(*s.first)], other[slice(*s.second)]) for s in plan.segments]
+            orders.append(tuple(n for segments in paired for n in search.segment(*segments)[1]))
+    return orders, best if orders else None

@@ -1,0 +1,167 @@
+"""Makes a plan of a schedule: any scheduled program, whoever decided its order, as data for people and for `plan=`.
+
+    schedule = dict(module.schedule)                  # XLA's
+    StrandPairing(model=model).run(module, context)   # or another scheduler
+    plan = make_plan(module, schedule, model, target, "llama-8b, 8 layers")
+
+Bodies are the computations with two strands and those whose order is not XLA's; what is left out keeps XLA's order.
+First come those with two strands, of several that which takes most of the step. Ends of collectives are operators of a
+plan only where they come earlier than they must, which is how a schedule keeps memory down.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.collectives import is_done, start_of
+from dhelix.passes.evaluation.costs import CostModel, Costs, Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
+from dhelix.passes.evaluation.step_time import predict
+from dhelix.passes.evaluation.timeline import Timeline, evaluate, guessed_overlap, settled
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.ordering.body_plan import PlannedSegment, segments_of
+from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.strand_sequences import find_strands
+from dhelix.passes.plans.pairing_plan import (
+    FINALLY,
+    PairingPlan,
+    PlanBody,
+    PlanOperator,
+    PlanSegment,
+    PlanTarget,
+    Prediction,
+)
+from dhelix.passes.plans.plan_operators import PlanOperators
+from dhelix.passes.plans.planned_order import planned_sequence
+from dhelix.profiles.estimates import Source
+
+Schedule = Mapping[Computation, Sequence[Instruction]]
+
+
+def make_plan(module: HloModule, original: Schedule, model: CostModel, target: PlanTarget, program: str) -> PairingPlan:
+    """The plan that the module's schedule is: first bodies of both strands, and of these what itself takes longest.
+
+    Args:
+      original: XLA's schedule of the same module.
+      model: costs, for predictions and for what is an operator.
+      target: what the plan is made for.
+      program: what to call it.
+    """
+    costs = settled(module, model.costs())
+    limits = Limits(costs.hardware, 0, Memory(module), {})
+    timeline = evaluate(sequence_of(module.entry), costs)
+    runs = executions(module)
+    found: list[tuple[int, float, PlanBody]] = []
+    for computation, sequence in module.schedule.items():
+        if computation in runs and any(costs[i].lane is not Lane.COMPUTE for i in sequence):
+            body = find_strands(computation, original[computation], costs, limits)
+            if body.second.operators or sequence != original[computation]:
+                segments = segments_of(body, sequence, costs, limits)
+                operators = PlanOperators(computation, costs.operator_keys)
+                ends = _early_ends(computation, original[computation], sequence, segments, limits.memory)
+                strands = 2 if body.second.operators else 1
+                planned = _body(operators, sequence, ends, segments, runs[computation], costs)
+                own = sum(costs[i].seconds for i in sequence if i.opcode not in CONTROL_FLOW)
+                found.append((strands, planned.runs * own, planned))
+    found.sort(key=lambda entry: (-entry[0], -entry[1], entry[2].fingerprint))
+    bodies = _alike_once([body for _, _, body in found])
+    return PairingPlan(program, target, bodies, prediction(timeline, module, costs))
+
+
+def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
+    """Of computations that are alike one body with the runs of all, as plans are carried out: such as the layers of
+    several ticks that a pipeline's loop holds. The first one's order is for all."""
+    runs: dict[str, int] = {}
+    for body in bodies:
+        runs[body.fingerprint] = runs.get(body.fingerprint, 0) + body.runs
+    first = {body.fingerprint: body for body in reversed(bodies)}
+    return tuple(replace(first[key], runs=count) for key, count in runs.items())
+
+
+def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Prediction:
+    """Of the step that the timeline plays."""
+    return Prediction(
+        1e6 * timeline.seconds,
+        1e6 * timeline.compute,
+        1e6 * timeline.communication,
+        timeline.hidden / timeline.communication if timeline.communication else 1.0,
+        predict(module, costs).shares[Source.GUESS],
+        guessed_overlap(timeline, costs),
+    )
+
+
+def executions(module: HloModule) -> dict[Computation, int]:
+    """How often a step runs each computation that the schedule leads to; loops of unknown length count once."""
+    runs = {module.entry: 1}
+    for computation in reversed(module.computations):  # callers first
+        for instruction in sequence_of(computation) if computation in runs else ():
+            if instruction.opcode in ("while", "call", "conditional"):
+                count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+                for inner in called:
+                    runs[inner] = runs.get(inner, 0) + runs[computation] * count
+    return runs
+
+
+def _early_ends(
+    computation: Computation,
+    original: Sequence[Instruction],
+    sequence: Sequence[Instruction],
+    segments: Sequence[PlannedSegment],
+    memory: Memory,
+) -> set[Instruction]:
+    """Ends of collectives that stand before more operators in `sequence` than they must."""
+    heads = {o.head: "" for segment in segments for o in segment.operators}
+    late = _heads_before(planned_sequence(computation, original, heads, memory), heads)
+    return {end for end, count in _heads_before(sequence, heads).items() if count < late[end]}
+
+
+def _heads_before(sequence: Sequence[Instruction], heads: Collection[Instruction]) -> dict[Instruction, int]:
+    """How many of `heads` stand before each end of one of them."""
+    found: dict[Instruction, int] = {}
+    count = 0
+    for instruction in sequence:
+        count += instruction in heads
+        if is_done(instruction) and start_of(instruction) in heads:
+            found[instruction] = count
+    return found
+
+
+def _body(
+    operators: PlanOperators,
+    sequence: Sequence[Instruction],
+    ends: Collection[Instruction],
+    segments: Sequence[PlannedSegment],
+    runs: int,
+    costs: Costs,
+) -> PlanBody:
+    heads = {o.head for segment in segments for o in segment.operators}
+    launched = [i for i in sequence if i in heads or i in ends]
+    names = operators.names(launched)
+    table = (PlanOperator(names[i], *operators.identities[i]) for i in sorted(launched, key=lambda i: names[i]))
+    firsts = [launched.index(segment.operators[0].head) for segment in segments]
+    parts = [launched[a:b] for a, b in zip([0, *firsts[1:]], [*firsts[1:], len(launched)], strict=True)]
+    planned = (_segment(s, [names[i] for i in part], costs) for s, part in zip(segments, parts, strict=True))
+    small = _small(operators, sequence, names)
+    return PlanBody(operators.describe(), operators.fingerprint, runs, tuple(table), tuple(planned), small)
+
+
+def _small(
+    operators: PlanOperators, sequence: Sequence[Instruction], names: Mapping[Instruction, str]
+) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+    """What takes time and is no operator, with the one that it runs before."""
+    found: list[tuple[str, tuple[tuple[str, int], ...]]] = []
+    since: list[tuple[str, int]] = []
+    for instruction in sequence:
+        if instruction not in names:
+            since += [operators.identities[instruction]] if operators.takes_time(instruction) else []
+        elif since:
+            found.append((names[instruction], tuple(since)))
+            since = []
+    return (*found, (FINALLY, tuple(since))) if since else tuple(found)
+
+
+def _segment(segment: PlannedSegment, run: Sequence[str], costs: Costs) -> PlanSegment:
+    alone = segment.seconds_alone
+    guessed = sum(o.seconds for o in segment.operators if costs[o.head].source is Source.GUESS)
+    return PlanSegment(tuple(run), 1e6 * segment.seconds, None, guessed / alone if alone else 0.0)

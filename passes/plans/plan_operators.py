@@ -1,0 +1,200 @@
+"""Which instruction an operator of a plan is, and the reverse: operators by key and occurrence, with names for people.
+
+A plan outlives the program it was made from: XLA names instructions anew in each version, and schedules them in
+another order where other costs count. What stays is what the program computes. So an operator is called by
+
+  - its key (`passes/evaluation/operator_keys.py`). Control flow has none in a profile, and is called by its opcode and
+    a digest of the collectives, products and attentions inside; kernels that wait for their peers by their site and
+    form;
+  - its occurrence among the instructions of its computation with that key, counted by how many operators its data
+    comes through, then by JAX's name, then as XLA wrote them down. The schedule plays no part in it.
+
+Names for people say the strand, what the operator does, and a number where there are several: `beta all-gather 2`. The
+end of a collective, where compute waits for it, is called by its start: `beta end of all-gather 2`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+from dhelix.passes.analysis.collectives import is_done, start_of
+from dhelix.passes.evaluation.collective_matmul_kernels import FAMILY, kernel_key
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.hlo import Computation, Instruction
+from dhelix.passes.strands.strand_partition import BACKWARD_NAME
+from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key
+
+END = "end of "
+_RECOMPUTED = "rematted_computation"
+_WORK = {"gemm": "product", "grouped-gemm": "product", "attention": "attention", "attention-backward": "attention"}
+_STRANDS = {"strand_alpha/": "alpha", "strand_beta/": "beta"}
+
+
+class PlanOperators:
+    """The operators of one computation.
+
+    Attributes:
+      identities: key and occurrence, from 1, of all that takes time, and of ends of collectives.
+      instructions: by these.
+    """
+
+    def __init__(self, computation: Computation, keys: OperatorKeys) -> None:
+        self.computation, self._keys = computation, keys
+        self._texts = {i: text for i in computation.instructions if (text := operator_text(i, keys))}
+        self.identities: dict[Instruction, tuple[str, int]] = {}
+        counts: Counter[str] = Counter()
+        for instruction in self._in_order():
+            text = self._texts[instruction]
+            counts[text] += 1
+            self.identities[instruction] = text, counts[text]
+        for instruction in computation.instructions:
+            if is_done(instruction) and start_of(instruction) in self._texts:
+                text, occurrence = self.identities[start_of(instruction)]
+                self.identities[instruction] = f"{END}{text}", occurrence
+        self.instructions = {identity: instruction for instruction, identity in self.identities.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of the collectives, products and attentions, whatever their order and whatever else runs."""
+        counts = Counter(self._texts[i] for i in self._texts if self._is_work(i))
+        return blake2b(repr(sorted(counts.items())).encode(), digest_size=8).hexdigest()
+
+    def describe(self) -> str:
+        """What runs, in a few words: `both strands: 8 collectives, 18 products, 2 attentions`."""
+        found = [i for i in self._texts if self._is_work(i)]
+        strands = {strand for i in found if (strand := _strand_in_name(i))}
+        kinds = Counter(_kind(_key(i, self._keys)) for i in found)
+        parts = [f"{n} {kind}{'s' * (n > 1)}" for kind in ("collective", "product", "attention") if (n := kinds[kind])]
+        who = "both strands" if len(strands) == 2 else f"strand {strands.pop()}" if strands else "one strand"
+        return f"{who}: {', '.join(parts)}"
+
+    def names(self, heads: Sequence[Instruction]) -> dict[Instruction, str]:
+        """A name for each of `heads`, unique among them and the starts of those that are ends."""
+        ends = {head: start_of(head) for head in heads if is_done(head)}
+        ordered = sorted({head for head in heads if head not in ends} | set(ends.values()), key=self._rank.__getitem__)
+        plain = {head: " ".join(filter(None, (self.strand(head), self._label(head)))) for head in ordered}
+        counts, given = Counter(plain.values()), Counter[str]()
+        names = {}
+        for head, name in plain.items():
+            given[name] += 1
+            names[head] = f"{name} {given[name]}" if counts[name] > 1 else name
+        for end, start in ends.items():
+            strand, _, label = names[start].rpartition(self._label(start))
+            names[end] = f"{strand}{END}{self._label(start)}{label}"
+        return names
+
+    def takes_time(self, instruction: Instruction) -> bool:
+        """Whether it has a key, or is control flow with something inside."""
+        return instruction in self._texts
+
+    def strand(self, instruction: Instruction) -> str:
+        """`alpha`, `beta`, or empty where neither name nor users say.
+
+        What moves memory (slices of weights that both strands read) belongs to whoever uses it.
+        """
+        users = set() if self._is_work(instruction) else self._strands_of_users[instruction]
+        return next(iter(users)) if len(users) == 1 else _strand_in_name(instruction)
+
+    def _in_order(self) -> list[Instruction]:
+        """All that has a key, by depth, JAX's name, and place in the module."""
+        depth: dict[Instruction, int] = {}
+        for instruction in self.computation.instructions:
+            above = max((depth[o] for o in instruction.operands), default=0)
+            depth[instruction] = above + (instruction in self._texts)
+        place = {i: n for n, i in enumerate(self.computation.instructions)}
+        return sorted(self._texts, key=lambda i: (depth[i], i.op_name, place[i]))
+
+    @cached_property
+    def _rank(self) -> dict[Instruction, int]:
+        return {instruction: n for n, instruction in enumerate(self._in_order())}
+
+    @cached_property
+    def _strands_of_users(self) -> Mapping[Instruction, set[str]]:
+        """Strands of the work that reads a value, through what is none."""
+        found: dict[Instruction, set[str]] = {i: set() for i in self.computation.instructions}
+        for instruction in reversed(self.computation.instructions):
+            strands = {_strand_in_name(instruction)} if self._is_work(instruction) else found[instruction]
+            for operand in instruction.operands:
+                found[operand] |= strands - {""}
+        return found
+
+    @cached_property
+    def _feeds_work(self) -> set[Instruction]:
+        """Instructions whose result a collective, a product or attention needs."""
+        found: set[Instruction] = set()
+        for instruction in reversed(self.computation.instructions):
+            if instruction in found or self._is_work(instruction):
+                found.update(instruction.operands)
+        return found
+
+    def _is_work(self, instruction: Instruction) -> bool:
+        return _kind(_key(instruction, self._keys)) != ""
+
+    def _label(self, instruction: Instruction) -> str:
+        key = _key(instruction, self._keys)
+        if key is None:
+            return {"while": "loop", "conditional": "branch"}.get(instruction.opcode, instruction.opcode)
+        if isinstance(key, CollectiveKey):
+            return key.kind
+        if key.kind in ("gemm", "grouped-gemm"):
+            if BACKWARD_NAME not in instruction.op_name:
+                return "gemm"
+            if _RECOMPUTED in instruction.op_name:
+                return "recomputed gemm"
+            return "dgrad" if instruction in self._feeds_work else "wgrad"
+        if key.family.startswith(FAMILY):
+            return FAMILY.replace("-", " ")
+        if key.kind == "fusion":  # loop-multiply:1f0c33a57e
+            return key.family.partition(":")[0].partition("-")[2]
+        return key.kind.replace("-", " ")
+
+
+def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
+    """The key of `instruction` as text; empty where it takes no time of its own."""
+    if is_done(instruction):
+        return ""
+    if instruction.opcode in CONTROL_FLOW:
+        inside = _inside(instruction, keys)
+        work = sorted(text for text in inside.elements() if is_work(text))
+        return f"{instruction.opcode}:{blake2b(repr(work).encode(), digest_size=5).hexdigest()}" if inside else ""
+    key = _key(instruction, keys)
+    return "" if key is None else str(key)
+
+
+def _key(instruction: Instruction, keys: OperatorKeys) -> Key | None:
+    return keys[instruction] or kernel_key(instruction)
+
+
+def is_work(text: str) -> bool:
+    """Whether `operator_text` is that of a collective, a product, attention, or control flow: no fusion and no copy."""
+    kind, _, rest = text.partition(" ")
+    known = kind in _WORK or kind in COLLECTIVE_KINDS or kind.partition(":")[0] in CONTROL_FLOW
+    return known or rest.startswith(FAMILY)
+
+
+def _inside(instruction: Instruction, keys: OperatorKeys) -> Counter[str]:
+    """What control flow runs, in texts; conditions of loops apart."""
+    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+    found = Counter(operator_text(i, keys) for c in called for i in c.instructions)
+    del found[""]
+    return found
+
+
+def _kind(key: Key | None) -> str:
+    """`collective`, `product` or `attention`; empty for what only moves memory."""
+    if key is None or isinstance(key, CollectiveKey):
+        return "" if key is None else "collective"
+    return "product" if key.family.startswith(FAMILY) else _WORK.get(key.kind, "")
+
+
+def _strand_in_name(instruction: Instruction) -> str:
+    """The strand in JAX's name of an instruction, or of what it fuses, results first."""
+    return next((s for mark, s in _STRANDS.items() if mark in _op_name(instruction)), "")
+
+
+def _op_name(instruction: Instruction) -> str:
+    if instruction.op_name or instruction.opcode not in ("fusion", "async-start"):
+        return instruction.op_name
+    inside = (i.op_name for called in instruction.called for i in reversed(called.instructions) if i.op_name)
+    return next(inside, "")

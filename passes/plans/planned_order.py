@@ -1,0 +1,274 @@
+"""Planned order: the schedule that a plan says, in a program that the plan fits.
+
+Matches: scheduled computations whose collectives, products and attentions are those of a body of the plan
+(`PlanOperators.fingerprint`), each of which stands for every computation with these operators. The first body must be
+there; a program with more layers lacks others, whose operators have other sizes, and those keep XLA's order.
+
+Makes of it: the instructions in another order. Operators come in the plan's order, and what takes microseconds before
+the operator that the plan says, if it can run by then. What the plan does not name comes where an operator needs it, so
+ends of collectives stand as late as possible; or, if none does, as soon as it can, so that nothing lives longer than it
+must:
+
+    plan    beta all-gather 1, alpha wgrad 1, beta gemm
+    order   slice, all-gather-start, wgrad, dynamic-update-slice (of wgrad), all-gather-done, gemm
+
+Nothing is searched and no costs are asked for: the same plan gives the same order whatever a profile says by then.
+
+Legal: data flow, control dependencies, the order of side effects and of accesses to each shared buffer are kept
+(`orders.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Of several
+computations of a body one has to have the plan's order; in others, whose buffers are shared otherwise, what must come
+first does, and a note says so. Where a plan is refused, XLA's order stays; with `strict` it raises. Linear in
+instructions.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.collectives import is_done
+from dhelix.passes.evaluation.operator_keys import OperatorKeys
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.verify import verify_sequence
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.ordering.orders import MemoryRefusal, predecessors
+from dhelix.passes.plans.pairing_plan import FINALLY, PairingPlan, PlanBody
+from dhelix.passes.plans.plan_operators import END, PlanOperators, is_work
+from dhelix.profiles.hardware import describe
+
+_AGAIN = "make a plan for it with `dhelix plan`"
+
+
+@dataclass(frozen=True)
+class PlannedOrder:
+    """Carries out a plan.
+
+    Attributes:
+      memory_limit: bytes beside the arguments; more is refused. None: what the plan was allowed when it was made, or
+        what XLA's order needs and `memory_slack`, whichever is more.
+    """
+
+    plan: PairingPlan
+    memory_limit: int | None = None
+    memory_slack: float = 0.03
+
+    name = "planned-order"
+    stage = Stage.POST_SCHEDULER
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        memory = Memory(module)
+        before = memory.peak(module.entry, module.schedule[module.entry])
+        original = dict(module.schedule)
+        found: dict[str, Collection[str]] = {}
+        refused: list[tuple[PassRefusal, PlanBody, Computation, PlanOperators]] = []
+        for body, computation, operators in find_bodies(self.plan, module):
+            try:
+                found[body.fingerprint] = self._order(module, body, computation, operators, memory, context)
+            except PassRefusal as refusal:
+                refused.append((refusal, body, computation, operators))
+        for refusal, body, computation, operators in refused:
+            if body.fingerprint not in found:
+                raise refusal
+            self._order(module, body, computation, operators, memory, context, refusal)
+        self._check_complete(found, context)
+        memory.forget()
+        self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
+        return any(module.schedule[c] != order for c, order in original.items())
+
+    def _order(
+        self,
+        module: HloModule,
+        body: PlanBody,
+        computation: Computation,
+        operators: PlanOperators,
+        memory: Memory,
+        context: PassContext,
+        refusal: PassRefusal | None = None,
+    ) -> Collection[str]:
+        """Orders one computation. With the `refusal` of its exact order, as others of the body have it, what must come
+        first there comes first. Returns the names of its operators. Raises PassRefusal without it."""
+        heads, sequence = heads_of(body, operators), module.schedule[computation]
+        small = _small(body, operators)
+        ordered = planned_sequence(computation, sequence, heads, memory, small, exactly=refusal is None)
+        verify_sequence(computation, ordered)
+        module.schedule[computation] = ordered
+        facts = {"computation": computation.name, "body": body.name, "operators": len(heads)}
+        if refusal is None:
+            context.note("ordered as planned", **facts)
+        else:
+            context.note(f"ordered as planned, but for what must come first here: {refusal.reason}", **facts)
+        return heads.values()
+
+    def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
+        """Says what of the plan the program does not have: `heads` are names of operators that were found, by body."""
+        bodies = [body.name for body in self.plan.bodies if body.fingerprint not in heads]
+        operators = [
+            name for b in self.plan.bodies for name in b.order if name not in heads.get(b.fingerprint, b.order)
+        ]
+        if (bodies or operators) and context.strict:
+            missing = f"body {bodies[0]!r}" if bodies else f"{operators[0]!r}"
+            raise PassRefusal(f"the program has no {missing} of the plan: correct the plan's operators, or {_AGAIN}")
+        if bodies or operators:
+            context.note("the rest of the plan is not in this program", bodies=bodies, operators=operators)
+
+    def _check_memory(self, needed: int, before: int) -> None:
+        limit = self.memory_limit
+        if limit is None:
+            limit = max(int(before * (1.0 + self.memory_slack)), self.plan.target.memory_limit)
+        if needed > limit:
+            raise MemoryRefusal(
+                f"the plan needs {needed} bytes of temporaries by estimate, and {limit} are allowed: give memory_limit="
+                f"{needed} or more, or a plan that needs less",
+                needed,
+            )
+
+
+def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
+    """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if the first is not there."""
+    keys = OperatorKeys(describe(plan.target.hardware, plan.target.link).gpus_per_node, plan.target.collectives)
+    wanted = {body.fingerprint: body for body in plan.bodies}
+    found = [
+        (wanted[operators.fingerprint], computation, operators)
+        for computation in module.computations
+        if computation in module.schedule and (operators := PlanOperators(computation, keys)).fingerprint in wanted
+    ]
+    if plan.bodies and all(body is not plan.bodies[0] for body, _, _ in found):
+        raise PassRefusal(
+            f"the plan is for another program ({plan.program}): nothing here is its body {plan.bodies[0].name!r};"
+            f" {_AGAIN}"
+        )
+    return found
+
+
+def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
+    """The instructions that the body's operators are, in its order, and what it calls them.
+
+    Fusions and copies that the program does not have are left out: their sizes, and what XLA fuses, depend on the
+    number of layers and on the compiler.
+
+    Raises PassRefusal if the program lacks another operator.
+    """
+    of_name = {o.name: o for o in body.operators}
+    heads = {}
+    for name in body.order:
+        operator = of_name[name]
+        instruction = operators.instructions.get((operator.key, operator.occurrence))
+        if instruction is not None:
+            heads[instruction] = name
+        elif is_work(operator.key.removeprefix(END)):
+            count = sum(key == operator.key for key, _ in operators.instructions)
+            what = f"only {count} of these" if count else "none of these"
+            raise PassRefusal(
+                f"the plan's {name!r} is number {operator.occurrence} of {operator.key!r}, and the body {body.name!r}"
+                f" of the program has {what}: correct the plan's operators, or {_AGAIN}"
+            )
+    return heads
+
+
+def _small(body: PlanBody, operators: PlanOperators) -> dict[str, list[Instruction]]:
+    """What the program has of the body's small ones; another compiler may fuse them otherwise."""
+    found = {}
+    for name, identities in body.small:
+        instructions = (operators.instructions.get(identity) for identity in identities)
+        found[name] = [i for i in instructions if i is not None]
+    return found
+
+
+def planned_sequence(
+    computation: Computation,
+    sequence: Sequence[Instruction],
+    heads: Mapping[Instruction, str],
+    memory: Memory,
+    small: Mapping[str, Sequence[Instruction]] = MappingProxyType({}),
+    exactly: bool = True,
+) -> list[Instruction]:
+    """All instructions of `computation`, with `heads` in this order.
+
+    Args:
+      sequence: a legal order of them.
+      heads: operators with their names in the plan.
+      small: what runs before each, by its name, or later if it is not ready; what is left out, when it is needed.
+      exactly: False lays what must come before one of `heads` there, be it one of them.
+
+    Raises PassRefusal if one of `heads` must come before another that stands before it.
+    """
+    before = predecessors(computation, sequence, memory)
+    placed = {i for instructions in small.values() for i in instructions}
+    layer = _Layer(before, _trailing(sequence, before, heads) - placed)
+    needs = _needs(sequence, before, heads)
+    turn = {head: n for n, head in enumerate(heads)}
+    waiting: list[Instruction] = []
+    for number, (head, name) in enumerate(heads.items()):
+        waiting += small.get(name, ())
+        for instruction in [i for i in waiting if needs[i] <= layer.laid.keys()]:
+            waiting.remove(instruction)
+            layer.lay(instruction)
+        for instruction in layer.lay(head):
+            if exactly and turn.get(instruction, -1) > number:
+                raise PassRefusal(
+                    f"the plan runs {name!r} before {heads[instruction]!r}, which must come first: move one of"
+                    " them, or make the plan again with `dhelix plan`"
+                )
+    for instruction in (*waiting, *small.get(FINALLY, ()), *sequence):
+        layer.lay(instruction)
+    return list(layer.laid)
+
+
+def _needs(
+    sequence: Sequence[Instruction], before: Mapping[Instruction, Sequence[Instruction]], heads: Collection[Instruction]
+) -> dict[Instruction, frozenset[Instruction]]:
+    """Operators that come before each instruction, through what is none."""
+    found: dict[Instruction, frozenset[Instruction]] = {}
+    for instruction in sequence:
+        direct = (frozenset((b,)) if b in heads else found[b] for b in before[instruction])
+        found[instruction] = frozenset().union(*direct)
+    return found
+
+
+def _trailing(
+    sequence: Sequence[Instruction], before: dict[Instruction, list[Instruction]], heads: Iterable[Instruction]
+) -> set[Instruction]:
+    """What no operator waits for, ends of collectives apart."""
+    needed = set(heads)
+    for instruction in reversed(sequence):
+        if instruction in needed:
+            needed.update(before[instruction])
+    return {i for i in sequence if i not in needed and not is_done(i)}
+
+
+class _Layer:
+    """Lays instructions down, each after what must come before it; what trails follows as soon as it can."""
+
+    def __init__(self, before: dict[Instruction, list[Instruction]], trailing: set[Instruction]) -> None:
+        self.before, self.trailing = before, trailing
+        self.laid: dict[Instruction, None] = {}
+        self.waits_for = {i: len(before[i]) for i in trailing}
+        self.followers: dict[Instruction, list[Instruction]] = {}
+        for instruction in before:
+            if instruction in trailing:
+                for earlier in before[instruction]:
+                    self.followers.setdefault(earlier, []).append(instruction)
+
+    def lay(self, instruction: Instruction) -> list[Instruction]:
+        """What was laid on the way to `instruction`, this among them; nothing if it was laid before."""
+        stack, new = [instruction], []
+        while stack:
+            current = stack[-1]
+            missing = [b for b in self.before[current] if b not in self.laid]
+            if missing:
+                stack += reversed(missing)
+            elif stack.pop() not in self.laid:
+                new += self._place(current)
+        return new
+
+    def _place(self, instruction: Instruction) -> list[Instruction]:
+        """Lays `instruction`, and what only waited for it."""
+        placed = [instruction]
+        for current in placed:
+            self.laid[current] = None
+            for follower in self.followers.get(current, ()):
+                self.waits_for[follower] -= 1
+                if not self.waits_for[follower]:
+                    placed.append(follower)
+        return placed

@@ -1,0 +1,1 @@
+"""The program that measures operators of a compiled step, alone and in pairs."""

@@ -1,0 +1,377 @@
+"""One buffer of residuals for both strands: going forward, a strand fills the slots that the other frees.
+
+Before, in the merged layer loop (L layers; residuals of each kind are stacked, bf16[L, ...]):
+    a   = dynamic-slice(old_stack, L-1-l)          backward of alpha reads layer L-1-l
+    new = dynamic-update-slice(new_stack, r, l)    forward of beta writes layer l; new_stack starts as zeros
+After:
+    slot    = flip ? l : L-1-l                     every other micro-batch is stored the other way round
+    a       = dynamic-slice(stack, slot)
+    x       = f(a, dy)                             elementwise, for products alone: read where it is, not copied first
+    x, stack = opt-barrier(x, stack)               or copy insertion would copy the whole stack (facts below)
+    stack   = dynamic-update-slice(stack, r, slot)
+
+Contract
+    Consumes  the loop that strand_duplication made: a state element of the strand loop that goes into the
+              merged layer loop, is read there by slices only, and is replaced by a stack written slot by
+              slot.
+    Makes     one stack instead of two; `flip` is new state of the strand loop, and turns with each
+              micro-batch. B(M-1) after the loop reads its slots by the final flip, which is known: M is.
+              Of skewed strands (`strand_skew`) the first layers' stacks live one micro-batch longer: two that take
+              turns become the halves of one array, and `base`, new state too, says which half is in turn.
+    Leaves    a stack that is used in any other way; says which and why.
+
+Why it is legal: the index tables of both accesses are computed from the proved loop counters. The read table
+is a permutation of the slots and the write table is its mirror image, so that with the mirror of one strand
+the two coincide: each slot is read, then written, once per pair of micro-batches; what is read was stored by
+the same rule.
+Costs: what stands at the barrier is materialised: what elementwise operations make of residuals where products alone
+read that, since it is then an array anyhow; otherwise a slice of each residual, which is a copy. Copy insertion cannot
+see that a slot is read before it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it.
+DHelix section 4.3.
+"""
+
+from dataclasses import dataclass, replace
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
+from dhelix.passes.hlo.edit import ELEMENTWISE, drop_dead
+from dhelix.passes.hlo.loop_state import add_element, drop_elements
+from dhelix.passes.hlo.stacks import (
+    is_empty,
+    last_reader,
+    mirror_reads,
+    mirrored,
+    resize,
+    resized,
+    slot_reads,
+    slot_write,
+)
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.strand_duplication import merged_loops
+
+_ELEMENTWISE = ELEMENTWISE | {"and", "not", "or", "reshape"}
+_MOST_MADE = 2  # bytes that stand at a barrier, in units of what the residuals have
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One kind of residual in a merged loop.
+
+    Attributes:
+      old: element of the merged loop that backward reads.
+      new: element that forward writes.
+      outer: element of the strand loop that enters as `old`.
+      waiting: element of the strand loop that `new` is handed to, where it waits for one more micro-batch before it
+        becomes `outer`: of skewed strands. None: it is `outer`.
+    """
+
+    old: int
+    new: int
+    reads: tuple[Instruction, ...]
+    write: Instruction
+    slots: int
+    outer: int = -1
+    waiting: int | None = None
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """What must be there before slots of these stacks are written.
+
+    Attributes:
+      made: residuals and what was made of them; it may read what the barrier guards.
+    """
+
+    stacks: tuple[Stack, ...]
+    values: tuple[Instruction, ...]
+    made: frozenset[Instruction]
+
+
+@dataclass(frozen=True)
+class ActivationSharing:
+    """No options."""
+
+    name = "activation-sharing"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        changed = False
+        for computation in list(module.computations):
+            for loop in [i for i in computation.instructions if i.opcode == "while"]:
+                for layers in merged_loops(loop.called[0]):
+                    changed |= _share(loop, layers, context)
+        return changed
+
+
+def _share(strands: Instruction, layers: Instruction, context: PassContext) -> bool:
+    stacks: list[Stack] = []
+    for outer, (old, new, waiting) in _candidates(strands, layers).items():
+        try:
+            stack = _match(WhileLoop(strands), WhileLoop(layers), outer, old, new)
+            if waiting is not None:
+                _check_turns(strands, layers, stack, waiting)
+            stacks.append(replace(stack, waiting=waiting))
+        except PassRefusal as refusal:
+            context.note(f"residual stack not shared: {refusal.reason}", refusal.instruction)
+    if not stacks:
+        return False
+    trips = WhileLoop(strands).trip_count
+    assert trips is not None  # strand_duplication proved it
+    freed = sum(shapes.byte_size(layers.shape.tuple_shapes[s.new]) for s in stacks)
+    flips = {skewed: _add_flip(strands, layers, skewed) for skewed in sorted({s.waiting is not None for s in stacks})}
+    for stack in stacks:
+        _use_one_slot(WhileLoop(layers), stack, flips[stack.waiting is not None])
+        _mirror_last_reads(strands, stack, trips)
+    if skewed := [s for s in stacks if s.waiting is not None]:
+        _take_turns(strands, layers, skewed, trips)
+    write_in_place(layers, stacks)
+    drop_dead(strands.computation)
+    context.note("residuals of both strands share one buffer", layers, stacks=len(stacks), bytes_freed=freed)
+    return True
+
+
+def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int, int | None]]:
+    """Stacks of one slot per layer that enter the merged loop from the strand loop, and leave it replaced.
+
+    Element of the strand loop -> elements of the merged loop: the one that enters, the one that replaces it; and the
+    element of the strand loop that the latter waits in for one more micro-batch.
+    """
+    body = WhileLoop(strands).body
+    trips = WhileLoop(layers).trip_count
+    entering: dict[int, int] = {}
+    for k, start in enumerate(layers.operands[0].operands):
+        if start.opcode == "get-tuple-element" and start.operands[0] is body.parameters[0]:
+            if list(start.shape.dimensions[:1]) == [trips]:
+                entering.setdefault(start.tuple_index, k)
+    found: dict[int, tuple[int, int, int | None]] = {}
+    reads, users = WhileLoop(strands).reads, body.users()
+    for outer in sorted(entering):
+        value = body.root.operands[outer]
+        waiting = reads.get(value, outer)
+        handed_on = [v for v in body.root.operands if reads.get(v) == waiting]
+        read_here = any(u is not body.root for r, k in reads.items() if k == waiting for u in users[r])
+        if waiting != outer and handed_on == [value] and not read_here:
+            value = body.root.operands[waiting]
+        if value.opcode == "get-tuple-element" and value.operands[0] is layers:
+            if value.tuple_index != entering[outer]:
+                found[outer] = (entering[outer], value.tuple_index, None if waiting == outer else waiting)
+    return found
+
+
+def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> Stack:
+    """Proves that the two stacks can be one. Raises PassRefusal naming what stands in the way."""
+    _refuse_other_readers(strands, layers, outer, old)
+    _refuse_early_readers(strands, layers, new)
+    shape = layers.instruction.shape.tuple_shapes[old]
+    reads = slot_reads(layers, old)
+    if old not in layers.invariants:
+        raise PassRefusal("the backward pass changes it", layers.body.root.operands[old])
+    write = slot_write(layers, new)
+    if any(not shapes.same(r.operands[1].shape, write.operands[2].shape) for r in reads):
+        raise PassRefusal("both passes count layers in different types", write)
+    tables = [layers.index_table(r.operands[1]) for r in reads]
+    written = layers.index_table(write.operands[2])
+    slots = shape.dimensions[0]
+    if not reads or any(t is None or t != tables[0] for t in tables) or written is None:
+        raise PassRefusal("slots are not given by the layer counter", write)
+    assert tables[0] is not None
+    mirrored = [slots - 1 - s for s in tables[0]]
+    if sorted(written) != list(range(slots)) or mirrored != written:
+        raise PassRefusal("backward does not walk the slots in the opposite order of forward", write)
+    _check_last_use(strands.instruction, outer, tables[0])
+    return Stack(old, new, tuple(reads), write, slots, outer)
+
+
+def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old: int) -> None:
+    """In the strand loop only the merged loop reads the stack, as one element, and nothing its end."""
+    start = layers.instruction.operands[0]
+    if sum(strands.reads.get(value) == outer for value in start.operands) != 1:
+        raise PassRefusal("it enters the layer loop twice", layers.instruction)
+    users = strands.body.users()
+    readers = [u for r, k in strands.reads.items() if k == outer for u in users[r]]
+    for result in users[layers.instruction]:
+        if result.opcode != "get-tuple-element":
+            readers.append(result)
+        elif result.tuple_index == old:
+            readers += users[result]
+    if any(u is not start for u in readers):
+        raise PassRefusal("it is read outside the layer loop", next(u for u in readers if u is not start))
+
+
+def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> None:
+    """What this iteration's forward pass has stored is for the next one's backward pass alone."""
+    users = strands.body.users()
+    results = [r for r in users[layers.instruction] if r.opcode == "get-tuple-element" and r.tuple_index == new]
+    readers = [u for r in results for u in users[r] if u is not strands.body.root]
+    if readers:
+        raise PassRefusal("it is read outside the layer loop", readers[0])
+    if sum(value in results for value in strands.body.root.operands) > 1:
+        raise PassRefusal("the strand loop carries it twice", layers.instruction)
+
+
+def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
+    """The last loop reads the stack slot for slot as the merged loop does."""
+    loop, index = last_reader(strands, outer)
+    slices = slot_reads(loop, index)
+    if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
+        raise PassRefusal("the last backward pass reads other slots than the ones before", loop.instruction)
+
+
+def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waiting: int) -> None:
+    """Of two stacks that take turns both can be one array from the beginning, and are read alike in the end."""
+    table = WhileLoop(layers).index_table(stack.reads[0].operands[1])
+    _check_last_use(strands, waiting, table or [])
+    for made in (strands.operands[0].operands[k] for k in (stack.outer, waiting)):
+        source = made.operands[0] if made.opcode == "get-tuple-element" else made
+        users = made.computation.users()
+        readers = [u for u in users[source] if u.tuple_index == made.tuple_index and users[u]]
+        if source.opcode != "while" or len(users[made]) != 1 or readers != [made]:
+            raise PassRefusal("it is not made by a loop over the first layers alone", made)
+        slot_write(WhileLoop(source), made.tuple_index)
+        _refuse_filled(WhileLoop(source), made.tuple_index)
+    _refuse_filled(WhileLoop(layers), stack.new)
+
+
+def _refuse_filled(loop: WhileLoop, element: int) -> None:
+    if not is_empty(loop.initial(element)):
+        raise PassRefusal("the forward pass does not start with an empty one", loop.instruction)
+
+
+def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instruction:
+    """`flip`, false for F(0)'s residuals and turned by every micro-batch, or with two stacks that take turns by every
+    second one; returns it in the merged loop."""
+    start = Builder(strands.computation).scalar(False, shapes.PRED)
+    flips = [add_element(strands, start) for _ in range(1 + skewed)]
+    body = strands.called[0]
+    turned = Builder(body).make("not", flips[0].shape, [flips[0]])
+    body.root.operands[-len(flips) :] = [*flips[1:], turned]
+    body.sort()
+    return add_element(layers, flips[0])
+
+
+def _use_one_slot(layers: WhileLoop, stack: Stack, flip: Instruction) -> None:
+    """Reads and writes at the mirrored slot, still of two stacks."""
+    builder = Builder(layers.body)
+    index = stack.reads[0].operands[1]
+    slot = builder.make("select", index.shape, [flip, mirrored(builder, index, stack.slots), index])
+    for read in stack.reads:
+        read.operands[1] = slot
+    stack.write.operands[2] = slot
+    layers.body.sort()
+
+
+def write_in_place(layers: Instruction, stacks: list[Stack]) -> None:
+    """Each old stack takes what the new one got, behind a barrier, and its readers; the new ones go."""
+    body = layers.called[0]
+    for guard in _guards(body, stacks):
+        for one in [guard] if _can_stand(guard, body) else map(_behind_reads, guard.stacks):
+            _put_up(one, WhileLoop(layers))
+    moved = {s.new: s.old for s in stacks}
+    for user in layers.computation.users()[layers]:
+        if user.tuple_index in moved:
+            user.proto.tuple_index = moved[user.tuple_index]
+    drop_dead(body)
+    drop_elements(layers, moved)
+    drop_dead(layers.computation)
+
+
+def _guards(body: Computation, stacks: list[Stack]) -> list[_Guard]:
+    """One for each stack, or for several whose residuals meet in what is made of them."""
+    users = body.users()
+    found: list[_Guard] = []
+    for stack in stacks:
+        one = _behind_products(stack, users) or _behind_reads(stack)
+        for other in [g for g in found if not set(g.values).isdisjoint(one.values)]:
+            found.remove(other)
+            values = tuple(dict.fromkeys(other.values + one.values))
+            one = _Guard(other.stacks + one.stacks, values, other.made | one.made)
+        found.append(one)
+    return found
+
+
+def _behind_reads(stack: Stack) -> _Guard:
+    return _Guard((stack,), stack.reads, frozenset())
+
+
+def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
+    """Behind what elementwise operations make of residuals, if products alone read that."""
+    made, pending = set(stack.reads), list(stack.reads)
+    while pending:
+        new = [u for u in users[pending.pop()] if u.opcode in _ELEMENTWISE and u not in made]
+        made.update(new)
+        pending += new
+    values = [i for i in users if i in made and any(u not in made for u in users[i])]
+    readers = [u for i in values for u in users[i] if u not in made]
+    if any(read in values for read in stack.reads) or any(u.opcode != "dot" for u in readers):
+        return None
+    return _Guard((stack,), tuple(values), frozenset(made))
+
+
+def _can_stand(guard: _Guard, body: Computation) -> bool:
+    """Whether the values are not much more than what was read, and none of them waits for what comes behind the
+    barrier, as where a layer is computed again."""
+    read = sum(shapes.byte_size(read.shape) for stack in guard.stacks for read in stack.reads)
+    if sum(shapes.byte_size(value.shape) for value in guard.values) > _MOST_MADE * read:
+        return False
+    users = body.users()
+    behind = [u for value in guard.values for u in users[value] if u not in guard.made]
+    return not guard.made or graph.descendants(body, behind).isdisjoint(guard.values)
+
+
+def _put_up(guard: _Guard, layers: WhileLoop) -> None:
+    """Whatever reads the values does so behind a barrier, and so does each write of the stacks."""
+    body = layers.body
+    readers = [i for i in body.instructions if i not in guard.made]
+    builder = Builder(body)
+    behind = builder.barrier([*guard.values, *(stack.reads[0].operands[0] for stack in guard.stacks)])
+    stands_for = dict(zip(guard.values, behind, strict=False))
+    for reader in readers:
+        reader.operands = [stands_for.get(o, o) for o in reader.operands]
+    for stack, buffer in zip(guard.stacks, behind[len(guard.values) :], strict=True):
+        stack.write.operands[0] = buffer
+        body.root.operands[stack.old] = stack.write
+        body.root.operands[stack.new] = next(
+            (r for r, k in layers.reads.items() if k == stack.new), None
+        ) or builder.element(body.parameters[0], stack.new)
+    body.sort()
+
+
+def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
+    """Residuals that the strand loop leaves may be stored the other way round. F(0)'s are stored the plain way."""
+    stored = {stack.outer: trips % 2}
+    if stack.waiting is not None:
+        stored = {stack.outer: trips // 2 % 2, stack.waiting: (trips + 1) // 2 % 2}
+    for outer, turned in stored.items():
+        if turned:
+            mirror_reads(*last_reader(strands, outer))
+
+
+def _take_turns(strands: Instruction, layers: Instruction, stacks: list[Stack], trips: int) -> None:
+    """One array for two stacks that take turns, which would have to be copied: `base` says where the one in turn is."""
+    slots, body = stacks[0].slots, strands.called[0]
+    turns = [(stack, (stack.outer, stack.waiting)) for stack in stacks if stack.waiting is not None]
+    makers = [[strands.operands[0].operands[k] for k in both] for _, both in turns]
+    readers = [[last_reader(strands, k) for k in both] for _, both in turns]
+    outside, inside = Builder(strands.computation), Builder(body)
+    base = add_element(strands, outside.scalar(0, shapes.S32))
+    body.root.operands[-1] = inside.binary("subtract", inside.scalar(slots, shapes.S32), base)
+    body.sort()
+    base = add_element(layers, base)
+    for (stack, (outer, waiting)), made, last in zip(turns, makers, readers, strict=True):
+        (first, at), (second, then) = ((value.operands[0], value.tuple_index) for value in made)
+        filler = WhileLoop(first).initial(at)
+        assert filler is not None  # _check_turns
+        resize(first, at, resized(outside, filler, 2 * slots))
+        resize(second, then, outside.element(first, at), slots)
+        resize(strands, outer, outside.element(second, then))
+        resize(layers, stack.old, inside.element(body.parameters[0], outer), base)
+        resize(layers, stack.new, resized(inside, layers.operands[0].operands[stack.new], 2 * slots), base)
+        body.root.operands[outer] = inside.element(layers, stack.new)
+        body.root.operands[waiting] = inside.element(body.parameters[0], waiting)
+        body.sort()
+        for (loop, element), turn in zip(last, (trips % 2, (trips + 1) % 2), strict=True):
+            resize(loop.instruction, element, outside.element(strands, outer), turn * slots)
+    drop_dead(strands.computation)
+    drop_dead(body)
+    drop_elements(strands, [waiting for _, (_, waiting) in turns])
+    drop_dead(strands.computation)

@@ -1,0 +1,357 @@
+"""Two micro-batch strands in one program: the backward pass of one runs beside the forward pass of the next.
+
+Before:                                    After:
+    while i < M:                               F(0)
+      F(i)    forward layers, head             while i < M:
+      B(i)    backward layers                    layers l = 0 .. L-1 in one loop:
+                                                   B(i-1), layer L-1-l        strand alpha
+                                                   F(i),   layer l            strand beta
+                                               B(M-1)
+
+Contract
+    Consumes  a `while` over micro-batches that `strand_partition` splits legally, anywhere in the module, with loop
+              bodies and `jit` calls still to be inlined; whatever it was made from (scan, fori_loop, microbatching).
+    Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Loops over
+              layers merge where they are independent and their trip counts are proved equal, nested ones too;
+              others (frozen layers, encoder-decoder) stay apart and merely share an iteration.
+    Keeps     every value that the loop computes, and so losses and gradients to the last bit: additions are not
+              reordered, F(i) and B(i) run once per micro-batch.
+    Leaves    everything else as it was; raises PassRefusal with the reason and the instruction.
+
+Other pairings, as baselines: two micro-batches that go the same way. An iteration is F(i), F(i+1), B(i), B(i+1), and
+    "forward-forward"       merges the layer loops of F(i) and F(i+1),
+    "backward-backward"     those of B(i) and B(i+1),
+    "same-direction"        both.
+Strand alpha is the earlier micro-batch. Where M is odd, the first one runs alone. The residuals of both are alive.
+
+Why it is legal: B(i-1) and F(i) share nothing that either writes (`strand_partition`, rules 1-3); so F(i+1) may come
+before B(i), too.
+Costs: code for one more forward and backward pass; memory for the crossing values of two micro-batches, which
+`activation_sharing` takes back.
+Names: `strand_alpha/` (going backward) and `strand_beta/` (going forward) are put before JAX's name stack, so that
+profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1, design.md 3.1.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
+from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
+from dhelix.passes.hlo.loop_state import merge
+from dhelix.passes.hlo.loops import proved_trip_count
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.strand_partition import BACKWARD_NAME, Partition, partition
+
+ALPHA, BETA = "strand_alpha", "strand_beta"
+STRANDS = "strands"  # name of a loop over micro-batches with two strands
+LAYERS = "strand_layers"  # name of a merged loop
+PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
+Copies = dict[Instruction, Instruction]
+
+
+@dataclass(frozen=True)
+class StrandDuplication:
+    """Which micro-batches run together.
+
+    Attributes:
+      merge_layers: False leaves layer loops apart (one iteration still holds both strands).
+      pairing: one of PAIRINGS.
+    """
+
+    merge_layers: bool = True
+    pairing: str = "forward-backward"
+
+    name = "strand-duplication"
+    stage = Stage.LOWERED
+
+    def __post_init__(self) -> None:
+        if self.pairing not in PAIRINGS:
+            raise DhelixError(f"pairing={self.pairing!r} means nothing; take one of {', '.join(PAIRINGS)}")
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        """True when at least one micro-batch loop became two strands. Raises PassRefusal when none could."""
+        if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
+            raise PassRefusal(
+                "the program holds two strands already; give the step as it was before it was interleaved"
+            )
+        refusals: list[PassRefusal] = []
+        done = False
+        for computation, parts in partitions(module, refusals):
+            self._apply(computation, parts, context)
+            done = True
+        if done:
+            for refusal in refusals:
+                context.note(refusal.reason, refusal.instruction)
+            return True
+        raise refusals[0] if refusals else _no_loop(module)
+
+    def _apply(self, computation: Computation, parts: Partition, context: PassContext) -> None:
+        loop = parts.loop
+        if self.pairing == "forward-backward":
+            body, forward, backward = _co_executed_body(parts)
+            together, replace = [(forward, backward)], _replace_loop
+        else:
+            body, together = _same_direction_body(parts, self.pairing)
+            replace = _replace_loop_by_pairs
+        merged: list[str] = []
+        for beta, alpha in together if self.merge_layers else ():
+            merged += _merge_pairs(body.computation, _loops_of(beta), _loops_of(alpha), context)
+        replace(computation, parts, body)
+        context.note(
+            "two strands",
+            loop.instruction,
+            microbatches=parts.trip_count,
+            forward_instructions=len(parts.forward),
+            backward_instructions=len(parts.backward),
+            merged_loops=merged,
+            crossing_values=len(parts.crossing),
+            crossing_bytes=sum(shapes.byte_size(v.shape) for v in parts.crossing),
+        )
+
+
+def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
+    """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
+    that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
+    for computation, loop in list(_outermost_loops(module.entry)):
+        yield from _partitions(computation, loop, refusals)
+
+
+def _partitions(
+    computation: Computation, loop: Instruction, refusals: list[PassRefusal]
+) -> Iterator[tuple[Computation, Partition]]:
+    """Of `loop`, or else of what it holds: a loop over steps may hold one over micro-batches."""
+    if loop not in computation.instructions:
+        return  # in a function that is called twice, and done already
+    parts = None
+    try:
+        inline_calls(WhileLoop(loop).body, keep=_must_stay_a_call)
+        drop_dead(WhileLoop(loop).body)
+        for inner in _loops(WhileLoop(loop).body):
+            _inline_nested(inner)
+        parts = partition(WhileLoop(loop))
+    except PassRefusal as refusal:
+        refusals.append(refusal)
+    if parts is not None:
+        yield computation, parts
+        return
+    for body, inner in list(_outermost_loops(loop.called[0])):
+        yield from _partitions(body, inner, refusals)
+
+
+def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
+    """Loops of `computation` and of what it calls (the body of a shard_map is a call)."""
+    for instruction in computation.instructions:
+        if instruction.opcode == "while":
+            yield computation, instruction
+        elif instruction.opcode in ("call", "conditional"):
+            for called in instruction.called:
+                yield from _outermost_loops(called)
+
+
+def merged_loops(computation: Computation) -> list[Instruction]:
+    """Loops of `computation` that hold layers of both strands."""
+    return [i for i in computation.instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
+
+
+def _loops(computation: Computation) -> list[Instruction]:
+    return [i for i in computation.instructions if i.opcode == "while"]
+
+
+def _inline_nested(loop: Instruction) -> None:
+    body = loop.called[0]
+    inline_calls(body, keep=_must_stay_a_call)
+    drop_dead(body)
+    for inner in _loops(body):
+        _inline_nested(inner)
+
+
+def _must_stay_a_call(call: Instruction) -> bool:
+    """A shard_map's body is a call that the partitioner looks for; a composite is one operation to the compiler."""
+    attributes = call.proto.frontend_attributes.map
+    return "inlineable" in attributes or "xla.sdy" in call.called[0].name or call.proto.is_composite
+
+
+def _no_loop(module: HloModule) -> PassRefusal:
+    differentiated = any(BACKWARD_NAME in i.op_name for i in graph.walk(module.entry))
+    if not differentiated:
+        return PassRefusal(
+            "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
+            "that takes the gradients"
+        )
+    return PassRefusal(
+        "the step has no loop over micro-batches: accumulate gradients over them inside the step (lax.scan, "
+        "optax.microbatching), or take gradients with dhelix.value_and_grad and give microbatches=; accumulation "
+        "across calls, as optax.MultiSteps does, cannot be interleaved"
+    )
+
+
+def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
+    """The new loop body: backward(i-1) and forward(i), with the maps from old instructions to both."""
+    loop = parts.loop
+    builder = Builder(loop.body.module.new_computation("strands"))
+    old = loop.instruction.shape.tuple_shapes
+    state = builder.parameter(0, shapes.tuple_of([*old, *(v.shape for v in parts.crossing)]))
+    common = emit_shared(builder, parts, state)
+    backward = _emit_backward(builder, parts, common, state)
+    forward = _emit_forward(builder, parts, common, BETA)
+    builder.finish(builder.tuple(_results(parts, forward, backward)))
+    return builder, forward, backward
+
+
+def _results(parts: Partition, forward: Copies, backward: Copies) -> list[Instruction]:
+    roots = enumerate(parts.loop.body.root.operands)
+    state = [(backward if k in parts.written_by_backward else forward)[value] for k, value in roots]
+    return state + [forward[value] for value in parts.crossing]
+
+
+def emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copies:
+    """Reads of the old state from the tuple `state`, and what depends on invariants alone."""
+    copies = {read: builder.element(state, k) for read, k in parts.loop.reads.items()}
+    copy_instructions(builder, parts.shared, copies)
+    return copies
+
+
+def _emit_forward(builder: Builder, parts: Partition, common: Copies, strand: str) -> Copies:
+    copies = dict(common)
+    copy_instructions(builder, parts.forward, copies)
+    name_strand(strand, (copies[i] for i in parts.forward))
+    return copies
+
+
+def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: Instruction) -> Copies:
+    """The backward part; what crosses is read from the elements of `state` after the old ones."""
+    first = parts.loop.size
+    copies = dict(common)
+    for n, value in enumerate(parts.crossing):
+        copies[value] = builder.element(state, first + n)
+    again = [i for i in parts.recomputed if i not in copies]
+    copy_instructions(builder, again, copies)
+    copy_instructions(builder, parts.backward, copies)
+    name_strand(ALPHA, (copies[i] for i in (*again, *parts.backward)))
+    return copies
+
+
+def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> None:
+    """F(0), the loop over the new body, B(M-1), in the place of the old loop."""
+    loop = parts.loop
+    old = loop.instruction
+    builder = Builder(computation)
+    initial = old.operands[0]
+    common = emit_shared(builder, parts, initial)
+    forward = _emit_forward(builder, parts, common, ALPHA)
+    elements = []
+    for k, value in enumerate(loop.body.root.operands):
+        elements.append(builder.element(initial, k) if k in parts.written_by_backward else forward[value])
+    start = builder.tuple(elements + [forward[v] for v in parts.crossing])
+    condition = _widen_condition(loop, start)
+    strands = builder.while_loop(start, body.computation, condition, old, STRANDS)
+    common = emit_shared(builder, parts, strands)
+    backward = _emit_backward(builder, parts, common, strands)
+    result = [
+        backward[value] if k in parts.written_by_backward else builder.element(strands, k)
+        for k, value in enumerate(loop.body.root.operands)
+    ]
+    hand_over(computation, old, builder.tuple(result))
+
+
+def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
+    builder = Builder(loop.body.module.new_computation("strands_condition"))
+    copies = {loop.condition.parameters[0]: builder.parameter(0, start.shape)}
+    copy_instructions(builder, loop.condition.instructions, copies)
+    return builder.finish(copies[loop.condition.root])
+
+
+def hand_over(computation: Computation, old: Instruction, result: Instruction) -> None:
+    """Readers of the old loop read the elements of `result`; the old loop goes."""
+    reads = [user for user in computation.users()[old] if user.opcode == "get-tuple-element"]
+    replace_all_uses(computation, {old: result} | {read: result.operands[read.tuple_index] for read in reads})
+    computation.instructions = [i for i in computation.instructions if i is not old]
+    computation.sort()
+    drop_dead(computation)
+
+
+def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[tuple[Copies, Copies]]]:
+    """A loop body of two micro-batches, with what is to merge: what the second one made, and the first."""
+    loop = parts.loop
+    builder = Builder(loop.body.module.new_computation("strands"))
+    parameter = builder.parameter(0, loop.instruction.shape)
+    state = [builder.element(parameter, k) for k in range(loop.size)]
+    first = _micro_batch(builder, parts, state, ALPHA)
+    second = _micro_batch(builder, parts, [first[value] for value in loop.body.root.operands], BETA)
+    results = [state[k] if k in loop.invariants else second[v] for k, v in enumerate(loop.body.root.operands)]
+    builder.finish(builder.tuple(results))
+    passes = {"forward-forward": [parts.forward], "backward-backward": [parts.backward]}
+    together = passes.get(pairing, [parts.forward, parts.backward])
+    return builder, [({i: second[i] for i in part}, {i: first[i] for i in part}) for part in together]
+
+
+def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], strand: str) -> Copies:
+    """One iteration of the old loop from the elements of `state`."""
+    copies = {read: state[k] for read, k in parts.loop.reads.items()}
+    copy_instructions(builder, parts.shared, copies)
+    own = (*parts.forward, *parts.backward)
+    copy_instructions(builder, own, copies)
+    name_strand(strand, (copies[i] for i in own))
+    return copies
+
+
+def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> None:
+    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop."""
+    loop = parts.loop
+    old, start = loop.instruction, loop.instruction.operands[0]
+    builder = Builder(computation)
+    if parts.trip_count % 2:
+        first = _micro_batch(builder, parts, [builder.element(start, k) for k in range(loop.size)], ALPHA)
+        start = builder.tuple([first[value] for value in loop.body.root.operands])
+    strands = builder.while_loop(start, body.computation, loop.condition, old, STRANDS)
+    hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
+
+
+def _loops_of(copies: Copies) -> list[Instruction]:
+    return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
+
+
+def _merge_pairs(
+    computation: Computation, forward: list[Instruction], backward: list[Instruction], context: PassContext
+) -> list[str]:
+    """Merges loops of the two strands, most work first, as long as that closes no circle; then what they hold."""
+    computation.sort()
+    merged: list[str] = []
+    pairs = [(f, b) for f in forward for b in backward if _same_trip_count(f, b)]
+    pairs.sort(key=lambda pair: -min(loop_work(pair[0]), loop_work(pair[1])))  # stable: then in program order
+    used: set[Instruction] = set()
+    for f, b in pairs:
+        if f in used or b in used or not _independent(computation, f, b):
+            continue
+        used |= {f, b}
+        inner_f, inner_b = _loops(f.called[0]), _loops(b.called[0])
+        loop, copies_f, copies_b = merge(f, b, LAYERS)
+        merged.append(f"{f.name} + {b.name} x {WhileLoop(loop).trip_count}")
+        merged += _merge_pairs(loop.called[0], [copies_f[i] for i in inner_f], [copies_b[i] for i in inner_b], context)
+    most = max(map(loop_work, forward), default=0)
+    for f in forward:
+        if f not in used and backward and loop_work(f) * 4 >= most:  # not those that only draw random numbers
+            reason = "no independent loop of the other strand has the same, proved trip count"
+            context.note(f"layer loop not merged: {reason}", f)
+    return merged
+
+
+def _same_trip_count(a: Instruction, b: Instruction) -> bool:
+    count = proved_trip_count(a)
+    return count is not None and count == proved_trip_count(b)
+
+
+def _independent(computation: Computation, a: Instruction, b: Instruction) -> bool:
+    return b not in graph.descendants(computation, [a]) and a not in graph.descendants(computation, [b])
+
+
+def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
+    """Puts the strand before the name stack of instructions and of the loops and branches that they run."""
+    for instruction in instructions:
+        if instruction.op_name:
+            instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"
+        if instruction.opcode in ("while", "conditional", "call"):
+            for called in instruction.called:
+                name_strand(strand, called.instructions)

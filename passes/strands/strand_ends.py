@@ -1,0 +1,177 @@
+"""Runs skewed strands together at both ends of the step too, where no strand goes the other way.
+
+Before (`strand_skew`, `strand_duplication`):      After:
+    F1(0)                                              F1(0)
+    F2(0)                 L - k layers                 F2(0)             its first L - 2k layers
+    F1(1)                 k layers                     F2(0) + F1(1)     its last k, in one loop
+    strands: B2(i-1) + F2(i), B1(i-1) + F1(i+1)        strands
+    B2(M-2)               L - k layers                 B2(M-2) + F2(M-1)
+    B1(M-2)               k layers
+    F2(M-1), head, B2(M-1)                             B1(M-2) + B2(M-1), head before it
+    B1(M-1)                                            B2(M-1)           its last L - 2k layers; B1(M-1)
+
+Contract
+    Consumes  what the two passes leave around the strand loop: eight loops over layers, known by their names.
+    Makes     the three merged loops, and one stack of residuals of two in the one that goes both ways (as
+              `activation_sharing` does within the strand loop).
+    Leaves    loops apart that depend on each other; says which.
+
+Why it is legal: merged loops depend on each other in nothing but accumulators of gradients, of which B1(M-2) changes
+other slots than B2(M-1), by the index tables of both; so each slot sees the same additions in the same order.
+Cost: two loops are split once more where L > 2k, and merged bodies take longer to order. DHelix runs first and last
+passes alone (section 4.1).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph, shapes
+from dhelix.passes.hlo.edit import drop_dead, share_equal
+from dhelix.passes.hlo.loop_state import merge, split
+from dhelix.passes.hlo.stacks import last_reader, mirror_reads, slot_reads, slot_write, slots_changed
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.activation_sharing import Stack, write_in_place
+from dhelix.passes.strands.strand_duplication import ALPHA, BETA, LAYERS, STRANDS
+from dhelix.passes.strands.strand_skew import FIRST, FIRST_BACK, LAST, LAST_BACK
+
+_Ends = dict[tuple[str, str], Instruction]
+
+
+@dataclass(frozen=True)
+class StrandEnds:
+    """No options."""
+
+    name = "strand-ends"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        changed = False
+        for computation in list(module.computations):
+            ends = _ends(computation)
+            if len(ends) == 8 and any(i.name.startswith(STRANDS) for i in computation.instructions):
+                _merge_ends(computation, ends, context)
+                changed = True
+        return changed
+
+
+def _ends(computation: Computation) -> _Ends:
+    """Loops over some of the layers, by which layers and strand."""
+    found: _Ends = {}
+    for loop in [i for i in computation.instructions if i.opcode == "while"]:
+        for name in (FIRST, LAST, FIRST_BACK, LAST_BACK):
+            if loop.name.startswith(name):
+                found[name, ALPHA if loop.op_name.startswith(ALPHA) else BETA] = loop
+    return found
+
+
+def _merge_ends(computation: Computation, ends: _Ends, context: PassContext) -> None:
+    share_equal(computation)  # loops read the same invariants only if these are one value
+    began, following = ends[LAST, ALPHA], ends[FIRST, ALPHA]
+    layers, apart = (WhileLoop(loop).trip_count for loop in (began, following))
+    assert layers and apart  # strand_skew split them by these
+    _name_beta(following)
+    if layers > apart:
+        _, began = split(began, layers - apart, (LAST, LAST))
+    merged = [_merge(began, following, context)]
+    both_ways = _merge(ends[LAST_BACK, ALPHA], ends[LAST, BETA], context)
+    if both_ways is not None:
+        _share(both_ways, context)
+    last = ends[LAST_BACK, BETA]
+    if layers > apart:
+        last, _ = split(last, apart, (LAST_BACK, LAST_BACK))
+    merged += [both_ways, _merge(ends[FIRST_BACK, ALPHA], last, context)]
+    drop_dead(computation)
+    context.note("strands run together at both ends", loops=[loop.name for loop in merged if loop is not None])
+
+
+def _merge(first: Instruction, second: Instruction, context: PassContext) -> Instruction | None:
+    """One loop of both, `second` being later if either waits for the other; None where it waits for more than slots."""
+    computation = first.computation
+    drop_dead(computation)
+    computation.sort()
+    users, starts = computation.users(), second.operands[0].operands
+    each = ((k, _changed_on(first, second, k, users)) for k in range(len(starts)))
+    threaded = {k: element for k, element in each if element is not None}
+    needed = graph.ancestors(computation, [value for k, value in enumerate(starts) if k not in threaded])
+    if first in needed or first in graph.descendants(computation, [second]):
+        context.note("layers at an end of the step stay apart: they depend on each other", second)
+        return None
+    loop, _, _ = merge(first, second, LAYERS, threaded)
+    return loop
+
+
+def _changed_on(
+    first: Instruction, second: Instruction, element: int, users: dict[Instruction, list[Instruction]]
+) -> int | None:
+    """The element of `first` whose result `element` of `second` starts as, if nothing else reads it and they change
+    different slots of it."""
+    start = second.operands[0]
+    value = start.operands[element]
+    if value.opcode != "get-tuple-element" or value.operands[0] is not first:
+        return None
+    if users[value] != [start] or start.operands.count(value) != 1 or users[start] != [second]:
+        return None
+    if any(u.opcode != "get-tuple-element" for u in users[first]):
+        return None
+    if any(u is not value and u.tuple_index == value.tuple_index for u in users[first]):
+        return None
+    one, other = slots_changed(WhileLoop(first), value.tuple_index), slots_changed(WhileLoop(second), element)
+    return value.tuple_index if one is not None and other is not None and one.isdisjoint(other) else None
+
+
+def _share(loop: Instruction, context: PassContext) -> None:
+    """Residuals take the places of those of the same shape that are read for the last time."""
+    layers = WhileLoop(loop)
+    free = list(_read_for_the_last_time(layers))
+    stacks: list[Stack] = []
+    for new in range(layers.size):
+        try:
+            write = slot_write(layers, new)
+            later, element = last_reader(loop, new)
+            slot_reads(later, element)
+        except PassRefusal:
+            continue
+        if element not in later.invariants:
+            continue
+        shape, table = loop.shape.tuple_shapes[new], layers.index_table(write.operands[2])
+        for place in free if table and sorted(table) == list(range(shape.dimensions[0])) else ():
+            old, reads, read = place
+            mirror = [shape.dimensions[0] - 1 - slot for slot in read]
+            same_index = shapes.same(write.operands[2].shape, reads[0].operands[1].shape)
+            if same_index and shapes.same(loop.shape.tuple_shapes[old], shape) and table in (read, mirror):
+                stacks.append(Stack(old, new, reads, write, shape.dimensions[0]))
+                write.operands[2] = reads[0].operands[1]
+                if table != read:
+                    mirror_reads(later, element)
+                free.remove(place)
+                break
+    if stacks:
+        layers.body.sort()
+        freed = sum(shapes.byte_size(loop.shape.tuple_shapes[s.new]) for s in stacks)
+        write_in_place(loop, stacks)
+        context.note("residuals of both strands share one buffer", loop, stacks=len(stacks), bytes_freed=freed)
+
+
+def _read_for_the_last_time(layers: WhileLoop) -> Iterator[tuple[int, tuple[Instruction, ...], list[int]]]:
+    """Stacks that the strand loop left, which `layers` alone reads, each slot once; what reads them, and where."""
+    loop = layers.instruction
+    users = loop.computation.users()
+    read_later = {r.tuple_index for r in users[loop] if users[r]}
+    for element in sorted(layers.invariants - read_later):
+        value = layers.initial(element)
+        if value is None or value.opcode != "get-tuple-element" or not value.operands[0].name.startswith(STRANDS):
+            continue
+        try:
+            last_reader(value.operands[0], value.tuple_index)
+            reads = slot_reads(layers, element)
+        except PassRefusal:
+            continue
+        tables = [layers.index_table(read.operands[1]) for read in reads]
+        if tables and tables[0] and all(table == tables[0] for table in tables):
+            yield element, tuple(reads), tables[0]
+
+
+def _name_beta(loop: Instruction) -> None:
+    for instruction in (loop, *graph.walk(loop.called[0])):
+        instruction.proto.metadata.op_name = instruction.op_name.replace(ALPHA, BETA, 1)

@@ -1,0 +1,156 @@
+"""Ties the two strands together layer by layer where no loop over layers does: unrolled models.
+
+Before, in the strand loop (straight-line code):     After:
+    dx3 = layer 3 backward(dx4)      alpha               dx3, x1, dw3 = opt-barrier(dx3, x1, dw3)
+    dx2 = layer 2 backward(dx3)                          dx2 = layer 2 backward(dx3)
+    x1  = layer 0 forward(x0)        beta                x2  = layer 1 forward(x1)
+    x2  = layer 1 forward(x1)                            dx2, x2, dw2 = opt-barrier(dx2, x2, dw2)
+
+Contract
+    Consumes  a strand loop whose body holds operators of both strands and no loop with matrix products.
+    Makes     one barrier for each pair of cuts: n-th of forward, n-th of backward. A cut is a value that all later
+              work of its strand goes through (the hidden state between layers, and its gradient), one per stretch
+              of work. Results that alpha has finished by then (sums of weight gradients) go through it too.
+    Leaves    loops with layer loops, which are in step where they merged, and strands that depend on each other.
+
+Why it is legal: a barrier hands on its values. It closes no circle: the strands do not depend on each other, and
+cuts of a strand follow each other, so a barrier depends on none but earlier ones.
+Costs nothing by itself. Without it XLA's scheduler runs F(i) first and B(i-1) after it, and the residuals of two
+micro-batches are alive. With it a residual of F(i) can take the place of one that B(i-1) has read; where that is
+another layer's, XLA copies it to its own later on, which is about half of the residuals, once per micro-batch.
+DHelix section 4.1.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.strand_duplication import ALPHA, BETA, LAYERS
+
+_WORK = frozenset("dot ragged-dot convolution".split())
+
+
+@dataclass(frozen=True)
+class StrandLockstep:
+    """No options."""
+
+    name = "strand-lockstep"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        changed = False
+        for computation in list(module.computations):
+            for loop in [i for i in computation.instructions if i.opcode == "while"]:
+                barriers = 0 if loop.name.startswith(LAYERS) else _tie(loop)
+                if barriers:
+                    context.note("strands in step", loop, barriers=barriers)
+                    changed = True
+        return changed
+
+
+def _tie(loop: Instruction) -> int:
+    """Puts barriers between the strands in the body of `loop`. Returns how many."""
+    body = loop.called[0]
+    body.sort()
+    alpha, beta = ([i for i in body.instructions if i.op_name.startswith(s)] for s in (ALPHA, BETA))
+    if not alpha or not beta or any(i.opcode == "while" and _works(i) for i in body.instructions):
+        return 0
+    if not graph.descendants(body, alpha).isdisjoint(beta) or not graph.descendants(body, beta).isdisjoint(alpha):
+        return 0  # a loop without work, such as one that makes random bits, was merged and joins them
+    state = WhileLoop(loop)
+    read = [i for i, k in state.reads.items() if k not in state.invariants]
+    pairs = _pair(_cuts(body, [*read, *beta]), _cuts(body, [*read, *alpha]))
+    finished = _finished_before(body, alpha, [backward for _, backward in pairs])
+    builder = Builder(body)
+    behind: dict[Instruction, Instruction] = {}
+    fences: set[Instruction] = set()
+    for pair, results in zip(pairs, finished, strict=True):
+        after = builder.barrier([*pair, *results])
+        fences.add(after[0].operands[0].operands[0])
+        behind.update(zip(pair, after[:2], strict=True))
+        for result, tied in zip(results, after[2:], strict=True):  # others may read it before the barrier
+            body.root.operands = [tied if o is result else o for o in body.root.operands]
+    for instruction in body.instructions:
+        if instruction not in fences:
+            instruction.operands = [behind.get(o, o) for o in instruction.operands]
+    body.sort()
+    return len(pairs)
+
+
+def _pair(forward: list[Instruction], backward: list[Instruction]) -> list[tuple[Instruction, Instruction]]:
+    """First with first and so on; every second one where a strand has about twice as many, as under remat.
+
+    What is left over of one strand lies beyond the layers.
+    """
+    if not forward or not backward:
+        return []
+    ratio = len(forward) / len(backward)
+    every, other = max(1, round(ratio)), max(1, round(1 / ratio))
+    return list(zip(forward[every - 1 :: every], backward[other - 1 :: other], strict=False))
+
+
+def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
+    """Values that all later work of a strand goes through, in order: the smallest of each stretch of work.
+
+    What comes before any work is no cut, nor what comes last.
+    """
+    last, path = _main_path(body, {i for i in strand if _carries(i)})
+    users = body.users()
+    position = {i: n for n, i in enumerate(body.instructions)}
+    found: dict[int, Instruction] = {}
+    work, open_until = 0, -1
+    for i in (i for i in body.instructions if i in path):
+        work += _works(i)
+        if work and open_until <= position[i] and i is not last and not shapes.is_tuple(i.shape):
+            best = found.get(work)
+            if best is None or shapes.byte_size(i.shape) <= shapes.byte_size(best.shape):
+                found[work] = i
+        open_until = max([open_until, *(position[u] for u in users[i] if u in path)])
+    return list(found.values())
+
+
+def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instruction | None, set[Instruction]]:
+    """The end of the longest chain of members that ends in work, and all between its beginning and there."""
+    depth: dict[Instruction, int] = {}
+    first: dict[Instruction, Instruction] = {}  # where the longest chain to an instruction begins
+    for i in (i for i in body.instructions if i in members):
+        before = max((o for o in i.operands if o in depth), key=lambda o: depth[o], default=None)
+        depth[i] = 1 if before is None else depth[before] + 1
+        first[i] = i if before is None else first[before]
+    last = max((i for i in depth if _works(i)), key=lambda i: depth[i], default=None)
+    if last is None:
+        return None, set()
+    path = {first[last]}
+    for i in (i for i in body.instructions if i in members):
+        if not path.isdisjoint(i.operands):
+            path.add(i)
+    leads_on = {last}
+    for i in (i for i in reversed(body.instructions) if i in leads_on):
+        leads_on.update(o for o in i.operands if o in path)
+    return last, path & leads_on
+
+
+def _finished_before(body: Computation, alpha: list[Instruction], cuts: list[Instruction]) -> list[list[Instruction]]:
+    """For each cut of alpha the results of the iteration that need earlier cuts, but neither it nor later ones."""
+    number = {cut: n for n, cut in enumerate(cuts)}
+    needed: dict[Instruction, int] = {}  # how many cuts an instruction depends on
+    for i in body.instructions:
+        needed[i] = max((needed[o] + (o in number) for o in i.operands), default=0)
+    finished: list[list[Instruction]] = [[] for _ in cuts]
+    members = set(alpha)
+    for value in dict.fromkeys(body.root.operands):
+        if value in members and value not in number and needed[value] < len(cuts):
+            finished[needed[value]].append(value)
+    return finished
+
+
+def _carries(instruction: Instruction) -> bool:
+    """Whether it can hold a hidden state: no integers, no scalars; tuples, of calls with several results, can."""
+    shape = instruction.shape
+    return shapes.is_tuple(shape) or (shapes.is_floating(shape) and shapes.element_count(shape) > 1)
+
+
+def _works(instruction: Instruction) -> bool:
+    inside: Iterable[Instruction] = (i for c in instruction.called for i in graph.walk(c))
+    return instruction.opcode in _WORK or any(i.opcode in _WORK for i in inside)

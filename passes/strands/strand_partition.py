@@ -1,0 +1,293 @@
+"""Splits the body of a micro-batch loop into a forward and a backward part, and proves that they may drift apart.
+
+    body(state):                                        forward    reads nothing that backward writes
+      x = embed(state.batch[i]) ... layers ... loss     <- forward
+      dx = head gradient                                <- forward too: the cut lies where only dx is alive
+      grads = backward layers(dx, residuals)            <- backward: all that depends on the first backward layer
+      state.acc + grads                                 <- backward
+
+Contract. Consumes a `while` whose calls are inlined. Where the cut lies is a proposal, taken from the names that JAX
+gives to transposed operations; that it is legal follows from data flow alone:
+
+1. Backward is closed: whatever depends on it, in this iteration or through the loop state in the next, is in it.
+2. Forward and the loop condition depend on nothing in it. So forward(i+1) may run before backward(i).
+3. The trip count is proved and at least two; side effects keep their order (unordered callbacks have none).
+
+Raises PassRefusal naming the instruction when one of these does not hold; returns None for a loop that has no
+backward part at all. DHelix section 3.1 (strands), design.md 3.1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
+from dhelix.passes.hlo.edit import has_side_effect
+
+BACKWARD_NAME = "transpose("  # JAX's name stack for what reverse-mode differentiation made
+
+# What is cheaper to compute again than to carry from one iteration to the next.
+_CHEAP = frozenset(
+    "add and bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice iota maximum minimum "
+    "multiply negate not or pad reshape select shift-left shift-right-logical slice subtract transpose xor".split()
+)
+_CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
+_ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
+_HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The parts of one loop body, each in instruction order."""
+
+    loop: WhileLoop
+    trip_count: int
+    shared: tuple[Instruction, ...]
+    """Depends on loop invariants only; computed once for both parts."""
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    recomputed: tuple[Instruction, ...]
+    """Forward instructions that the backward part computes again from what crosses."""
+    crossing: tuple[Instruction, ...]
+    """Values of forward(i), or of the state before it, that backward(i) reads: they become loop state."""
+    written_by_backward: frozenset[int]
+    """State elements that backward writes; the others are forward's."""
+
+
+def partition(loop: WhileLoop) -> Partition | None:
+    """The legal split of `loop`'s body; None when the body holds no backward pass."""
+    seed = _first_backward(loop)
+    if seed is None:
+        return None
+    _refuse_effects(loop)
+    backward, written = _close(loop, seed)
+    _refuse_forward_reads(loop, seed, written)
+    backward |= _made_for(loop, backward, seed)
+    trips = loop.trip_count
+    if trips is None:
+        raise PassRefusal(
+            "the number of micro-batches is dynamic and cannot be proved to be at least one; "
+            "loop over a static number of them",
+            loop.instruction,
+        )
+    if trips < 2:
+        raise PassRefusal(
+            f"{trips} micro-batch leaves nothing to interleave; split the batch into at least two",
+            loop.instruction,
+        )
+    parameter, root = loop.body.parameters[0], loop.body.root
+    invariant = _depends_on_invariants_only(loop)
+    rest = [i for i in loop.body.instructions if i not in backward and i not in loop.reads]
+    rest = [i for i in rest if i is not parameter and i is not root]
+    recomputed, crossing = _crossing(loop, backward, written, invariant)
+    return Partition(
+        loop=loop,
+        trip_count=trips,
+        shared=tuple(i for i in rest if i in invariant),
+        forward=tuple(i for i in rest if i not in invariant),
+        backward=tuple(i for i in loop.body.instructions if i in backward),
+        recomputed=tuple(i for i in rest if i in recomputed),
+        crossing=tuple(crossing),
+        written_by_backward=written,
+    )
+
+
+def _first_backward(loop: WhileLoop) -> Instruction | None:
+    """Where the cut is proposed: the first backward layer loop, or in unrolled code the first backward layer."""
+    if BACKWARD_NAME in loop.instruction.op_name:
+        return None  # itself the backward of something
+    marked = [i for i in loop.body.instructions if BACKWARD_NAME in i.op_name and i.operands]
+    loops = [(i, loop_work(i)) for i in marked if i.opcode == "while"]
+    if loops:
+        most = max(work for _, work in loops)
+        return next(i for i, work in loops if work * 4 >= most)
+    return _narrowest_cotangent(loop, marked)
+
+
+def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruction | None:
+    """In unrolled code: the first reader of the first cotangent that is as small as any gets while it is alone.
+
+    Between two layers only one cotangent is alive, dx. After the loss and inside a layer there are more, or larger
+    ones. Values that only lead to results of the iteration (weight gradients) are not on the way and do not count.
+    """
+    if not marked:
+        return None
+    inside = set(marked)
+    users = loop.body.users()
+    position = {i: n for n, i in enumerate(loop.body.instructions)}
+    floating = [i for i in marked if shapes.is_floating(i.shape) and shapes.element_count(i.shape) > 1]
+    depth: dict[Instruction, int] = {}
+    for i in marked:  # longest chain of backward operations up to here
+        depth[i] = 1 + max((depth[o] for o in i.operands if o in depth), default=0)
+    if not floating:
+        return None
+    last = max(floating, key=lambda i: (depth[i], -position[i]))
+    path = graph.ancestors(loop.body, [last]) & inside
+    alone: list[Instruction] = []
+    open_until = -1
+    for i in loop.body.instructions:  # i is alone when no edge of the path spans its position, from before to after
+        if i not in path:
+            continue
+        if open_until <= position[i]:
+            alone.append(i)
+        open_until = max([open_until, *(position[u] for u in users[i] if u in path)])
+    alone = [i for i in alone if i in floating and i is not last]
+    if not alone:
+        return last
+    smallest = min(shapes.byte_size(i.shape) for i in alone)
+    chosen = next(i for i in alone if shapes.byte_size(i.shape) == smallest)
+    return next((u for u in users[chosen] if u in path), chosen)
+
+
+def _close(loop: WhileLoop, seed: Instruction) -> tuple[set[Instruction], frozenset[int]]:
+    """Everything that depends on `seed`, through the loop state too, and the state elements that it writes."""
+    root = loop.body.root
+    backward = {seed}
+    written: frozenset[int] = frozenset()
+    while True:
+        backward = graph.descendants(loop.body, backward) - {root}
+        written = _written(loop, backward, written)
+        readers = {i for i, k in loop.reads.items() if k in written}
+        reached = graph.descendants(loop.body, readers) - readers - {root}
+        if reached <= backward:
+            break
+        backward |= reached
+    return backward, written
+
+
+def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int]) -> frozenset[int]:
+    """State elements that get a value of `backward`, or the one that another such element had before."""
+    values = list(enumerate(loop.body.root.operands))
+    found = known | {k for k, value in values if value in backward}
+    while handed_on := {k for k, value in values if loop.reads.get(value) in found} - found:
+        found |= handed_on
+    return found
+
+
+def _made_for(loop: WhileLoop, backward: set[Instruction], seed: Instruction) -> set[Instruction]:
+    """What only backward reads: tuples, and what JAX made for it, but for what leads to the cut.
+
+    In unrolled code, recomputation under `jax.checkpoint` depends on residuals alone: data flow would let
+    forward do it, and what it makes would be alive from there on.
+    """
+    needed = graph.ancestors(loop.body, [seed]) | loop.reads.keys()
+    users = loop.body.users()
+    found: set[Instruction] = set()
+    for instruction in reversed(loop.body.instructions):
+        marked = BACKWARD_NAME in instruction.op_name and instruction not in needed
+        if instruction not in backward and (marked or instruction.opcode == "tuple"):
+            readers = users[instruction]
+            if readers and all(user in backward or user in found for user in readers):
+                found.add(instruction)
+    return found
+
+
+def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset[int]) -> None:
+    needed = graph.ancestors(loop.body, [seed])
+    for source, k in loop.reads.items():
+        if k in written and source in needed:
+            reached = graph.descendants(loop.body, [source]) & needed
+            readers = {i for i in reached if i.opcode != "tuple"} - {source, seed}
+            if not readers:
+                continue  # the first backward loop adds to an accumulator
+            at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
+            raise PassRefusal(
+                f"the forward pass reads {shapes.text(source.shape)}, which the backward pass of the micro-batch "
+                f"before writes ({_likely(source)}); update it once per step, after the loop",
+                at,
+            )
+    for k in loop.condition_indices & written:
+        raise PassRefusal(
+            f"whether there is another micro-batch depends on element {k} of the loop state, which the backward "
+            "pass writes; loop over a fixed number of them",
+            loop.instruction,
+        )
+
+
+def _likely(source: Instruction) -> str:
+    if shapes.element_count(source.shape) == 1:
+        return "a dynamic loss scale or another running scalar?"
+    if len(source.shape.dimensions) == 1:
+        return "an fp8 amax history or running statistics?"
+    return "parameters updated inside the loop?"
+
+
+def _refuse_effects(loop: WhileLoop) -> None:
+    if any(s.element_type == shapes.TOKEN for s in loop.instruction.shape.tuple_shapes):
+        raise PassRefusal(_ORDERED, loop.instruction)
+    for instruction in graph.walk(loop.body):
+        target = instruction.proto.custom_call_target
+        if target in _HOST_PLACEMENT:
+            raise PassRefusal(
+                "residuals are offloaded to the host; choose a jax.checkpoint policy that keeps them on the "
+                "device or computes them again",
+                instruction,
+            )
+        if instruction.called or not has_side_effect(instruction):
+            continue
+        if not (instruction.opcode == "custom-call" and _CALLBACK in target):
+            raise PassRefusal(
+                f"{target or instruction.opcode} has side effects whose order must stay; move it out of the loop "
+                "over micro-batches",
+                instruction,
+            )
+        if any(o.shape.element_type == shapes.TOKEN for o in instruction.operands):
+            raise PassRefusal(_ORDERED, instruction)
+
+
+def _depends_on_invariants_only(loop: WhileLoop) -> set[Instruction]:
+    found: set[Instruction] = set()
+    for instruction in loop.body.instructions:
+        if instruction in loop.reads:
+            if loop.reads[instruction] in loop.invariants:
+                found.add(instruction)
+        elif instruction.opcode != "parameter" and instruction is not loop.body.root:
+            if all(o in found for o in instruction.operands) and not has_side_effect(instruction):
+                found.add(instruction)
+    return found
+
+
+def _crossing(
+    loop: WhileLoop, backward: set[Instruction], written: frozenset[int], invariant: set[Instruction]
+) -> tuple[set[Instruction], list[Instruction]]:
+    """Which forward values backward computes again, and which ones it must be handed."""
+    recomputed: set[Instruction] = set()
+    crossing: dict[Instruction, None] = {}
+
+    def available(value: Instruction) -> bool:
+        known = value in backward or value in invariant or value in recomputed or value in crossing
+        return known or (value in loop.reads and loop.reads[value] in written)
+
+    for instruction in loop.body.instructions:
+        if instruction not in backward:
+            continue
+        for value in instruction.operands:
+            if available(value):
+                continue
+            again, leaves = _recipe(value, loop, available)
+            if again and sum(shapes.byte_size(leaf.shape) for leaf in leaves) < shapes.byte_size(value.shape):
+                recomputed.update(again)
+                crossing.update(dict.fromkeys(leaves))
+            else:
+                crossing[value] = None
+    return recomputed, list(crossing)
+
+
+def _recipe(
+    value: Instruction, loop: WhileLoop, available: Callable[[Instruction], bool]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Cheap instructions that make `value`, and the values that they start from beyond those available."""
+    again: dict[Instruction, None] = {}
+    leaves: dict[Instruction, None] = {}
+    stack = [value]
+    while stack:
+        current = stack.pop()
+        if current in again or current in leaves or available(current):
+            continue
+        if current in loop.reads or current.opcode not in _CHEAP or len(again) > 64:
+            leaves[current] = None
+        else:
+            again[current] = None
+            stack.extend(reversed(current.operands))
+    return list(again), list(leaves)

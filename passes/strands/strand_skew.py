@@ -1,0 +1,187 @@
+"""Keeps the strands k layers apart, so that they run together at both ends of the step too.
+
+Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2, B2: the others):
+    while i < M:                               F1(0)
+      F(i)   forward layers, head              while i < M - 1:
+      B(i)   backward layers                     F2(i), head, B2(i), B1(i)
+                                                 F1(i+1)
+                                               F2(M-1), head, B2(M-1), B1(M-1)
+
+Of this loop `strand_duplication` makes B2(i-1) + F2(i), head, B1(i-1) + F1(i+1). Before and after it `strand_ends`
+finds layers of two micro-batches that do not wait for each other; without skew they run alone, and their communication
+is hidden behind nothing: F(0) and B(M-1), which are 1/M of the step.
+
+Contract
+    Consumes  a loop over at least three micro-batches that `strand_partition` splits, with one loop over layers forward
+              and one backward, of the same proved trip count L >= 2k. Runs before strand_duplication.
+    Makes     the above. Loops over layers are two loops each, and stacks of residuals two stacks each, of k and L - k
+              slots, so that those of the first layers can live longer. Gradients are added up layer by layer
+              (`gradient_accumulation`). The names of the four loops say what they are.
+    Leaves    everything else; raises PassRefusal with the reason.
+
+Why it is legal: F1(i+1) is what leads to the first k layers, and reads nothing that the backward pass writes, as all of
+F(i+1) (`strand_partition`, rule 2); it reads the state as iteration i leaves it. Each micro-batch computes the same.
+Cost: residuals of k layers of a third micro-batch are alive; two to three times as many loops to compile and to order.
+It pays where the step waits for communication: 436.5 instead of 443.9 ms for 8 layers of Llama-8B without peer-to-peer
+on 4 H200s, M 4, k 1 (docs/benchmarks.md). DHelix section 4.1 leaves first and last passes alone.
+"""
+
+from dataclasses import dataclass
+
+from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph
+from dhelix.passes.hlo.edit import copy_instructions, drop_dead
+from dhelix.passes.hlo.loop_state import bounded_condition, split
+from dhelix.passes.hlo.stacks import is_empty, last_reader, resize, resized, slot_reads, slot_write
+from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.gradient_accumulation import accumulate
+from dhelix.passes.strands.strand_duplication import BETA, emit_shared, hand_over, name_strand, partitions
+from dhelix.passes.strands.strand_partition import Partition, partition
+
+FIRST, LAST = "first_layers", "last_layers"  # names of forward loops: of F1 and F2
+FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
+Copies = dict[Instruction, Instruction]
+
+
+@dataclass(frozen=True)
+class StrandSkew:
+    """layers: how many the strands are apart, at least one."""
+
+    layers: int
+
+    name = "strand-skew"
+    stage = Stage.LOWERED
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise DhelixError(f"strands cannot be {self.layers} layers apart; give at least 1, or leave the pass out")
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        """Raises PassRefusal where the strands of some loop cannot be kept apart; then all stays."""
+        refusals: list[PassRefusal] = []
+        found = list(partitions(module, refusals))
+        if not found:
+            return False  # strand_duplication says why
+        for computation, parts in found:
+            if sum(other is computation for other, _ in found) > 1:
+                raise PassRefusal("several loops over micro-batches stand side by side", parts.loop.instruction)
+            forward, backward = _loops_over_layers(parts, self.layers)
+            body, layers = parts.loop.body, WhileLoop(forward).trip_count
+            accumulate(body, context)
+            _split(body, forward, backward, self.layers)
+            drop_dead(body)
+            _start_ahead(computation, parts.loop.instruction)
+            context.note("strands are kept apart", layers=self.layers, of=layers)
+        return True
+
+
+def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instruction]:
+    """The forward one and the backward one. Raises PassRefusal where they cannot be split."""
+    if parts.trip_count < 3:
+        raise PassRefusal(f"strands of {parts.trip_count} micro-batches are not kept apart; it takes at least 3")
+    found = []
+    for part in (parts.forward, parts.backward):
+        loops = [(i, loop_work(i)) for i in part if i.opcode == "while"]
+        most = max((work for _, work in loops), default=0)
+        large = [i for i, work in loops if work * 4 >= most]
+        if len(large) != 1:
+            raise PassRefusal(f"it takes one loop over layers to keep strands apart, and there are {len(large)}")
+        found += large
+    forward, backward = found
+    layers, others = WhileLoop(forward).trip_count, WhileLoop(backward).trip_count
+    if layers is None or layers != others:
+        raise PassRefusal("the loops over layers are not proved to be equally long", forward)
+    if layers < 2 * apart:
+        raise PassRefusal(f"strands of {layers} layers can be kept at most {layers // 2} apart, not {apart}", forward)
+    return forward, backward
+
+
+def _split(body: Computation, forward: Instruction, backward: Instruction, apart: int) -> None:
+    """Loops and stacks of residuals, each in two."""
+    layers = WhileLoop(forward).trip_count
+    assert layers is not None  # _loops_over_layers
+    stacks = _stacks(forward, backward)
+    first, last = split(forward, apart, (FIRST, LAST))
+    back_last, back_first = split(backward, layers - apart, (LAST_BACK, FIRST_BACK))
+    builder = Builder(body)
+    for written, read, filler in stacks:
+        for ahead, back, slots, passed in ((first, back_first, apart, 0), (last, back_last, layers - apart, apart)):
+            resize(ahead, written, resized(builder, filler, slots), -passed)
+            resize(back, read, builder.element(ahead, written), -passed)
+    body.sort()
+
+
+def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int, Instruction]]:
+    """Elements of the forward and of the backward loop that are a stack of residuals, written from slot 0 on and read
+    the other way round; and what it was filled with before."""
+    loop = WhileLoop(forward)
+    found = []
+    for written, filler in enumerate(loop.initial(k) for k in range(loop.size)):
+        if filler is None or not is_empty(filler):
+            continue
+        try:
+            write = slot_write(loop, written)
+            back, read = last_reader(forward, written)
+            reads = slot_reads(back, read)
+        except PassRefusal:
+            continue  # it stays one stack, which both loops write
+        if back.instruction is not backward or read not in back.invariants:
+            continue
+        slots = list(range(write.shape.dimensions[0]))
+        if loop.index_table(write.operands[2]) == slots:
+            if all(back.index_table(r.operands[1]) == slots[::-1] for r in reads):
+                found.append((written, read, filler))
+    return found
+
+
+def _start_ahead(computation: Computation, instruction: Instruction) -> None:
+    """The loop that runs the first layers of the next micro-batch, in the place of the one that does not."""
+    parts = partition(WhileLoop(instruction))
+    if parts is None:
+        raise PassRefusal("with loops over layers split there is no backward pass to be seen", instruction)
+    loop = parts.loop
+    early = _leading_to_first_layers(parts)
+    users = loop.body.users()
+    handed = [i for i in early if any(user not in early for user in users[i])]
+    rest = [i for i in parts.forward if i not in early] + list(parts.backward)
+
+    def all_but_first_layers(builder: Builder, state: Instruction) -> tuple[Copies, list[Instruction]]:
+        """Of one micro-batch: what is shared, and the elements of the old state after it."""
+        shared = emit_shared(builder, parts, state)
+        copies = shared | {value: builder.element(state, loop.size + n) for n, value in enumerate(handed)}
+        copy_instructions(builder, rest, copies)
+        if builder is outside:
+            name_strand(BETA, (copies[i] for i in rest))
+        return shared, [copies[value] for value in loop.body.root.operands]
+
+    def first_layers(builder: Builder, shared: Copies, state: list[Instruction]) -> list[Instruction]:
+        """Of the micro-batch that begins with the old state `state`: what they hand to the rest."""
+        copies = {i: copy for i, copy in shared.items() if i not in loop.reads}
+        copies |= {read: state[k] for read, k in loop.reads.items()}
+        copy_instructions(builder, early, copies)
+        if builder is outside:
+            name_strand(BETA, (copies[i] for i in early))
+        return [copies[value] for value in handed]
+
+    outside, inside = Builder(computation), Builder(loop.body.module.new_computation("skewed"))
+    start = [outside.element(instruction.operands[0], k) for k in range(loop.size)]
+    shared = emit_shared(outside, parts, instruction.operands[0])
+    initial = outside.tuple(start + first_layers(outside, shared, start))
+    shared, following = all_but_first_layers(inside, inside.parameter(0, initial.shape))
+    inside.finish(inside.tuple(following + first_layers(inside, shared, following)))
+    condition = bounded_condition(loop, parts.trip_count - 1, initial.shape)
+    skewed = outside.while_loop(initial, inside.computation, condition, instruction, "skewed")
+    _, result = all_but_first_layers(outside, skewed)
+    hand_over(computation, instruction, outside.tuple(result))
+    if partition(WhileLoop(skewed)) is None:
+        raise PassRefusal("with strands apart there is no backward pass to be seen", instruction)
+
+
+def _leading_to_first_layers(parts: Partition) -> dict[Instruction, None]:
+    """F1, in instruction order."""
+    body = parts.loop.body
+    first = [i for i in parts.forward if i.name.startswith(FIRST)]
+    needed = graph.ancestors(body, first)
+    needed |= {i for i in parts.forward if i.opcode == "get-tuple-element" and i.operands[0] in needed}
+    return dict.fromkeys(i for i in parts.forward if i in needed)

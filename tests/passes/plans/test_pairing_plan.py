@@ -1,0 +1,141 @@
+"""Plans as files: what is written is read again, and what is wrong with a file is said with its line or field."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import (
+    PairingPlan,
+    PlanBody,
+    PlanError,
+    PlanOperator,
+    PlanSegment,
+    PlanTarget,
+    Prediction,
+)
+
+GATHER = "all-gather 67108864B 4x1 groups=1 nccl"
+BODY = PlanBody(
+    "both strands: 2 collectives, 1 product",
+    "0123456789abcdef",
+    24,
+    (
+        PlanOperator("alpha wgrad", "gemm bf16,bf16->bf16:tn:cublaslt 3584x4096x8192", 1),
+        PlanOperator("beta all-gather 1", GATHER, 1),
+        PlanOperator("beta all-gather 2", GATHER, 2),
+    ),
+    (
+        PlanSegment(("beta all-gather 1", "alpha wgrad"), 352.125, 349.0, 0.25),
+        PlanSegment(("beta all-gather 2",), 190.0),
+    ),
+    (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
+)
+TARGET = PlanTarget.of(
+    "H200", "nvlink", "copy-engine1", ("reduce-scatter",), memory_limit=1 << 33, max_in_flight=2, skew=1
+)
+PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
+TEXT = pairing_plan_json.dumps(PLAN)
+
+
+def edited(**changes: Any) -> str:
+    return json.dumps({**json.loads(TEXT), **changes})
+
+
+def body(**changes: Any) -> str:
+    return edited(bodies=[{**json.loads(TEXT)["bodies"][0], **changes}])
+
+
+def error_of(text: str) -> str:
+    with pytest.raises(PlanError) as raised:
+        pairing_plan_json.loads(text, "plan.json")
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    assert pairing_plan_json.loads(TEXT, "x") == PLAN
+    pairing_plan_json.save(PLAN, tmp_path / "plan.json")
+    again = pairing_plan_json.load(tmp_path / "plan.json")
+    assert again == PLAN and pairing_plan_json.dumps(again) == TEXT
+
+
+def test_the_target_says_how_a_process_is_started() -> None:
+    assert dict(TARGET.environment) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CTA_POLICY": "2"}
+    assert TARGET.collectives == "symmetric" and any("symmetric" in flag for flag in TARGET.xla_flags)
+
+
+def test_a_person_edits_one_line() -> None:
+    """A segment is a line, and moving an operator between two of them is all that a new order takes."""
+    first = (
+        '{"run": ["beta all-gather 1", "alpha wgrad"], "predicted_us": 352.125, "measured_us": 349, "guessed": 0.25}'
+    )
+    assert first in TEXT.splitlines()[TEXT.splitlines().index('"segments": [') + 1]
+    text = TEXT.replace('["beta all-gather 1", "alpha wgrad"]', '["beta all-gather 1"]')
+    text = text.replace('["beta all-gather 2"]', '["beta all-gather 2", "alpha wgrad"]')
+    order = pairing_plan_json.loads(text, "x").bodies[0].order
+    assert order == ("beta all-gather 1", "beta all-gather 2", "alpha wgrad")
+
+
+def test_times_may_be_left_out() -> None:
+    segments = [{"run": ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]}]
+    assert pairing_plan_json.loads(body(segments=segments), "x").bodies[0].predicted_us == 0.0
+
+
+RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "plan.json: line 1: ends too early"),
+        ('{\n"schema": 1,\n"program" "x"}', "plan.json: line 3: is no JSON"),
+        ("{}", 'it has no "schema"'),
+        (edited(schema=2), "written by a newer dhelix"),
+        (edited(bodies=None), "plan.json: bodies must be a list"),
+        (edited(extra=1), "'extra' is no field of it"),
+        (json.dumps({"schema": 1}), '"program" is missing'),
+        (edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["?"]}), "made_for.decomposed"),
+        (edited(bodies=json.loads(TEXT)["bodies"] * 2), "two bodies have the fingerprint"),
+        (
+            edited(made_for={**json.loads(TEXT)["made_for"], "max_in_flight": -1}),
+            "max_in_flight must be a whole",
+        ),
+        (body(fingerprint="x"), "bodies.0.fingerprint must be 16 hexadecimal digits, not 'x'"),
+        (body(segments=[{"run": [*RUN, "beta gemm"]}]), "bodies.0.segments.0.run.3 must be the name of one of"),
+        (
+            body(segments=[{"run": RUN}, {"run": RUN[:1]}]),
+            "bodies.0.segments.1.run.0: 'beta all-gather 1' runs in plan",
+        ),
+        (body(segments=[{"run": RUN[:2]}]), "bodies.0.segments: 'beta all-gather 2' stands in no segment"),
+        (body(segments=[{"run": RUN, "predicted_us": -1}]), "predicted_us must be a number from 0"),
+        (body(segments=[{"runs": RUN}]), '"run" is missing'),
+        (body(operators={"a": [GATHER, 1], "b": [GATHER, 1]}), "the same operator as 'a'"),
+        (TEXT.replace('"alpha wgrad": [[', '"beta gemm": [], "beta gemm": [['), "has the field 'beta gemm' twice"),
+        (body(operators={"a": [GATHER, 0]}), "bodies.0.operators.a.1 must be a whole number from 1"),
+        (body(operators={"a": GATHER}), "must be a list"),
+        (body(small={"beta gemm": []}), "small.beta gemm: none of the body's operators is called so"),
+    ],
+)
+def test_errors_say_where_and_what_to_do(text: str, said: str) -> None:
+    message = error_of(text)
+    assert said in message
+    assert any(word in message for word in ("correct", "restore", "remove", "check", "upgrade", "put it"))
+
+
+def test_a_plan_that_could_not_be_read_is_not_written() -> None:
+    with pytest.raises(PlanError, match="stands in no segment"):
+        pairing_plan_json.dumps(replace(PLAN, bodies=(replace(BODY, segments=BODY.segments[:1]),)))
+
+
+def test_files_that_are_no_plans(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="cannot be read"):
+        pairing_plan_json.load(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="not text"):
+        pairing_plan_json.load(tmp_path / "binary")
+    with pytest.raises(PlanError, match="cannot be written"):
+        pairing_plan_json.save(PLAN, tmp_path / "missing" / "plan.json")

@@ -1,0 +1,102 @@
+"""A schedule as a plan, and back."""
+
+from dataclasses import replace
+
+import pytest
+
+from dhelix.passes import manager
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.manager import PassContext
+from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanSegment, PlanTarget
+from dhelix.passes.plans.plan_making import executions, make_plan
+from dhelix.passes.plans.planned_order import PlannedOrder
+from dhelix.profiles.profile import Profile, Section
+from dhelix.tests.passes import strand_module
+
+# Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
+MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("connections1")), "connections1")
+TARGET = PlanTarget.of("H200", "no-p2p", "connections1")
+
+
+def module() -> HloModule:
+    return HloModule.from_text(strand_module.text())
+
+
+def plan() -> tuple[PairingPlan, HloModule]:
+    """The pairing of the two strands, and the program in its order."""
+    found = module()
+    original = dict(found.schedule)
+    assert StrandPairing(model=MODEL, memory_slack=1.0).run(found, PassContext())
+    return make_plan(found, original, MODEL, TARGET, "two strands"), found
+
+
+def order(found: HloModule) -> list[str]:
+    names = ("_x", "_gather", "_y", "_w")
+    return [i.name for i in found.schedule[found.entry] if i.name.endswith(names)]
+
+
+def seconds(found: HloModule) -> float:
+    return simulate_module(found, MODEL.hardware, MODEL.costs()).seconds
+
+
+def test_a_plan_gives_the_order_it_was_made_of_and_predicts_its_time() -> None:
+    made, ordered = plan()
+    again = module()
+    made = pairing_plan_json.loads(pairing_plan_json.dumps(made), "a file")
+    assert PlannedOrder(made, memory_slack=1.0).run(again, PassContext())
+    assert order(again) == order(ordered)
+    assert seconds(again) == pytest.approx(seconds(ordered), rel=5e-3)
+    assert made.predicted.makespan_us == pytest.approx(1e6 * seconds(ordered), rel=1e-4)
+    (body,) = made.bodies
+    assert body.predicted_us == pytest.approx(made.predicted.makespan_us, rel=1e-4)
+    assert body.runs == 1 and len(body.order) == len(body.operators)
+
+
+def test_overlap_that_was_never_measured_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "_said", set())
+    made = [plan()[0] for _ in range(2)]
+    assert made[0].predicted.guessed_overlap_fraction == 1.0
+    (record,) = caplog.records
+    assert "for 100% of the time in which collectives run beside compute" in record.getMessage()
+    assert "H200-no-p2p" in record.getMessage() and "'connections1'" in record.getMessage()
+
+
+def test_a_segment_begins_where_a_collective_is_launched() -> None:
+    (body,) = plan()[0].bodies
+    assert all("all-gather" in segment.run[0] for segment in body.segments[1:])
+    assert sum(name.endswith(" all-gather") and "end of" not in name for name in body.order) == 2
+
+
+def test_an_edited_plan_is_another_order_with_another_time() -> None:
+    """Each strand alone, one after the other: nothing is left that a gather could lie under."""
+    made, ordered = plan()
+    body = made.bodies[0]
+    names = [name for strand in ("beta", "alpha") for name in body.order if name.startswith(strand)]
+    names.sort(key=lambda name: (name.startswith("alpha"), name == "alpha wgrad 1"))
+    apart = made.with_body(replace(body, segments=tuple(PlanSegment((name,)) for name in names)))
+    again = module()
+    PlannedOrder(apart, memory_slack=1.0).run(again, PassContext())
+    assert order(again) != order(ordered)
+    assert seconds(again) > seconds(ordered)
+
+
+def test_equal_programs_give_equal_plans() -> None:
+    assert pairing_plan_json.dumps(plan()[0]) == pairing_plan_json.dumps(plan()[0])
+
+
+def test_how_often_computations_run() -> None:
+    text = """HloModule m, is_scheduled=true
+inner { a = s32[] parameter(0) ROOT b = s32[] copy(a) }
+condition { c = (s32[]) parameter(0) g = s32[] get-tuple-element(c), index=0 n = s32[] constant(6)
+  ROOT r = pred[] compare(g, n), direction=LT }
+body { s = (s32[]) parameter(0) i = s32[] get-tuple-element(s), index=0 one = s32[] constant(1)
+  j = s32[] add(i, one) k = s32[] call(j), to_apply=inner l = s32[] call(k), to_apply=inner ROOT t = (s32[]) tuple(j) }
+ENTRY e { z = s32[] constant(0) u = (s32[]) tuple(z) ROOT w = (s32[]) while(u), condition=condition, body=body }
+"""
+    assert {c.name: n for c, n in executions(HloModule.from_text(text)).items()} == {"e": 1, "body": 6, "inner": 12}
