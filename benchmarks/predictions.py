@@ -106,7 +106,7 @@ def _predicted(
     stages = workload.get("stages", 0)
     names = ("preset", "layers", "seq", "vocab", "microbatches", *(() if stages else ("channels", "shards")))
     given = {name: workload.get(name, 0) for name in names} | {"tp": workload["tp"] * (stages or 1)}
-    given |= {"stages": stages} if stages else {}
+    given |= {"stages": stages} if stages else {k: v for k, v in workload.items() if k in ("dp", "sharding")}
     given |= {"hardware": gpu, "out": out, "settings": setting, "variants": "; ".join(variants), "name": "part"}
     module = pipeline if stages else strands
     options = module.parser().parse_args(["--on_paper", *(f"--{name}={value}" for name, value in given.items())])

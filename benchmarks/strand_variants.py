@@ -16,6 +16,7 @@ from typing import Any
 from dhelix.benchmarks.no_communication import NoCommunication
 from dhelix.errors import DhelixError
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
+from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.evaluation.costs import CostModel
@@ -126,6 +127,7 @@ class Variant:
       options: XLA's, for this program alone; the key "optimization_level" is JAX's.
       decomposed: reduce-scatters and all-gathers with all-to-alls, where the profile says that this is faster. A plain
         program counts as XLA's with them too, so that XLA has every implementation that ours uses.
+      reduced: gradients over data-parallel replicas by layer, if the profile says that it pays.
       partitioned: chains from a gather to a scatter in parts where one strand runs, if the profile says that it pays.
       communication: False replaces collectives by local copies: the bound.
       guided: XLA schedules by measured times (its PGLE).
@@ -142,6 +144,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     decomposed: bool = False
     partitioned: bool = False
+    reduced: bool = False
     communication: bool = True
     guided: bool = False
     misled: bool = False
@@ -213,6 +216,7 @@ _WITH_GRAPHS: tuple[Variant, ...] = (
     Variant("strands, dp for another link", "strands", "dp", misled=True),
     Variant("strands, no communication", "strands", communication=False),
     *(Variant(f"strands, dp, skewed {k}", f"skewed {k}", "dp") for k in _SKEWS),
+    Variant("strands, dp, reduced by layer", "strands", "dp", reduced=True),
     Variant("plain, intra_batch, partitioned", order="intra_batch", partitioned=True),
     Variant("strands, dp, partitioned", "strands", "dp", partitioned=True),
     *(Variant(f"strands, dp, skewed {k}, partitioned", f"skewed {k}", "dp", partitioned=True) for k in _SKEWS),
@@ -285,6 +289,8 @@ def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -
     passes = [*matmuls, *_STRUCTURES[variant.structure]]
     if variant.decomposed:
         passes += [ReduceScatterDecomposition(setting.costs("")), AllGatherDecomposition(setting.costs(""))]
+    if variant.reduced:
+        passes.append(GradientReduction(setting.costs("")))
     if variant.partitioned:
         passes.append(RowPartition(setting.costs("")))
     if not variant.communication:

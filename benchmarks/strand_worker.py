@@ -130,7 +130,7 @@ class Worker:
         options = dict(variant.options)
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
-        example = self.training.abstract_state(), self.training.abstract_batch(self.options.microbatches)
+        example = self.training.abstract_state(), self.training.abstract_batch(rows(self.options))
         if variant.as_used:
             return self.build_by_decorator(variant, options, example)
         passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
@@ -243,7 +243,7 @@ class Worker:
 
     def batches(self, training: Training, count: int) -> list[dict[str, jax.Array]]:
         random = np.random.default_rng(0)
-        shape = (self.options.microbatches, self.options.seq + 1)
+        shape = (rows(self.options), self.options.seq + 1)
         tokens = (random.integers(0, training.config.vocab, shape, "int32") for _ in range(count))
         return [{"tokens": jax.device_put(t, training.batch_sharding)} for t in tokens]
 
@@ -279,12 +279,17 @@ def make_training(options: Namespace) -> Training:
     if options.shards:
         config = narrowed(config, options.tp, options.shards)
     nodes = SETTINGS[options.setting].nodes
-    shape = f"1x{nodes}x{options.tp // nodes}"
+    shape = f"1x{nodes}x{options.dp * options.tp // nodes}"
     if options.on_paper:
-        mesh = deviceless.mesh({"dp": 1, "tp": options.tp}, options.hardware.lower(), shape)
+        mesh = deviceless.mesh({"dp": options.dp, "tp": options.tp}, options.hardware.lower(), shape)
     else:
-        mesh = make_mesh(1, options.tp)
-    return make_train_step(config, mesh, optax.adamw(1e-4), microbatches=options.microbatches)
+        mesh = make_mesh(options.dp, options.tp)
+    return make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding)
+
+
+def rows(options: Namespace) -> int:
+    """Sequences of a step."""
+    return options.dp * options.microbatches
 
 
 def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
@@ -302,19 +307,20 @@ def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
 def describe(options: Namespace, training: Training) -> Run:
     """The run without results."""
     on = provenance()
-    tokens = options.microbatches * options.seq
+    tokens = rows(options) * options.seq
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
     names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
+    names += ("dp", "sharding") if options.dp > 1 or options.sharding != "shard_map" else ()
     gpus = f"{on.gpus} x {on.gpu}, driver {on.driver}"
     if options.on_paper:
-        gpus = f"{options.tp} x {options.hardware}, on paper"
+        gpus = f"{options.dp * options.tp} x {options.hardware}, on paper"
     facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
     return Run(
         on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},
         workload={name: getattr(options, name) for name in names},
         tokens=tokens,
         flops=float(tokens * training.config.flops_per_token(options.seq)),
-        gpus=options.tp,
+        gpus=options.dp * options.tp,
         peak_flops=known.peak_flops if known else 0.0,
         results=[],
     )

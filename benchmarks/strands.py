@@ -22,12 +22,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from dhelix.benchmarks.strand_processes import Job
 from dhelix.benchmarks.strand_results import Run
 from dhelix.benchmarks.strand_tables import tables
 from dhelix.benchmarks.strand_variants import ESSENTIAL, GPU, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
+from dhelix.models.train_step import Sharding
 from dhelix.runtime import deviceless
 
 _WORKER = Path(__file__).parent / "strand_worker.py"
@@ -40,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--unrolled", action="store_true", help="layers one after the other, not scanned")
     made.add_argument("--tp", type=int, default=4)
+    made.add_argument("--dp", type=int, default=1, help="data parallelism; --microbatches are of each of its groups")
+    made.add_argument("--sharding", default="shard_map", choices=get_args(Sharding), help="who makes collectives")
     shards = "a GPU has as much of heads, FFN and vocabulary as with so many GPUs; 0: as with --tp"
     made.add_argument("--shards", type=int, default=0, help=shards)
     made.add_argument("--variants", default=ESSENTIAL, help=f"or schedules, all, or of: {'; '.join(VARIANTS)}")
@@ -143,6 +147,7 @@ def _merged(runs: list[Run], dropped: list[str]) -> Run:
 def _file_name(arguments: argparse.Namespace) -> str:
     shards = f"of{arguments.shards}" if arguments.shards else ""
     parts = [arguments.preset, f"l{arguments.layers}", f"s{arguments.seq}", f"tp{arguments.tp}{shards}"]
+    parts += [f"dp{arguments.dp}"] * (arguments.dp > 1) + [arguments.sharding] * (arguments.sharding != "shard_map")
     parts += [f"m{arguments.microbatches}", f"v{arguments.vocab}", arguments.settings[0]]
     return "strands_" + "_".join(parts) + "_unrolled" * arguments.unrolled
 

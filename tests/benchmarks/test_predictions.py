@@ -55,6 +55,13 @@ def test_one_workload_is_compiled_once_for_all_files(asked: list[Namespace], tmp
     assert (options.on_paper, options.variants, options.where) == (True, ["plain", "strands, dp"], None)
 
 
+def test_programs_are_those_of_the_mesh_and_sharding(asked: list[Namespace], tmp_path: Path) -> None:
+    for name, workload in (("a", WORKLOAD), ("b", WORKLOAD | {"dp": 2, "sharding": "fsdp"})):
+        run(workload, Result("default", "plain", [100.0])).write(tmp_path / f"{name}.json")
+    steps_of([tmp_path / "a.json", tmp_path / "b.json"], tmp_path)
+    assert [(o.dp, o.sharding) for o in asked] == [(1, "shard_map"), (2, "fsdp")]
+
+
 def test_pipelines_have_their_own_program_and_stages(asked: list[Namespace], tmp_path: Path) -> None:
     workload = WORKLOAD | {"tp": 1, "stages": 2}
     run(workload, Result("default", "W, dp", [100.0]), Result("two_nodes", "W, dp", [1.0])).write(

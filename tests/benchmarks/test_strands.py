@@ -308,12 +308,12 @@ def test_a_call_on_cpu_devices(tmp_path: Path) -> None:
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     sizes = "--preset llama-demo --layers 2 --seq 32 --vocab 64 --microbatches 3 --rounds 2 --steps 1".split()
-    what = ["--variants", "plain;strands", "--settings", "default,connections1"]
+    what = ["--dp", "2", "--tp", "2", "--variants", "plain;strands", "--settings", "default,connections1"]
     rest = [*what, "--name", "tiny", "--out", str(tmp_path)]
     command = [sys.executable, str(ROOT / "benchmarks" / "strands.py"), *sizes, *rest]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     assert all(f"| {setting} | plain |" in output for setting in ("default", "connections1"))
-    assert "within bf16" not in output
+    assert "within bf16" not in output and "M 3, TP 2, DP 2, " in output
     found = read(tmp_path / "tiny.json")
     assert [(r.setting, len(r.steps_ms)) for r in found.results] == [
         ("default", 2), ("default", 2), ("connections1", 2), ("connections1", 2)
