@@ -4,7 +4,8 @@
 
 Environment variables and XLA flags of a setting hold for a whole process, so each has its own
 (`profile_worker`), and nothing is set in this one. A process that is stopped or dies leaves what it measured in the
-file. Two nodes are two processes that NCCL takes for nodes (`runtime.profiling.nodes`).
+file, and one whose parent is gone ends, so that nothing holds the GPUs. Two nodes are two processes that NCCL takes for
+nodes (`runtime.profiling.nodes`).
 """
 
 from __future__ import annotations
@@ -116,9 +117,11 @@ def _autotuning(profile: Path) -> list[str]:
 
 
 def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) -> subprocess.Popen[str]:
-    """In a session of its own: an interrupt is for this process, which then ends the other in order."""
+    """In a session of its own: an interrupt is for this process, which then ends the other in order. The other ends
+    by itself when its stdin does, which is when this process was killed."""
+    pipe = subprocess.PIPE
     return subprocess.Popen(
-        command, env=dict(environment), stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        command, env=dict(environment), stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True
     )
 
 
@@ -152,14 +155,16 @@ def _end(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
 
 
 def _last_words(path: Path) -> str:
-    """The last line on stderr that says something."""
+    """The last line on stderr that says something; of a failed check, which prints a stack behind it, that line."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if re.search(r"\w", line)]
-    return lines[-1][:300] if lines else "it said nothing"
+    telling = [line for line in lines if re.match(r"F\d{4} ", line)] or lines
+    return telling[-1][:300] if lines else "it said nothing"
 
 
 def _nvidia_smi() -> list[str]:

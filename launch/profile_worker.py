@@ -3,13 +3,15 @@
 `dhelix profile` starts it with the setting's environment and XLA flags, since both hold for a whole process, and
 never touches the GPUs itself. The worker writes the profile's file after every batch and tells how far it is on
 stdout, a JSON object a line: {"done": 120, "total": 400, "what": "pairs"}, and last {"finished": true}. Killing
-it at any moment leaves a valid file.
+it at any moment leaves a valid file. When its stdin ends, so does it: who started it is gone.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,6 +78,16 @@ class Request:
         """What `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "bases": tuple(fields["bases"])})
+
+
+def end_with_stdin() -> None:
+    """Ends this process, whatever it does, when its stdin ends."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def main(path: str) -> None:
@@ -196,4 +208,5 @@ def _tell(**what: Any) -> None:
 
 
 if __name__ == "__main__":
+    end_with_stdin()
     main(sys.argv[1])

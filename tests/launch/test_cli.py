@@ -109,3 +109,8 @@ def test_help_needs_no_jax() -> None:
         "try: cli.main(['--help'])\nexcept SystemExit: sys.exit('jax' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
+
+
+def test_the_package_is_a_program() -> None:
+    command = [sys.executable, "-m", "dhelix", "--help"]
+    assert "usage: dhelix" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

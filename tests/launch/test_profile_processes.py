@@ -128,6 +128,26 @@ def test_no_process_is_left_behind(out: Path, monkeypatch: pytest.MonkeyPatch, h
     assert [process.poll() is not None for process in started] == [True]
 
 
+def test_a_process_ends_when_who_started_it_was_killed(tmp_path: Path) -> None:
+    code = "from dhelix.launch.profile_worker import end_with_stdin; end_with_stdin(); print('{}'); "
+    command = [sys.executable, "-c", code + "import sys, time; sys.stdout.flush(); time.sleep(60)"]
+    with (tmp_path / "stderr.txt").open("w") as errors:
+        process = profile_processes._start(command, os.environ, errors)
+    assert next(profile_processes._messages(process)) == {}
+    assert process.poll() is None and process.stdin is not None
+    process.stdin.close()
+    assert process.wait(30) == 1
+    profile_processes._end(process)
+
+
+def test_of_a_failed_check_the_check_is_told_and_not_its_stack(tmp_path: Path) -> None:
+    words = tmp_path / "stderr.txt"
+    words.write_text(
+        "I1124 fine\nF1124 20:52:40.1 7 cache.cc:1] Check failed: it is full\n    @ 0x7f4ef1129ecc (unknown)\n"
+    )
+    assert profile_processes._last_words(words).endswith("Check failed: it is full")
+
+
 def dhelix_profile(*arguments: object) -> int:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["profile", *map(str, arguments)])
