@@ -20,7 +20,7 @@
     ],
     "operators": {
     "beta all-gather 1": ["all-gather 67108864B 4x1 groups=1 nccl", 1],
-    "alpha wgrad 1": ["gemm bf16,bf16->bf16:tn:cublaslt 3584x4096x8192", 1]
+    "alpha wgrad 1": ["gemm bf16,bf16:tn 3584x4096x8192", 1]
     },
     "small": {
     "alpha wgrad 1": [["fusion loop-convert:95a1b1d22c 2048x4096", 1]]

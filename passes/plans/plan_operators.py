@@ -1,9 +1,11 @@
 """Which instruction an operator of a plan is, and the reverse: operators by key and occurrence, with names for people.
 
-A plan outlives the program it was made from: XLA names instructions anew in each version, and schedules them in
-another order where other costs count. What stays is what the program computes. So an operator is called by
+A plan outlives the program it was made from: XLA names instructions anew in each version, schedules them in another
+order where other costs count, and tries on each card which library's kernel a product gets. What stays is what the
+program computes. So an operator is called by
 
-  - its key (`passes/evaluation/operator_keys.py`). Control flow has none in a profile, and is called by its opcode and
+  - its key (`passes/evaluation/operator_keys.py`); of a product types of the operands, layout and sizes, whichever
+    library has it and whatever that does beside. Control flow has no key in a profile, and is called by its opcode and
     a digest of the collectives, products and attentions inside; kernels that wait for their peers by their site and
     form;
   - its occurrence among the instructions of its computation with that key, counted by how many operators its data
@@ -23,11 +25,15 @@ from dhelix.passes.evaluation.collective_matmul_kernels import FAMILY, kernel_ke
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.strands.strand_partition import BACKWARD_NAME
-from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key
+from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key, OperatorKey
 
 END = "end of "
 _RECOMPUTED = "rematted_computation"
 _WORK = {"gemm": "product", "grouped-gemm": "product", "attention": "attention", "attention-backward": "attention"}
+_COMPUTED = {
+    "gemm": 2,
+    "grouped-gemm": 3,
+}  # parts of a family that say what is computed: types, what is grouped, layout
 _STRANDS = {"strand_alpha/": "alpha", "strand_beta/": "beta"}
 
 
@@ -159,7 +165,16 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
         work = sorted(text for text in inside.elements() if is_work(text))
         return f"{instruction.opcode}:{blake2b(repr(work).encode(), digest_size=5).hexdigest()}" if inside else ""
     key = _key(instruction, keys)
-    return "" if key is None else str(key)
+    return "" if key is None else str(_as_computed(key))
+
+
+def _as_computed(key: Key) -> Key:
+    """Of a product the key without what compiler and autotuner choose: library, epilogue, type of the result."""
+    parts = _COMPUTED.get(key.kind)
+    if parts is None or not isinstance(key, OperatorKey):
+        return key
+    types, *others = key.family.split(":")[:parts]
+    return OperatorKey(key.kind, ":".join([types.partition("->")[0], *others]), key.sizes)
 
 
 def _key(instruction: Instruction, keys: OperatorKeys) -> Key | None:

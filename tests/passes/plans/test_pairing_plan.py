@@ -24,7 +24,7 @@ BODY = PlanBody(
     "0123456789abcdef",
     24,
     (
-        PlanOperator("alpha wgrad", "gemm bf16,bf16->bf16:tn:cublaslt 3584x4096x8192", 1),
+        PlanOperator("alpha wgrad", "gemm bf16,bf16:tn 3584x4096x8192", 1),
         PlanOperator("beta all-gather 1", GATHER, 1),
         PlanOperator("beta all-gather 2", GATHER, 2),
     ),

@@ -3,7 +3,7 @@
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans.plan_operators import PlanOperators
-from dhelix.tests.passes import strand_module
+from dhelix.tests.passes import golden, strand_module
 
 
 def operators(text: str) -> PlanOperators:
@@ -62,6 +62,16 @@ def test_the_fingerprint_is_of_collectives_and_products_alone() -> None:
 
 def test_a_description_in_words() -> None:
     assert HERE.describe() == "both strands: 2 collectives, 5 products"
+
+
+def test_who_computes_a_product_does_not_count() -> None:
+    calls = PlanOperators(HloModule.from_text(golden.read("operator_keys/calls.hlo")).entry, OperatorKeys())
+    text = {i.name: key for i, (key, _) in calls.identities.items()}
+    products = ("nn", "triton", "triton_scaled", "cudnn_product", "adding", "activated", "precise")
+    assert {text[name] for name in products} == {"gemm bf16,bf16:nn 64x256x512"}
+    assert text["wgrad"] == "gemm bf16,bf16:tn 512x256x64"
+    assert text["grouped"] != text["grouped_wgrad"]
+    assert text["attention"].endswith(":cudnn 2x8x2x1024x2048x64")
 
 
 LOOP = """HloModule m, is_scheduled=true
