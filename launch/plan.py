@@ -36,6 +36,7 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.profiles import alike, hardware, storage
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile
 from dhelix.runtime import deviceless
 
@@ -54,7 +55,7 @@ DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .t
 
 _DEFAULT_GPU = "H200"  # where neither a flag nor a dump says which
 _SCHEDULES = ["dp", "list", "round_robin"]  # of `runtime.schedules`, those that order two strands
-_Alternative = tuple[tuple[str, ...], int, int]
+_Alternative = tuple[tuple[CollectiveKey, ...], int, int]
 _AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
 
 
@@ -240,7 +241,7 @@ def _with_alternatives(
     others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
         for decomposed, row_parts, reduced in others:
-            exchanged = [f"{'s and '.join(decomposed)}s decomposed"] if decomposed else []
+            exchanged = [f"{exchange.in_words(decomposed)} decomposed"] if decomposed else []
             parts = [f"{row_parts} row parts"] if row_parts else []
             stacks = ["gradients reduced at the end"] if reduced < whole.reduced else []
             told = " and ".join([*exchanged, *parts, *stacks])
@@ -251,11 +252,11 @@ def _with_alternatives(
 
 
 def _alternatives(whole: Program, model: CostModel) -> list[_Alternative]:
-    """Kinds of collectives that others take the place of, parts of rows, and whether gradients are reduced layer by
+    """Collectives that others take the place of, parts of rows, and whether gradients are reduced layer by
     layer: the step as it is first."""
-    kinds = exchange.faster_kinds(HloModule.from_bytes(whole.module), model)
+    faster = exchange.faster(HloModule.from_bytes(whole.module), model)
     pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
-    found = itertools.product(dict.fromkeys([(), kinds]), (0, RowPartition.parts) if pays else (0,))
+    found = itertools.product(dict.fromkeys([(), faster]), (0, RowPartition.parts) if pays else (0,))
     return [(k, parts, reduced) for k, parts in found for reduced in range(whole.reduced, -1, -1)]
 
 

@@ -42,6 +42,7 @@ def _json(measured: Measured) -> dict[str, Any]:
         "program": plan.program,
         "device": report.device,
         "steps": steps,
+        "in_order": measured.in_order,
         "predicted": {
             "makespan_us": round(plan.predicted.makespan_us, 2),
             "communication_us": round(plan.predicted.communication_us, 2),
@@ -59,6 +60,9 @@ def _json(measured: Measured) -> dict[str, Any]:
 def _print(measured: Measured, console: Console) -> None:
     plan, report, steps = measured.plan, measured.report, measured.steps
     say(console, f"{plan.program}; {steps} step{'s' * (steps > 1)} on {report.device.removeprefix('/device:')}.")
+    if not measured.in_order:
+        say(console, "It ran in another order than the plan's, so what segments took says little. If the job was given"
+            " this plan, its log says why the plan was refused.")  # fmt: skip
     table = Table(title="One step", title_justify="left", title_style="bold")
     for column in ("", "whole", "communication", "hidden"):
         table.add_column(column, justify="right" if column else "left")

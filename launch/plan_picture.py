@@ -16,6 +16,7 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.launch.plan_search import Candidate
 from dhelix.launch.timeline_plot import subtract
+from dhelix.passes.communication import exchange
 from dhelix.passes.evaluation.costs import Costs, Lane
 from dhelix.passes.evaluation.timeline import Timeline, evaluate, settled
 from dhelix.passes.plans.plan_operators import PlanOperators
@@ -85,7 +86,7 @@ def picture(candidate: Candidate) -> PlanPicture:
     for segment in body.segments:
         begins.append(begins[-1] + segment.predicted_us)
     target = plan.target
-    more = f" with {'s and '.join(target.decomposed)}s decomposed" if target.decomposed else ""
+    more = f" with {exchange.in_words(target.decomposed)} decomposed" if target.decomposed else ""
     more += f", {target.row_parts} row parts where one strand runs" if target.row_parts else ""
     title = f"{plan.program}: what runs with what"
     summary = (

@@ -30,6 +30,7 @@ from dhelix.passes.manager import Pass, Stage
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import CHANGED, UNCHANGED, Report
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import memory_need, registration, tuned
 from dhelix.runtime.schedules import alternatives, default_passes, planned_passes
 
@@ -46,7 +47,7 @@ class Program:
       gpus: how many it runs on.
       hardware: the GPU it was compiled for; None if a dump does not say.
       memory: of one GPU, in XLA's order; None if a dump does not say.
-      decomposed: kinds of collectives that others take the place of.
+      decomposed: collectives that others take the place of.
       skew: layers that the strands are apart.
       row_parts: of chains from a gather to a scatter where one strand runs; 0: whole.
       reduced: 1: gradients are reduced layer by layer.
@@ -58,7 +59,7 @@ class Program:
     gpus: int
     hardware: str | None
     memory: Memory | None
-    decomposed: tuple[str, ...] = ()
+    decomposed: tuple[CollectiveKey, ...] = ()
     skew: int = 0
     row_parts: int = 0
     reduced: int = 0
@@ -79,7 +80,7 @@ def of_dump(path: str | Path) -> Program:
 
 def of_preset(
     options: trainer.Options,
-    decomposed: tuple[str, ...] = (),
+    decomposed: tuple[CollectiveKey, ...] = (),
     row_parts: int = 0,
     target: str = profile_step.TARGET,
     skew: int = 0,

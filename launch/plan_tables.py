@@ -14,6 +14,7 @@ from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
+from dhelix.passes.communication import exchange
 from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment
 
 _LONGEST = 3  # operators beneath a collective that a row names
@@ -47,7 +48,7 @@ class PlanView:
             "environment": dict(target.environment),
             "xla_flags": list(target.xla_flags),
             "collective_implementation": target.collectives,
-            "decomposed": list(target.decomposed),
+            "decomposed": list(map(str, target.decomposed)),
             "max_in_flight": target.max_in_flight,
             "skew": target.skew,
             "row_parts": target.row_parts,
@@ -74,7 +75,7 @@ class PlanView:
         target, predicted = candidate.plan.target, candidate.plan.predicted
         return {
             "setting": target.setting,
-            "decomposed": list(target.decomposed),
+            "decomposed": list(map(str, target.decomposed)),
             "skew": target.skew,
             "row_parts": target.row_parts,
             "reduced": target.reduced,
@@ -122,7 +123,7 @@ def _settings(view: PlanView) -> Table:
         plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
         table.add_row(
             target.setting,
-            ", ".join(target.decomposed) or "-",
+            exchange.in_words(target.decomposed) or "-",
             str(target.skew),
             str(target.row_parts or "-"),
             "yes" if target.reduced else "-",

@@ -56,6 +56,7 @@ from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.profiles import alike, storage
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings, memory_need
 from dhelix.runtime.collective_matmul_choice import Weighing
@@ -94,7 +95,7 @@ def default_passes(
     apart = _strands(skew=skew)
     partition = RowPartition(model, costs_decide=True)
     reduction = GradientReduction(model, costs_decide=True)
-    strands = (*apart, reduction, partition, *decompositions(exchange.KINDS, model, overlapped=True))
+    strands = (*apart, reduction, partition, *decompositions(exchange.KINDS, model=model, overlapped=True))
     passes: dict[str, tuple[Pass, ...]] = {
         "dp": (*strands, pairing),
         "list": (*strands, CollectiveSchedule(hardware, **limits)),
@@ -121,21 +122,20 @@ def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[
     return (*_strands(skew=target.skew), *chosen, PlannedOrder(plan, memory_limit))
 
 
-def alternatives(decomposed: Collection[str], row_parts: int, reduced: int = 0) -> tuple[Pass, ...]:
+def alternatives(decomposed: Collection[CollectiveKey], row_parts: int, reduced: int = 0) -> tuple[Pass, ...]:
     """What a plan may say to stand in place of collectives: the passes that make it, wherever it can be."""
     reduction = (GradientReduction(),) if reduced else ()
     partition = (RowPartition(parts=row_parts),) if row_parts else ()
-    return *reduction, *partition, *decompositions(decomposed)
+    only = tuple(decomposed)
+    return *reduction, *partition, *decompositions({key.kind for key in only}, only=only)
 
 
-def decompositions(
-    kinds: Collection[str], model: CostModel | None = None, overlapped: bool = False
-) -> tuple[Pass, ...]:
+def decompositions(kinds: Collection[str], **options: Any) -> tuple[Pass, ...]:
     """Other collectives in place of large ones of these kinds; options as of `exchange.Decomposition`."""
     known: dict[str, Pass] = {
-        "reduce-scatter": ReduceScatterDecomposition(model, overlapped),
-        "all-gather": AllGatherDecomposition(model, overlapped),
-        "collective-permute": PermuteDecomposition(model, overlapped),
+        "reduce-scatter": ReduceScatterDecomposition(**options),
+        "all-gather": AllGatherDecomposition(**options),
+        "collective-permute": PermuteDecomposition(**options),
     }
     return tuple(one for kind, one in known.items() if kind in kinds)
 

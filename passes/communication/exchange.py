@@ -13,14 +13,14 @@ they are decomposed only if they take longer than it (`is_communication_bound`).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, find_collective
 from dhelix.passes.evaluation.costs import CostModel, Costs, trip_count
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys, collective_key
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.profiles import roofline
@@ -31,6 +31,7 @@ KINDS = tuple(INSTEAD)
 UNMEASURED = "nothing was measured that says whether it pays"
 MIN_BYTES = 4 << 20
 """Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
+_ANY = 1 << 30  # GPUs of a node, where only the size of a group counts
 _GAIN = 0.05
 """Share of its time that a collective has to lose by an all-to-all; two machines' times differ by half as much."""
 
@@ -45,11 +46,13 @@ class Decomposition:
       overlapped: the collectives are to lie under compute; then only in modules that are bound by communication, which
         the model must say.
       min_bytes: of the smallest buffer.
+      only: these alone, by kind, bytes and groups; None: all.
     """
 
     model: CostModel | None = None
     overlapped: bool = False
     min_bytes: int = MIN_BYTES
+    only: tuple[CollectiveKey, ...] | None = None
 
     stage = Stage.PRE_SCHEDULER
 
@@ -67,7 +70,7 @@ class Decomposition:
             return False
         done, left = 0, Counter[str]()
         for computation in list(module.computations):
-            for collective in [i for i in computation.instructions if i.opcode == kind]:
+            for collective in [i for i in computation.instructions if i.opcode == kind and self._wanted(i)]:
                 reason = why_not(collective) or why_too_dear(collective, self.model, self.min_bytes)
                 if reason:
                     left[reason] += 1
@@ -79,11 +82,22 @@ class Decomposition:
             context.note(f"{kind}s are now {INSTEAD[kind]}s", count=done)
         return bool(done)
 
+    def _wanted(self, instruction: Instruction) -> bool:
+        found = find_collective(instruction)
+        if self.only is None or found is None:
+            return True
+        return _alike(collective_key(found, _ANY, "nccl")) in {_alike(key) for key in self.only}
+
     def why_none(self, module: HloModule) -> str:
         """Why all stay where they are to lie under compute; "" if some may go."""
         if self.model is None:
             return UNMEASURED
         return "" if is_communication_bound(module, self.model) else "compute takes longer than communication"
+
+
+def _alike(key: CollectiveKey) -> tuple[str, int, int, int]:
+    """What two keys share that differ in where nodes end and in the implementation alone."""
+    return key.kind, key.bytes, key.group_size, key.groups
 
 
 def why_not(collective: Instruction) -> str:
@@ -124,19 +138,24 @@ def is_faster(key: CollectiveKey, model: CostModel) -> bool:
     return exchange + roofline.memory_seconds(moved, model.hardware) < enough
 
 
-def faster_kinds(module: HloModule, model: CostModel) -> tuple[str, ...]:
-    """Kinds of collectives of which all large ones in a module are faster, alone, by what may take their place; of
-    collective-permutes those that swap."""
+def faster(module: HloModule, model: CostModel) -> tuple[CollectiveKey, ...]:
+    """The large collectives of a module that are faster, alone, by what may take their place; of collective-permutes
+    those that swap."""
     keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
-    found = defaultdict[str, set[bool]](set)
+    found = set[CollectiveKey]()
     for instruction in (i for c in module.computations for i in c.instructions):
         collective = find_collective(instruction)
         if collective is None or (collective.kind == "collective-permute" and not is_swap(collective.groups)):
             continue
         key = keys[instruction]
-        if isinstance(key, CollectiveKey) and key.kind in KINDS and key.bytes >= MIN_BYTES:
-            found[key.kind].add(is_faster(key, model))
-    return tuple(kind for kind in KINDS if found[kind] == {True})
+        if isinstance(key, CollectiveKey) and key.kind in KINDS and key.bytes >= MIN_BYTES and is_faster(key, model):
+            found.add(key)
+    return tuple(sorted(found))
+
+
+def in_words(keys: Iterable[CollectiveKey]) -> str:
+    """Kinds of collectives, in the plural; "" for none."""
+    return " and ".join(f"{kind}s" for kind in sorted({key.kind for key in keys}))
 
 
 def is_swap(pairs: Groups) -> bool:

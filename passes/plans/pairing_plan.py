@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
 FINALLY = "finally"
@@ -102,7 +103,7 @@ class PlanTarget:
     Attributes:
       hardware, link, setting: of the profile that it rests on.
       collectives: how they run (`profiles.keys.IMPLEMENTATIONS`).
-      decomposed: kinds of collectives that others take the place of (`exchange.INSTEAD`).
+      decomposed: collectives that others take the place of (`exchange.INSTEAD`).
       environment, xla_flags: the setting, spelled out.
       memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
       max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
@@ -117,7 +118,7 @@ class PlanTarget:
     link: str = "nvlink"
     setting: str = "default"
     collectives: str = "nccl"
-    decomposed: tuple[str, ...] = ()
+    decomposed: tuple[CollectiveKey, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
     xla_flags: tuple[str, ...] = ()
     memory_limit: int = 0
@@ -132,7 +133,7 @@ class PlanTarget:
         hardware: str,
         link: str,
         setting: str,
-        decomposed: tuple[str, ...] = (),
+        decomposed: tuple[CollectiveKey, ...] = (),
         memory_limit: int | None = None,
         max_in_flight: int | None = None,
         skew: int = 0,

@@ -4,8 +4,8 @@
     "schema": 1,
     "program": "llama-8b: 8 layers, sequence 8192, 16 micro-batches, interleaved, dp 1 x tp 4",
     "made_for": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "collectives": "nccl",
-                 "decomposed": ["reduce-scatter"], "memory_limit": 0, "max_in_flight": 0, "skew": 0,
-                 "row_parts": 0, "reduced": 0},
+                 "decomposed": ["reduce-scatter 67108864B 4x1 groups=1 nccl"], "memory_limit": 0, "max_in_flight": 0,
+                 "skew": 0, "row_parts": 0, "reduced": 0},
     "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
     "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004,
                   "guessed_overlap_fraction": 0.01},
@@ -42,6 +42,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dhelix.errors import DhelixError
 from dhelix.passes.communication import exchange
 from dhelix.passes.plans.pairing_plan import (
     FINALLY,
@@ -53,9 +54,9 @@ from dhelix.passes.plans.pairing_plan import (
     PlanTarget,
     Prediction,
 )
-from dhelix.profiles import checked_json
+from dhelix.profiles import checked_json, keys
 from dhelix.profiles.checked_json import Checked, Kind, json_lines, json_text
-from dhelix.profiles.keys import IMPLEMENTATIONS
+from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
 SCHEMA = 1
 
@@ -93,7 +94,7 @@ def dumps(plan: PairingPlan) -> str:
         "link": target.link,
         "setting": target.setting,
         "collectives": target.collectives,
-        "decomposed": list(target.decomposed),
+        "decomposed": list(map(str, target.decomposed)),
         "memory_limit": target.memory_limit,
         "max_in_flight": target.max_in_flight,
         "skew": target.skew,
@@ -181,11 +182,24 @@ def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
         fields["link"].text(),
         fields["setting"].text(),
         _one_of(fields["collectives"], IMPLEMENTATIONS),
-        tuple(_one_of(kind, exchange.KINDS) for kind in fields["decomposed"].sequence()),
+        tuple(_decomposed(key) for key in fields["decomposed"].sequence()),
         tuple(sorted((name, value.text()) for name, value in start["environment"].mapping().items())),
         tuple(flag.text() for flag in start["xla_flags"].sequence()),
         *(fields[n].integer(0, _MAX_BYTES) if n in fields else 0 for n in numbers.split()),
     )
+
+
+def _decomposed(value: Checked) -> CollectiveKey:
+    try:
+        key = keys.parse(value.text())
+    except DhelixError:
+        key = None
+    if not isinstance(key, CollectiveKey) or key.kind not in exchange.KINDS:
+        kinds = ", ".join(exchange.KINDS)
+        raise value.error(
+            f'must be the key of a collective ({kinds}), such as "all-gather 67108864B 4x1 groups=1 nccl"'
+        )
+    return key
 
 
 def _prediction(value: Checked) -> Prediction:

@@ -47,11 +47,13 @@ class Measured:
       plan: with `measured_us` of its segments.
       report: compute and communication of the first GPU.
       steps: that the trace holds.
+      in_order: the step ran in the plan's order; False where it was refused, or another plan was run.
     """
 
     plan: PairingPlan
     report: trace.TraceReport
     steps: int
+    in_order: bool
 
 
 def of_trace(plan: PairingPlan, path: str | Path) -> Measured:
@@ -72,7 +74,7 @@ def of_trace(plan: PairingPlan, path: str | Path) -> Measured:
             f" XLA_FLAGS=--{GRAPHS}="
         )
     times = by_instruction(module, found)
-    return Measured(measured, trace.analyse(profile, module), steps_in(module, times))
+    return Measured(measured, trace.analyse(profile, module), steps_in(module, times), _in_order(plan, module))
 
 
 def _ran(
@@ -105,6 +107,16 @@ def _fits(plan: PairingPlan, module: HloModule) -> bool:
         return bool(find_bodies(plan, module))
     except PassRefusal:
         return False
+
+
+def _in_order(plan: PairingPlan, module: HloModule) -> bool:
+    """Whether for each body some computation runs its operators as the plan says; another may have to differ."""
+    found: dict[str, bool] = {}
+    for body, computation, operators in find_bodies(plan, module):
+        place = {instruction: n for n, instruction in enumerate(module.schedule[computation])}
+        places = [place[head] for head in heads_of(body, operators)]
+        found[body.fingerprint] = found.get(body.fingerprint, False) or places == sorted(places)
+    return all(found.values())
 
 
 def of_executions(plan: PairingPlan, module: HloModule, found: Sequence[Execution]) -> PairingPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_what_segments_took_stands_beside_what_was_predicted(
     assert body.measured_us == pytest.approx(STRETCHED * body.predicted_us, rel=0.01)
     assert f"{body.measured_us:,.0f} µs" in text
     assert body.order == pairing_plan_json.load(ran[0]).bodies[0].order  # and may be edited and run as before
+
+
+def test_another_order_than_the_plans_is_told(ran: tuple[Path, Path], plan: Plan) -> None:
+    assert "another order" not in plan(ran[0], f"--trace={ran[1]}")[1]
+    made = pairing_plan_json.load(ran[0])
+    segments = made.bodies[0].segments
+    other = replace(made.bodies[0], segments=tuple(reversed(segments)))
+    pairing_plan_json.save(made.with_body(other), ran[0])
+    assert "It ran in another order than the plan's" in plan(ran[0], f"--trace={ran[1]}")[1]
+    assert not json.loads(plan(ran[0], f"--trace={ran[1]}", "--json")[1])["in_order"]
 
 
 def test_json(ran: tuple[Path, Path], plan: Plan) -> None:

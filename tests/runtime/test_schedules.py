@@ -16,12 +16,14 @@ from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.profiles import storage
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
 from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.schedules import SCHEDULES, SKEWED, Choice, collective_matmul_of, default_passes, planned_passes
 
-PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=("reduce-scatter",)), ())
+SCATTER = CollectiveKey("reduce-scatter", 64 << 20, 4)
+PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=(SCATTER,)), ())
 
 
 @pytest.fixture(autouse=True)

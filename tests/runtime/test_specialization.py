@@ -12,6 +12,7 @@ from dhelix.models import LlamaConfig, Training, make_train_step, preset
 from dhelix.passes import manager
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.passes.report import CHANGED, REFUSED
+from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
@@ -22,7 +23,7 @@ CONFIG: LlamaConfig = preset(
 )  # with 4 MiB in a reduce-scatter, which is enough to decompose it
 FOREIGN = PairingPlan(
     "another step",
-    PlanTarget.of("H200", "nvlink", "default", decomposed=("reduce-scatter",)),
+    PlanTarget.of("H200", "nvlink", "default", decomposed=(CollectiveKey("reduce-scatter", 4 << 20, 4),)),
     (PlanBody("both strands", "0123456789abcdef", 1, (), ()),),
 )
 

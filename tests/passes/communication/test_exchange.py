@@ -1,5 +1,7 @@
 """When all-to-alls take the place of other collectives: alone, and where they are to lie under compute."""
 
+from dataclasses import replace
+
 import pytest
 
 from dhelix.passes.communication import exchange
@@ -7,7 +9,9 @@ from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomp
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext
+from dhelix.profiles.keys import CollectiveKey
 
+GATHER = CollectiveKey("all-gather", 64 << 20, 4)
 LOOP = """
 HloModule m, num_partitions=4
 body { state = (s32[], bf16[8192,4096], bf16[4096,4096]) parameter(0)
@@ -53,6 +57,26 @@ def test_without_costs_collectives_under_compute_are_left_whole() -> None:
     assert context.notes[-1].message == "left alone: nothing was measured that says whether it pays"
 
 
-@pytest.mark.parametrize(("link", "kinds"), [("nvlink", ()), ("no-p2p", ("all-gather",))])
-def test_faster_kinds(link: str, kinds: tuple[str, ...]) -> None:
-    assert exchange.faster_kinds(HloModule.from_text(LOOP), CostModel.find("H200", link)) == kinds
+@pytest.mark.parametrize(("link", "found"), [("nvlink", ()), ("no-p2p", (GATHER,))])
+def test_which_are_faster(link: str, found: tuple[CollectiveKey, ...]) -> None:
+    assert exchange.faster(HloModule.from_text(LOOP), CostModel.find("H200", link)) == found
+
+
+@pytest.mark.parametrize(
+    ("only", "done"),
+    [
+        ((GATHER,), True),
+        ((replace(GATHER, gpus_per_node=2, nodes=2, implementation="symmetric"),), True),  # the same bytes and group
+        ((replace(GATHER, bytes=GATHER.bytes // 2), replace(GATHER, kind="reduce-scatter")), False),
+        ((replace(GATHER, gpus_per_node=2, groups=2),), False),
+    ],
+)
+def test_a_plan_names_those_that_go(only: tuple[CollectiveKey, ...], done: bool) -> None:
+    assert AllGatherDecomposition(only=only).run(HloModule.from_text(LOOP), PassContext()) == done
+
+
+def test_keys_in_words() -> None:
+    assert exchange.in_words(()) == ""
+    assert exchange.in_words((GATHER, replace(GATHER, bytes=1), replace(GATHER, kind="reduce-scatter"))) == (
+        "all-gathers and reduce-scatters"
+    )

@@ -17,6 +17,7 @@ from dhelix.passes.plans.pairing_plan import (
     PlanTarget,
     Prediction,
 )
+from dhelix.profiles.keys import CollectiveKey
 
 GATHER = "all-gather 67108864B 4x1 groups=1 nccl"
 BODY = PlanBody(
@@ -34,9 +35,8 @@ BODY = PlanBody(
     ),
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
-TARGET = PlanTarget.of(
-    "H200", "nvlink", "copy-engine1", ("reduce-scatter",), memory_limit=1 << 33, max_in_flight=2, skew=1
-)
+SCATTER = CollectiveKey("reduce-scatter", 64 << 20, 4, implementation="symmetric")
+TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", (SCATTER,), memory_limit=1 << 33, max_in_flight=2, skew=1)
 PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
 TEXT = pairing_plan_json.dumps(PLAN)
 
@@ -99,6 +99,10 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         (edited(extra=1), "'extra' is no field of it"),
         (json.dumps({"schema": 1}), '"program" is missing'),
         (edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["?"]}), "made_for.decomposed"),
+        (
+            edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["all-to-all 4B 4x1 groups=1 nccl"]}),
+            "must be the key of a collective (all-gather, reduce-scatter, collective-permute)",
+        ),
         (edited(bodies=json.loads(TEXT)["bodies"] * 2), "two bodies have the fingerprint"),
         (
             edited(made_for={**json.loads(TEXT)["made_for"], "max_in_flight": -1}),
