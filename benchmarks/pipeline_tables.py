@@ -121,7 +121,8 @@ def _sentence(group: Group) -> str:
         f"Best pipeline baseline: {_named(group, pipeline)}. Strands: {_named(group, ours)}, "
         f"{group.time(pipeline) / group.time(ours):.3f} times as fast"
     )
-    if group.run.workload["stages"] == 2 and group.link in GOALS:
+    w = group.run.workload
+    if (w["stages"], w["tp"]) == (2, 2) and group.link in GOALS:
         text += " (must be {}, should be {})".format(*GOALS[group.link])
     if plain is not None:
         text += f". Best without a pipeline: {_named(group, plain)}, {group.time(plain) / group.time(ours):.3f}"
