@@ -189,6 +189,8 @@ class _Run:
             arrived = self._exchange_late(tick, state)
             state, going = self._begin(tick, state)
             going = self._chunk(tick, going)
+            if pattern.activations.before or pattern.cotangents.before:
+                arrived, going = self._arrived(arrived, going)
             return self._end(tick, self._receive_late(tick, state, *arrived), going)
 
         return one_tick(0, state) if ticks == 1 else lax.fori_loop(0, ticks, one_tick, state)
@@ -326,6 +328,12 @@ class _Run:
         """What the tick before made, where it is needed: on the way while this tick computes."""
         activations = self._exchange(state.late, tick.pattern.activations.before)
         return activations, self._exchange(state.late_cotangents, tick.pattern.cotangents.before)
+
+    def _arrived(self, messages: tuple[Values, Values], going: _Going) -> tuple[tuple[Values, Values], _Going]:
+        """Messages are waited for here, behind the layers. If an end came first whose stages communicate, as of one
+        that is shared, XLA could put neither beside the message, nor the layers before it."""
+        messages, x, cotangents = lax.optimization_barrier((messages, going.x, going.cotangents))
+        return messages, going.but(x=x, cotangents=cotangents)
 
     def _receive_late(self, tick: _Tick, state: _State, activations: Values, cotangents: Values) -> _State:
         if tick.pattern.activations.before:
