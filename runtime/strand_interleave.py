@@ -243,11 +243,11 @@ class InterleavedStep:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """As a method of a class, like a function."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _BoundStep(self, instance)
 
     def _report_off(self) -> Report:
         name = f"jit_{self.__name__}"
-        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, "DHELIX=off or jax.disable_jit"),))
+        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, _OFF),))
 
     def _jit_traced(self, microbatches: int, results: bool = False) -> Any:
         """The function jitted with its batch split; with `results`, returns what value_and_grad returned."""
@@ -257,18 +257,21 @@ class InterleavedStep:
             with microbatching(microbatches, self._reduce, self._pipeline) as active:
                 output = self._function(*args, **kwargs)
             self._check_used(active)
+            if results and len(active.results) < active.calls:
+                reason = (
+                    "verify= compares micro-batches with the whole batch only where the step itself calls"
+                    " dhelix.value_and_grad, not inside of a shard_map, jax.jit or scan: that part is left out"
+                )
+                say_once(f"{self.__name__}: {reason}", (self.__name__, reason))
             return active.results if results else output
 
         dropped = {"donate_argnums", "donate_argnames", "out_shardings"} if results else set()
         return jax.jit(traced, **{k: v for k, v in self._jit_options.items() if k not in dropped})
 
     def _check_used(self, active: Microbatching) -> None:
-        if active.results:
+        if active.calls:
             return
-        reason = (
-            "microbatches= has no effect: the step does not call dhelix.value_and_grad, or calls it inside a"
-            " jax.jit of its own that was traced before"
-        )
+        reason = "microbatches= has no effect: the step does not call dhelix.value_and_grad"
         if self._choice.strict:
             raise DhelixError(reason)
         say_once(f"{self.__name__}: {reason}", (self.__name__, reason))
@@ -345,8 +348,36 @@ class InterleavedStep:
             verification.compare(gradients, loop_gradients, "gradient", relative, advice, one_scale=True)
 
 
+class _BoundStep:
+    """A decorated method of one object: as the step, with the object as its first argument."""
+
+    def __init__(self, step: InterleavedStep, instance: object) -> None:
+        functools.update_wrapper(self, step)
+        self._step, self._instance = step, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(self._instance, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._step.lower(self._instance, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Report:
+        return self._step.plan(self._instance, *args, **kwargs)
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        return self._step.report(self._instance, *args, **kwargs)
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        return self._step.profile(self._instance, *args, **kwargs)
+
+
+_OFF = "DHELIX=off, jax.disable_jit, jax_debug_nans or jax_debug_infs"
+
+
 def _on() -> bool:
-    return registration.enabled() and not jax.config.jax_disable_jit
+    """Where JAX looks for NaNs it runs a step again, operation by operation; it can do so of its own programs alone."""
+    config = jax.config
+    return registration.enabled() and not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -24,13 +24,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.fold import Fold
@@ -48,15 +50,28 @@ class Microbatching:
       microbatches: 1 leaves the batch whole.
       reduce: used by calls that do not name their own.
       pipeline: executes the micro-batches by a schedule over pipeline stages.
-      results: (value, gradients) of each call, tracers of the step that is being traced.
+      calls: how often it was called.
+      results: (value, gradients) of each call of the step itself, tracers; what a function returned that the step has
+        JAX trace by itself (shard_map, jit, scan) is known only there.
     """
 
     microbatches: int
     reduce: str
     pipeline: Fold | None = None
+    calls: int = 0
     results: list[Any] = field(default_factory=list)
+    trace: Any = field(default_factory=get_opaque_trace_state)
+
+    def called(self, result: Any) -> None:
+        self.calls += 1
+        if get_opaque_trace_state() == self.trace:
+            self.results.append(result)
 
 
+_trace_number = jax.make_user_context()
+"""JAX keeps what it traced: a function that calls `value_and_grad` is traced anew in each trace of a step, and once
+more outside of any."""
+_numbers = itertools.count()
 _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", default=None)
 
 
@@ -67,7 +82,8 @@ def microbatching(microbatches: int, reduce: str, pipeline: Fold | None = None) 
     try:
         active = _active.get()
         assert active is not None
-        yield active
+        with _trace_number(next(_numbers)):
+            yield active
     finally:
         _active.reset(token)
 
@@ -125,7 +141,7 @@ def value_and_grad(
             result = plain(*args, **kwargs)
         else:
             result = _Loop(plain, options, active, args, kwargs).run()
-        active.results.append(result)
+        active.called(result)
         return result
 
     return value_and_grad_fn
@@ -220,12 +236,14 @@ class _Loop:
     def _arguments(self, xs: Any) -> list[Any]:
         """Those of one micro-batch."""
         batches, number = xs
-        args = list(self.args)
-        for index, batch in batches.items():
-            args[index] = batch
+        args = self._with(batches)
         for index in self.options.rng_argnums:
             args[index] = jax.random.fold_in(args[index], number)
         return args
+
+    def _with(self, batches: Mapping[int, Any]) -> list[Any]:
+        """All arguments; these in place of the batch's own. Others may be functions, flags or names."""
+        return [batches.get(index, arg) for index, arg in enumerate(self.args)]
 
     def _weight(self, args: Sequence[Any]) -> jax.Array | None:
         if self.reduce != "weighted":
@@ -246,7 +264,8 @@ class _Loop:
         if not self.options.has_aux:
             return jax.tree.map(floating, result)
         (value, aux), grads = result
-        (_, whole), _ = jax.eval_shape(self.plain, *self.args, **self.kwargs)
+        batches = {index: self.args[index] for index in self.batch_argnums}
+        (_, whole), _ = jax.eval_shape(lambda some: self.plain(*self._with(some), **self.kwargs), batches)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(aux)
         sums = [
             self._plan_aux(path, like, of_batch)
@@ -260,11 +279,11 @@ class _Loop:
                 return _Sum(one, weighted=jnp.issubdtype(one.dtype, jnp.inexact))
         elif one.shape and (one.shape[0] * self.count, *one.shape[1:]) == whole.shape:
             return _Sum(one, weighted=False, stacked=True)
-        name = "aux" + jax.tree_util.keystr(path)
+        other = f" for a micro-batch and {list(whole.shape)} for the batch" if one.shape != whole.shape else ""
         raise DhelixError(
-            f"{name} is {one.dtype}{list(one.shape)} for a micro-batch and {list(whole.shape)} for the"
-            f" batch, and there is no one way to combine {self.count} of them: return numbers, or arrays with"
-            " the batch as leading axis, or compute it outside value_and_grad"
+            f"aux{jax.tree_util.keystr(path)} is {one.dtype}{list(one.shape)}{other}, and there is no one way to"
+            f" combine {self.count} of them: return numbers (a flag as an integer), or arrays with the batch as leading"
+            " axis, or compute it outside value_and_grad"
         )
 
     def _check(self, batches: dict[int, Any]) -> None:
@@ -306,7 +325,7 @@ class _Loop:
 
     def _finish(self, total: Any, weight: jax.Array | None, how: _Sum) -> jax.Array:
         if how.weighted and weight is not None:
-            total = total / weight
+            total = total / jnp.where(weight == 0, 1, weight)  # where nothing counts, all is zero
         elif how.weighted and self.reduce == "mean":
             total = total / self.count
         return total.astype(how.like.dtype)
@@ -369,7 +388,7 @@ def _check_numbers(outputs: Sequence[Any]) -> None:
 
 
 def _add(total: jax.Array, value: jax.Array, how: _Sum, weight: jax.Array | None) -> jax.Array:
-    value = value.astype(how.dtype)
+    value = jnp.asarray(value, how.dtype)  # an auxiliary output may be a number of Python's
     if how.weighted and weight is not None:
         # Not a bare product: a micro-batch without tokens may have a loss of 0/0.
         value = jnp.where(weight == 0, jnp.zeros_like(value), value * weight)

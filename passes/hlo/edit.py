@@ -15,6 +15,8 @@ ELEMENTWISE = frozenset(
 )
 """Opcodes of arithmetic, each element of whose result is that of the elements in the same place."""
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
+_SHARD_MAP = ("xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape")
+"""Around the call that a `shard_map` is: marked as if they had effects, so that nobody takes one of them away alone."""
 
 
 def has_side_effect(instruction: Instruction) -> bool:
@@ -23,13 +25,17 @@ def has_side_effect(instruction: Instruction) -> bool:
     seen: set[Computation] = set()
     while pending:
         top = pending.pop()
-        if top.opcode in _EFFECTS or (top.opcode == "custom-call" and top.proto.custom_call_has_side_effect):
+        if top.opcode in _EFFECTS or _has_effect(top):
             return True
         for called in top.called:
             if called not in seen:
                 seen.add(called)
                 pending.extend(called.instructions)
     return False
+
+
+def _has_effect(call: Instruction) -> bool:
+    return call.proto.custom_call_has_side_effect and call.proto.custom_call_target not in _SHARD_MAP
 
 
 def copy_called(instruction: Instruction) -> list[Computation]:

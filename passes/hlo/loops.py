@@ -183,6 +183,11 @@ def _indices_read(values: Iterable[Instruction]) -> set[int]:
     return found
 
 
+def is_sharding_constraint(instruction: Instruction) -> bool:
+    """What tells the partitioner how its operand is split, as JAX does of counters on meshes of explicit axes."""
+    return instruction.opcode == "custom-call" and instruction.proto.custom_call_target == "Sharding"
+
+
 def _reads_parameter(instruction: Instruction) -> bool:
     return instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "parameter"
 
@@ -202,7 +207,7 @@ def evaluate(value: Instruction, state: Mapping[int, int], known: Mapping[Instru
         else:
             waiting = [o for o in top.operands if o not in memo]
             if waiting:
-                if len(stack) > 10_000 or top.opcode not in _EVALUABLE:
+                if len(stack) > 10_000 or not (top.opcode in _EVALUABLE or is_sharding_constraint(top)):
                     raise Unknown
                 stack.extend(waiting)
             else:
@@ -237,7 +242,7 @@ def _apply(instruction: Instruction, operands: list[int]) -> int:
         result = -operands[0]
     elif opcode == "not" and shape.element_type == shapes.PRED:
         return 1 - operands[0]
-    elif opcode in ("convert", "copy", "reshape", "bitcast"):
+    elif opcode in ("convert", "copy", "reshape", "bitcast") or is_sharding_constraint(instruction):
         result = operands[0]
     elif opcode in ("call", "fusion"):
         callee = instruction.called[0]

@@ -42,7 +42,7 @@ from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, r
 from dhelix.passes.hlo.loop_state import merge
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.strand_partition import BACKWARD_NAME, Partition, partition
+from dhelix.passes.strands.strand_partition import BACKWARD_NAME, Partition, is_shard_map, partition
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # name of a loop over micro-batches with two strands
@@ -170,7 +170,7 @@ def _inline_nested(loop: Instruction) -> None:
 def _must_stay_a_call(call: Instruction) -> bool:
     """A shard_map's body is a call that the partitioner looks for; a composite is one operation to the compiler."""
     attributes = call.proto.frontend_attributes.map
-    return "inlineable" in attributes or "xla.sdy" in call.called[0].name or call.proto.is_composite
+    return "inlineable" in attributes or is_shard_map(call) or call.proto.is_composite
 
 
 def _no_loop(module: HloModule) -> PassRefusal:
@@ -181,9 +181,10 @@ def _no_loop(module: HloModule) -> PassRefusal:
             "that takes the gradients"
         )
     return PassRefusal(
-        "the step has no loop over micro-batches: accumulate gradients over them inside the step (lax.scan, "
-        "optax.microbatching), or take gradients with dhelix.value_and_grad and give microbatches=; accumulation "
-        "across calls, as optax.MultiSteps does, cannot be interleaved"
+        "the step has no loop over micro-batches that takes gradients: take and accumulate them in a loop inside the "
+        "step (lax.scan, optax.microbatching; the gradient of a whole loop is none), or take them with "
+        "dhelix.value_and_grad and give microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be "
+        "interleaved"
     )
 
 

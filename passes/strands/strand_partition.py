@@ -32,6 +32,7 @@ _CHEAP = frozenset(
     "add and bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice iota maximum minimum "
     "multiply negate not or pad reshape select shift-left shift-right-logical slice subtract transpose xor".split()
 )
+_TO_LOCAL, _TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
 _CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
@@ -59,7 +60,9 @@ def partition(loop: WhileLoop) -> Partition | None:
     """The legal split of `loop`'s body; None when the body holds no backward pass."""
     seed = _first_backward(loop)
     if seed is None:
+        _refuse_hidden_backward(loop)
         return None
+    seed = _outside_of_shard_map(loop, seed)
     _refuse_effects(loop)
     backward, written = _close(loop, seed)
     _refuse_forward_reads(loop, seed, written)
@@ -73,7 +76,8 @@ def partition(loop: WhileLoop) -> Partition | None:
         )
     if trips < 2:
         raise PassRefusal(
-            f"{trips} micro-batch leaves nothing to interleave; split the batch into at least two",
+            f"{trips} micro-batch leaves nothing to interleave; split the batch into at least two, and do not unroll "
+            "the loop over them",
             loop.instruction,
         )
     parameter, root = loop.body.parameters[0], loop.body.root
@@ -103,6 +107,45 @@ def _first_backward(loop: WhileLoop) -> Instruction | None:
         most = max(work for _, work in loops)
         return next(i for i, work in loops if work * 4 >= most)
     return _narrowest_cotangent(loop, marked)
+
+
+def is_shard_map(call: Instruction) -> bool:
+    """Whether a call is the body of a `shard_map`, which the partitioner looks for: it stays a call."""
+    return call.opcode == "call" and "xla.sdy" in call.called[0].name
+
+
+def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
+    """A cut inside of a `shard_map`, which is a call between two custom calls, goes before all of it. Raises
+    PassRefusal where it holds the layers."""
+    at = _source(seed)
+    for call in filter(is_shard_map, loop.body.instructions):
+        sources = [_source(o) for o in call.operands]
+        begin = next((i for i in sources if i.proto.custom_call_target == _TO_LOCAL), call)
+        if at in (begin, call) or (at.proto.custom_call_target == _TO_GLOBAL and call in map(_source, at.operands)):
+            _refuse_layers_in_shard_map(call)
+            return begin
+    return seed
+
+
+def _source(value: Instruction) -> Instruction:
+    """What makes `value`, be it one of several."""
+    return value.operands[0] if value.opcode == "get-tuple-element" else value
+
+
+def _refuse_hidden_backward(loop: WhileLoop) -> None:
+    """Raises PassRefusal where gradients are taken inside of a `shard_map` that the loop holds."""
+    for call in filter(is_shard_map, loop.body.instructions):
+        if any(BACKWARD_NAME in i.op_name for i in graph.walk(call.called[0])):
+            _refuse_layers_in_shard_map(call)
+
+
+def _refuse_layers_in_shard_map(call: Instruction) -> None:
+    if any(i.opcode == "while" for i in graph.walk(call.called[0])):
+        raise PassRefusal(
+            "the layers are inside of a shard_map, which the loop over micro-batches calls and passes do not look into:"
+            " put that loop inside of the shard_map",
+            call,
+        )
 
 
 def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruction | None:

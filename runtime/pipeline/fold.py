@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from dhelix.errors import DhelixError
 from dhelix.passes.pipeline_fold import (
@@ -103,6 +103,11 @@ class Fold:
         found = self.mesh if mesh is None else mesh
         if found is None:
             raise DhelixError("a state is folded over a mesh: give fold(state, mesh), or Fold(..., mesh=mesh)")
+        if any(kind is AxisType.Explicit for kind in found.axis_types):
+            raise DhelixError(
+                "Fold: the mesh has explicit axes, as jax.make_mesh makes them, and a pipeline needs automatic ones:"
+                f" make it with axis_types=(jax.sharding.AxisType.Auto,) * {len(found.axis_names)}"
+            )
         return found
 
     def make_schedule(self, layers: int, microbatches: int) -> Schedule:

@@ -203,6 +203,12 @@ def test_switched_off(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Replace.runs
 
 
+def test_where_jax_looks_for_nans_it_finds_them_as_in_its_own_programs() -> None:
+    step = strand_interleave(lambda x: jnp.log(x), passes=[Replace("log", "sine")])
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
+        step(-_array(3) - 1)
+
+
 def test_switched_off_micro_batches_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """They decide what memory the step takes, and with reduce= what it computes."""
 
@@ -253,7 +259,10 @@ def test_method() -> None:
         def step(self, x: jax.Array) -> jax.Array:
             return jnp.sin(x)
 
-    np.testing.assert_allclose(Trainer().step(_array(3)), jnp.cos(_array(3)), rtol=1e-6)
+    step = Trainer().step
+    np.testing.assert_allclose(step(_array(3)), jnp.cos(_array(3)), rtol=1e-6)
+    assert step.report(_array(3)).changed and step.plan(_array(3)).changed
+    assert "cosine" in step.lower(_array(3)).as_text() and step.__name__ == "step"
 
 
 def test_microbatches_split_the_batch_only_inside_the_step() -> None:

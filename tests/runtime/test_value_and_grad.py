@@ -83,6 +83,19 @@ def test_weighted_by_unmasked_tokens_even_where_a_microbatch_has_none() -> None:
     _close(jax.value_and_grad(_masked_mean)(w, empty), _split(weighted)(w, empty))
 
 
+def test_where_nothing_counts_all_is_zero() -> None:
+    """A loss that guards itself is zero then, and a step in which some devices have padding alone must not be NaN."""
+
+    def guarded(w: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        rows = jnp.tanh(batch["x"] @ w).sum(axis=1)
+        return jnp.where(batch["mask"], rows, 0).sum() / jnp.maximum(batch["mask"].sum(), 1)
+
+    nothing = {**MASKED, "mask": jnp.zeros(ROWS, bool)}
+    weighted = value_and_grad(guarded, reduce="weighted", weights=lambda w, batch: batch["mask"].sum())
+    w = _normal(WIDTH, WIDTH)
+    _close(jax.value_and_grad(guarded)(w, nothing), _split(weighted)(w, nothing))
+
+
 def test_types_of_jax_and_sums_in_float32() -> None:
     w, x = _normal(WIDTH, WIDTH, dtype=jnp.bfloat16), _normal(ROWS, WIDTH, dtype=jnp.bfloat16)
     expected, actual = jax.value_and_grad(_mean)(w, x), _split(value_and_grad(_mean), 16)(w, x)
@@ -102,6 +115,33 @@ def test_auxiliary_outputs() -> None:
 
     args = _normal(WIDTH, WIDTH), _normal(ROWS, WIDTH)
     _close(jax.value_and_grad(loss, has_aux=True)(*args), _split(value_and_grad(loss, has_aux=True))(*args))
+
+
+def test_arguments_that_are_no_arrays_and_auxiliary_outputs_that_are_pythons() -> None:
+    def loss(w: jax.Array, apply: Any, x: jax.Array, train: bool, mode: str = "") -> Any:
+        y = apply(x @ w) if train and mode == "a" else x @ w
+        return jnp.mean(y**2), {"rows": len(x), "scale": 2.0}
+
+    w, x = _normal(WIDTH, WIDTH), _normal(ROWS, WIDTH)
+
+    def step(function: Any) -> Any:
+        return lambda w, x: function(w, jnp.tanh, x, train=True, mode="a")
+
+    expected = jax.jit(step(jax.value_and_grad(loss, has_aux=True)))(w, x)
+    _close(expected, _split(step(value_and_grad(loss, has_aux=True, batch_argnums=2)))(w, x))
+
+
+def test_what_jax_keeps_of_an_inner_function_is_of_this_step() -> None:
+    inner = jax.jit(value_and_grad(lambda w, x: jnp.sum(x @ w)))
+    w, x = _normal(WIDTH, WIDTH), _normal(ROWS, WIDTH)
+
+    def loops(microbatches: int) -> bool:
+        return f"length={microbatches}" in str(jax.make_jaxpr(_split(lambda w, x: inner(w, x), microbatches))(w, x))
+
+    assert loops(4) and loops(2)
+    assert "scan" not in str(jax.make_jaxpr(inner)(w, x))
+    _split(lambda w, x: inner(w, x), 4, "sum")(w, x)
+    _close(jax.value_and_grad(lambda w, x: jnp.sum(x @ w))(w, x), inner(w, x))
 
 
 def test_random_keys_differ_between_microbatches() -> None:

@@ -114,3 +114,14 @@ def test_what_the_plain_step_differs_from_itself_by_is_allowed() -> None:
         compare(plain, {"w": jnp.array([1.0, 3.0])}, "output", 1e-6, "", again=again)
     with pytest.raises(VerificationError):
         compare(plain, {"w": jnp.array([1.0, 2.3])}, "output", 1e-6, "")
+
+
+def test_where_gradients_are_taken_in_a_function_that_jax_traces_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    @strand_interleave(microbatches=4, verify=True)
+    def step(w: jax.Array, batch: Any) -> Any:
+        loss, gradients = jax.jit(lambda w, batch: value_and_grad(squared_error)(w, batch))(w, batch)
+        return w - gradients, loss
+
+    _, loss = step(weights(), batch())
+    np.testing.assert_allclose(loss, squared_error(weights(), batch()), rtol=1e-6)
+    assert "only where the step itself calls dhelix.value_and_grad" in caplog.text

@@ -186,14 +186,14 @@ REASONS = {
     "dynamic_loss_scale": r"reads f32\[\], which .*a dynamic loss scale .*; update it once",
     "fp8_amax_history": r"reads f32\[16\], which .*an fp8 amax history .*; update it once",
     "parameters_updated_inside_the_loop": r"reads f32\[2,4,4\], .*parameters updated inside .*; update it once",
-    "optax_multi_steps": "no loop over micro-batches: .* inside the step .* as optax.MultiSteps does",
-    "accumulation_across_calls": "no loop over micro-batches: .* give microbatches=; accumulation across calls",
-    "unrolled_micro_batches": "no loop over micro-batches: accumulate .* inside the step .lax.scan",
+    "optax_multi_steps": "no loop over micro-batches that .* inside the step .* as optax.MultiSteps does",
+    "accumulation_across_calls": "no loop over micro-batches that .* give microbatches=; accumulation across calls",
+    "unrolled_micro_batches": "no loop over micro-batches that .* inside the step .lax.scan",
     "ordered_print": r"ordered callbacks; make them unordered \(ordered=False\)",
     "ordered_io_callback": r"ordered callbacks; make them unordered \(ordered=False\)",
     "dynamic_number_of_micro_batches": "number of micro-batches is dynamic .*; loop over a static number",
     "evaluation": "the step holds no backward pass",
-    "one_micro_batch": "1 micro-batch leaves nothing to interleave; split the batch into at least two",
+    "one_micro_batch": "1 micro-batch leaves nothing to interleave; split the batch .*, and do not unroll",
     "offloaded_residuals": "offloaded to the host; choose a jax.checkpoint policy that keeps them",
 }
 NO_LOOP = {"optax_multi_steps", "accumulation_across_calls", "unrolled_micro_batches", "evaluation"}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import dhelix
 from dhelix import Fold
@@ -84,6 +85,12 @@ def test_a_state_that_cannot_be_folded() -> None:
     refuse("2 stages needs a mesh with an axis 'stage' of that size", Fold(2, 8, axis="stage").fold, params, mesh)
     refuse(r"leading dimensions \[8\] of 8 layers in the model's order", Fold(2, layers=8).fold, params, mesh)
     refuse("no array lies under layers: name where", Fold(2).fold, {"blocks": params["layers"]}, mesh)
+
+
+def test_a_mesh_of_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 4), ("pp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with pytest.raises(DhelixError, match=r"explicit axes.*axis_types=\(jax.sharding.AxisType.Auto,\) \* 2"):
+        Fold(stages=2, mesh=mesh).fold({"layers": jnp.zeros((4, 2))})
 
 
 def test_a_state_that_is_not_folded() -> None:
