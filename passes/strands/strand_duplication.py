@@ -42,6 +42,7 @@ from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, r
 from dhelix.passes.hlo.loop_state import merge
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.constraint_folding import fold_constraints
 from dhelix.passes.strands.strand_partition import BACKWARD_NAME, Partition, is_shard_map, partition
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
@@ -114,6 +115,7 @@ class StrandDuplication:
 def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
     """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
     that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
+    fold_constraints(module)
     for computation, loop in list(_outermost_loops(module.entry)):
         yield from _partitions(computation, loop, refusals)
 

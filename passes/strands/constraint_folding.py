@@ -1,0 +1,142 @@
+"""Takes away sharding constraints that say what is known, so that other passes see what a program computes.
+
+Before, as JAX lowers a step on a mesh of explicit axes:      After:
+    start = constraint(broadcast(0), S)                           start = constraint(broadcast(0), S)
+    while (stack = start, l = 0):                                 while (stack = start, l = 0):
+        next  = constraint(constraint(l, -) + 1, -)                   next  = l + 1
+        a     = constraint(reshape(dynamic-slice(stack, l)), S')      a     = reshape(dynamic-slice(stack, l))
+        new   = constraint(dynamic-update-slice(stack, b, l), S)      new   = dynamic-update-slice(stack, b, l)
+
+There a constraint stands behind every operation, and no counter, stack of residuals or accumulator is one to a pass.
+What takes loops over micro-batches apart (`strand_duplication.partitions`) does this first.
+
+Contract
+    Consumes  constraints of which the same is known of their operand: scalars, which are never split; one behind
+              another; results of calls; what a loop carries and moves or adds to, by what it starts as; slices and
+              updates of these, and dimensions of one element that come or go.
+    Makes     their operand in their place.
+    Leaves    all others, such as one that has weights gathered before a product, or says where a product is summed.
+
+Why it is legal: a constraint is its operand. The partitioner spreads what is known along the same edges, from the
+constraint that stays.
+Cost: linear in instructions. No paper: it is JAX's way of writing programs.
+"""
+
+from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
+from dhelix.passes.hlo.edit import replace_uses
+from dhelix.passes.hlo.loops import is_sharding_constraint
+
+_SHARDING = "xla.sdy.sharding"
+
+type Known = tuple[str, tuple[str, ...]]
+"""A mesh, and for each dimension what it is split over: as text."""
+
+
+def fold_constraints(module: HloModule) -> int:
+    """Takes them away; returns how many."""
+    stay = {i for computation in module.computations for i in graph.tied(computation)}
+    every = (i for computation in module.computations for i in computation.instructions)
+    left = [i for i in every if is_sharding_constraint(i) and i not in stay]
+    count = len(left)
+    while left:
+        shardings = _Shardings(module)
+        known = [i for i in left if shardings.says_nothing_new(i)]
+        if not known:
+            break
+        for constraint in known:
+            replace_uses(constraint.computation, constraint, constraint.operands[0])
+            constraint.computation.instructions.remove(constraint)
+        left = [i for i in left if i not in known]  # one that was read by another may be the last one now
+    return count - len(left)
+
+
+class _Shardings:
+    """What is known of how values are split, by constraints before them."""
+
+    def __init__(self, module: HloModule) -> None:
+        self.callers = graph.callers(module)
+        self.known: dict[Instruction, Known | None] = {}
+
+    def says_nothing_new(self, constraint: Instruction) -> bool:
+        if not constraint.shape.dimensions:
+            return True
+        stated = _stated(constraint)
+        carried = self._carried_as(constraint)
+        return stated is not None and stated in (self.of(constraint.operands[0]), carried)
+
+    def of(self, value: Instruction) -> Known | None:
+        if value not in self.known:
+            self.known[value] = None  # what comes back to itself says nothing
+            self.known[value] = self._of(value)
+        return self.known[value]
+
+    def _of(self, value: Instruction) -> Known | None:
+        if stated := _stated(value):
+            return stated
+        match value.opcode:
+            case "call":
+                return self.of(value.called[0].root)
+            case "parameter":
+                place = value.proto.parameter_number
+                calls = [call for call in self.callers[value.computation] if call.opcode == "call"]
+                given = {self.of(call.operands[place]) for call in calls}
+                return given.pop() if len(given) == 1 else None
+            case "get-tuple-element":
+                start = self._start(value.operands[0], value.tuple_index)
+                return None if start is None else self.of(start)
+            case "dynamic-update-slice":
+                return self.of(value.operands[0])
+            case "dynamic-slice" | "reshape":
+                return _of_part(self.of(value.operands[0]), value)
+        return None
+
+    def _start(self, source: Instruction, index: int) -> Instruction | None:
+        """What a loop's state, read inside or behind it, starts as; of another tuple what it is made of."""
+        if source.opcode == "parameter":
+            source = self._loop(source.computation) or source
+        made = source.operands[0] if source.opcode == "while" else source
+        return made.operands[index] if made.opcode == "tuple" else None
+
+    def _loop(self, body: Computation) -> Instruction | None:
+        return next((i for i in self.callers[body] if i.opcode == "while"), None)
+
+    def _carried_as(self, value: Instruction) -> Known | None:
+        """What is known of the element of a loop's state that `value` becomes and that is only added to: what layers
+        hand on keeps its constraint, which says where they sum."""
+        body = value.computation
+        if self._loop(body) is None or body.root.opcode != "tuple":
+            return None
+        places = [k for k, element in enumerate(body.root.operands) if element is value]
+        if len(places) != 1 or any(value in i.operands for i in body.instructions if i is not body.root):
+            return None
+        reads = [i for i in body.instructions if i.opcode == "get-tuple-element" and i.tuple_index == places[0]]
+        reads = [i for i in reads if i.operands[0] is body.parameters[0]]
+        if sum(i.operands.count(read) for read in reads for i in body.instructions) > 1:
+            return None
+        start = self._start(body.parameters[0], places[0])
+        return None if start is None else self.of(start)
+
+
+def _stated(value: Instruction) -> Known | None:
+    """What the program says of a single array: `...<@mesh, [{"dp"}, {}]>...`."""
+    text = value.proto.frontend_attributes.map.get(_SHARDING, "")
+    if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("[{") != 1:
+        return None
+    mesh, _, rest = text.rpartition("<")[2].partition(", [")
+    dimensions = tuple(part.strip(" {}") for part in rest.partition("]")[0].split("}"))[:-1]
+    dimensions = tuple(part.lstrip(", {") for part in dimensions)
+    return (mesh, dimensions) if len(dimensions) == len(value.shape.dimensions) else None
+
+
+def _of_part(source: Known | None, part: Instruction) -> Known | None:
+    """Of a slice or of the same elements with other dimensions of one element; a dimension that was cut is whole."""
+    if source is None:
+        return None
+    before, after = list(part.operands[0].shape.dimensions), list(part.shape.dimensions)
+    if part.opcode == "dynamic-slice":
+        split = (s if a == b else "" for s, a, b in zip(source[1], before, after, strict=True))
+        return source[0], tuple(split)
+    if [d for d in before if d != 1] != [d for d in after if d != 1]:
+        return None
+    kept = iter([s for s, d in zip(source[1], before, strict=True) if d != 1])
+    return source[0], tuple(next(kept) if d != 1 else "" for d in after)
