@@ -39,11 +39,16 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
         self._config = _plain({"config": config, "notes": notes or {}})
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
-        )
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
+                options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint can be written to {self.folder} ({_first_line(error)}); give another --checkpoint_dir"
+            ) from None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -82,11 +87,20 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint in {self.folder}; leave out --resume to start a new run")
         where = f"the checkpoint of step {step} in {self.folder}"
         _compare(where, self._run(step)["config"], self._config["config"])
-        metadata = self._manager.item_metadata(step)["state"]
-        stored = {} if metadata is None else _arrays(getattr(metadata, "tree", metadata))
-        _compare(where, stored, _arrays(abstract_state))
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
-        return step, restored["state"]
+        try:
+            metadata = self._manager.item_metadata(step)["state"]
+            stored = {} if metadata is None else _arrays(getattr(metadata, "tree", metadata))
+            _compare(where, stored, _arrays(abstract_state))
+            state = ocp.args.StandardRestore(abstract_state)
+            return step, self._manager.restore(step, args=ocp.args.Composite(state=state))["state"]
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:
+            older = [other for other in self._manager.all_steps() if other < step]
+            others = f", of which the newest is that of step {max(older)}" if older else ""
+            raise CheckpointError(
+                f"{where} is damaged ({_first_line(error)[:200]}); delete its folder to go on from those before{others}"
+            ) from error
 
     def _run(self, step: int) -> dict[str, Any]:
         restore = ocp.args.Composite(run=ocp.args.JsonRestore())

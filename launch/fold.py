@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -110,6 +111,8 @@ def view_of(chosen: Mapping[str, Any]) -> FoldView:
 
 
 def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
+    if odd := [name for name in ("forward", "backward", "send", "si_gain") if not math.isfinite(chosen[name])]:
+        raise DhelixError(f"--{odd[0]} {chosen[odd[0]]}: give a finite number")
     both = (1.0 - chosen["si_gain"]) * (chosen["forward"] + chosen["backward"])
     return PipelineCosts(chosen["forward"], chosen["backward"], both, send=chosen["send"])
 

@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -131,6 +132,11 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
         raise DhelixError(f"--skew {','.join(chosen['skew'])}: give numbers of layers, such as 0,2")
     if chosen["pp"] > 1 and any(map(int, chosen["skew"])):
         raise DhelixError("a pipeline pairs micro-batches by its own schedule; leave out --pp or --skew")
+    for name in filter(None, (chosen["out"], chosen["picture"])):
+        if not Path(name).absolute().parent.is_dir():
+            raise DhelixError(f"cannot write {name}: name a file in a folder that exists")
+    if chosen["picture"] and Path(chosen["picture"]).suffix != ".png":
+        raise DhelixError(f"--picture {chosen['picture']}: pictures of plans are .png; name one")
     unknown = [name for name in chosen["setting"] if name not in SETTINGS]
     if unknown:
         raise DhelixError(f"--setting {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")

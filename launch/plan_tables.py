@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from dhelix.launch.plan_search import Candidate, MemoryLimit
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
 from dhelix.passes.communication import exchange
-from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment
+from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment, PlanTarget
+from dhelix.profiles.hardware import Hardware
 
 _LONGEST = 3  # operators beneath a collective that a row names
 
@@ -110,23 +111,21 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
 
 
 def _settings(view: PlanView) -> Table:
+    """A row for each candidate, the best one bold; columns that would say the same of all are left out."""
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
-    table.add_column("launch setting")
-    table.add_column("decomposed")
-    table.add_column("skew", justify="right")
-    table.add_column("row parts", justify="right")
-    table.add_column("by layer", justify="right")
+    candidates = sorted(view.candidates, key=Candidate.rank)
+    structure = {name: of for name, of in _STRUCTURE.items() if any(map(of, (c.plan.target for c in candidates)))}
+    table.add_column("launch setting", no_wrap=True)
+    for name in structure:
+        table.add_column(name, overflow="fold")
     for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
-    for candidate in sorted(view.candidates, key=Candidate.rank):
+    for candidate in candidates:
         target, predicted, timeline = candidate.plan.target, candidate.plan.predicted, candidate.timeline
         plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
         table.add_row(
             target.setting,
-            exchange.in_words(target.decomposed) or "-",
-            str(target.skew),
-            str(target.row_parts or "-"),
-            "yes" if target.reduced else "-",
+            *(str(of(target) or "-") for of in structure.values()),
             _ms(candidate.seconds),
             _ms(candidate.seconds_xla),
             "-" if plain is None else _ms(plain),
@@ -138,11 +137,21 @@ def _settings(view: PlanView) -> Table:
             style="bold" if candidate is view.best else "",
         )
     table.caption = (
-        "hidden: share of communication under compute; slow-down: what that costs compute;"
-        " guessed: of times alone / of overlap; by layer: gradients of replicas reduced so"
+        "The first row is taken. hidden: share of communication under compute; slow-down: what that costs compute;"
+        " guessed: of times alone / of overlap"
     )
+    if "by layer" in structure:
+        table.caption += "; by layer: gradients of replicas reduced so"
     table.caption_justify = "left"
     return table
+
+
+_STRUCTURE: dict[str, Callable[[PlanTarget], object]] = {
+    "decomposed": lambda target: exchange.in_words(target.decomposed),
+    "skew": lambda target: target.skew,
+    "row parts": lambda target: target.row_parts,
+    "by layer": lambda target: "yes" if target.reduced else "",
+}
 
 
 def _collectives(view: PlanView, top: int) -> Table:
@@ -202,7 +211,14 @@ def _memory(view: PlanView) -> list[str]:
         return [f"{line}."]
     over = view.memory.peak > view.limit.bytes
     said = f"more than the limit of {bytes_text(view.limit.bytes)}" if over else f"limit {bytes_text(view.limit.bytes)}"
-    return [f"{line}; {said}."]
+    return [f"{line}; {said}.", *_too_large(view.memory.peak, view.best.costs.hardware)]
+
+
+def _too_large(needed: int, hardware: Hardware) -> list[str]:
+    if needed <= hardware.memory_bytes:
+        return []
+    size = bytes_text(int(hardware.memory_bytes))
+    return [f"That is more than the {size} of an {hardware.name}: take more GPUs, fewer layers or shorter sequences."]
 
 
 def _start(best: Candidate) -> str:

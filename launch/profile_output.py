@@ -57,7 +57,8 @@ def show(job: Job, chosen: dict[str, Any], here: Provenance, console: Console) -
 
 def compare_files(path: Path, other: str, console: Console, as_json: bool = False) -> None:
     """How far the profile in `path` agrees with that in `other`. Raises DhelixError: one of them cannot be read."""
-    agreements, warnings = _compared(storage.load(path), storage.load(other))
+    theirs = storage.load(other)
+    agreements, warnings = _compared(storage.load(path), theirs)
     warn(warnings, console)
     if as_json:
         found = [agreement.to_json() for agreement in agreements]

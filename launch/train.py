@@ -54,7 +54,7 @@ def define_flags(values: flags.FlagValues) -> None:
     text("profile", None, "file of measured costs (default: the shipped one and the user's own)")
     text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
     number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
-    number("skew", None, "layers that the strands are apart, so that both ends of the step overlap, too", 1)
+    number("skew", None, "layers that the strands are apart, so that both ends of the step overlap, too", 0)
     text("collective_matmul", None, "for collectives beside products: auto, off or a form (default: the schedule's)")
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("trace", None, "record the last step in this folder, without CUDA graphs; see `dhelix plan --trace`")

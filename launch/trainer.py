@@ -354,7 +354,7 @@ def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1) -> tuple[int
             more = "; stages of a pipeline are --pp" if name == "pp" else ""
             raise DhelixError(f"--mesh {text} means nothing; give the axes dp and tp, for example dp=2,tp=4{more}")
         axes[name] = int(size)
-    if devices % pp:
+    if devices % pp and len(axes) < 2:
         raise DhelixError(f"--pp {pp} stages do not divide the {devices} devices; give a number that does")
     of_stage = devices // pp
     if not axes:

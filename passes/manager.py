@@ -222,6 +222,7 @@ class _Attempt:
         else:
             outcome, reason, instruction, facts = report.FAILED, f"{type(error).__name__}: {error}", None, {}
             logging.vlog(1, "%s", "".join(traceback.format_exception(error)))
+        self.context.notes = []  # of what was done, nothing is left
         self.context.note(reason, instruction, **facts)
         where = f" (at {instruction})" if instruction else ""
         say_once(

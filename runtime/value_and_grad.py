@@ -115,7 +115,7 @@ def value_and_grad(
 
     Raises:
       DhelixError: a batch that M does not divide, an argument without a batch axis, an auxiliary output whose
-        shape depends on the batch in another way, "weighted" without weights.
+        shape depends on the batch in another way, "weighted" without weights or the reverse.
     """
     options = _Options(
         _as_tuple(argnums),
@@ -194,6 +194,8 @@ class _Loop:
                 'reduce="weighted" needs value_and_grad(..., weights=): a function of the arguments of the'
                 " loss that returns the weight of a micro-batch, such as its number of unmasked tokens"
             )
+        if self.reduce != "weighted" and options.weights is not None:
+            raise DhelixError(f'weights= weighs nothing with reduce="{self.reduce}": take reduce="weighted"')
         taken = {index % len(args) for index in (*(options.argnums or ()), *options.rng_argnums)}
         rest = tuple(index for index in range(len(args)) if index not in taken)
         self.batch_argnums = rest if options.batch_argnums is None else options.batch_argnums

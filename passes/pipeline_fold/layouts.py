@@ -73,7 +73,8 @@ def _chunk_layers(layers: int, stages: int, chunks: int) -> tuple[int, ...]:
         raise DhelixError(f"{stages} pipeline stages: a pipeline needs at least one")
     if chunks > layers:
         most = layers * stages // chunks
-        advice = f"take at most {most} stage{'s' * (most > 1)}" if most else "take fewer chunks, or a deeper model"
+        fewer = f"at most {most} stage{'s' * (most > 1)}, " if most else ""
+        advice = f"take {fewer}fewer chunks on each, or a deeper model"
         raise DhelixError(f"{layers} layers do not fill {chunks} chunks on {stages} stages: {advice}")
     short, longer = divmod(layers, chunks)
     return (short,) * (chunks - longer) + (short + 1,) * longer

@@ -62,8 +62,9 @@ class PlanOperators:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the collectives, products and attentions, whatever their order and whatever else runs."""
-        counts = Counter(self._texts[i] for i in self._texts if self._is_work(i))
+        """16 hex digits of the collectives, products and attentions, and of loops that hold some, whatever their order
+        and whatever else runs."""
+        counts = Counter(text for i, text in self._texts.items() if self._is_work(i) or self._holds_work(i))
         return blake2b(repr(sorted(counts.items())).encode(), digest_size=8).hexdigest()
 
     def describe(self) -> str:
@@ -136,6 +137,10 @@ class PlanOperators:
 
     def _is_work(self, instruction: Instruction) -> bool:
         return _kind(_key(instruction, self._keys)) != ""
+
+    def _holds_work(self, instruction: Instruction) -> bool:
+        inside = _inside(instruction, self._keys) if instruction.opcode in CONTROL_FLOW else ()
+        return any(map(is_work, inside))
 
     def _label(self, instruction: Instruction) -> str:
         key = _key(instruction, self._keys)

@@ -69,7 +69,7 @@ class PlannedOrder:
                 refused.append((refusal, body, computation, operators))
         for refusal, body, computation, operators in refused:
             if body.fingerprint not in found:
-                raise refusal
+                raise PassRefusal(f"body {body.name!r}: {refusal.reason}", refusal.instruction, **refusal.facts)
             self._order(module, body, computation, operators, memory, context, refusal)
         self._check_complete(found, context)
         memory.forget()

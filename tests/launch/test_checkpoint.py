@@ -98,3 +98,17 @@ def test_a_foreign_or_unfinished_checkpoint_is_not_taken_for_one(tmp_path: Path)
     (tmp_path / "12").mkdir()
     with pytest.raises(CheckpointError, match="12 was not written by `dhelix train`"):
         restore(tmp_path)
+
+
+def test_a_damaged_checkpoint_says_which_one_is_left(tmp_path: Path) -> None:
+    save(tmp_path)
+    save(tmp_path, step=5)
+    for file in (tmp_path / "5" / "state" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(CheckpointError, match=r"step 5 in .* is damaged .*; delete its folder .* that of step 3"):
+        restore(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made() -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint can be written to /proc/nothing"):
+        Checkpoints("/proc/nothing", {})

@@ -156,12 +156,17 @@ def test_the_same_schedule_gives_the_same_picture(fold: Fold, tmp_path: Path, ki
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--layers=30", "--stages=16"), "30 layers do not fill 32 chunks on 16 stages: take at most 15 stages"),
+        (
+            ("--layers=30", "--stages=16"),
+            "30 layers do not fill 32 chunks on 16 stages: take at most 15 stages, fewer chunks",
+        ),
         (("--stages=0",), "--stages"),
         (("--microbatches=0",), "--microbatches"),
         (("--layers=many",), "'many' is not a whole number"),
         (("--si_gain=1.5",), "--si_gain"),
         (("--forward=0",), "a layer takes time"),
+        (("--forward=nan",), "--forward nan: give a finite number"),
+        (("--backward=inf",), "--backward inf: give a finite number"),
         (("--schedule=zbv",), "should be one of"),
         (("--out=chart.pdf",), "name one of them"),
         (("--out=/nowhere/chart.png",), "a folder that exists"),

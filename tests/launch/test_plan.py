@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dhelix.launch import cli, plan_picture, profile_step, trainer
+from dhelix.launch import cli, plan_picture, plan_tables, profile_step, trainer
 from dhelix.launch import plan as plan_command
 from dhelix.launch.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, search
 from dhelix.launch.plan_step import Program
+from dhelix.launch.plan_tables import PlanView
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.orders import most_in_flight
@@ -99,6 +100,25 @@ def test_tables_of_a_dump(dump: Path, plan: Plan) -> None:
         assert words in text
     assert "What runs with what: both strands" in text
     assert "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=1" in text
+
+
+def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Plan, tmp_path: Path) -> None:
+    for flag, said in (
+        (f"--out={tmp_path / 'no' / 'a.json'}", "a folder that exists"),
+        ("--picture=a.jpg", "are .png"),
+    ):
+        status, _, error = plan(dump, flag)
+        assert status != 0 and said in error and "is planned" not in error
+
+
+def test_a_step_that_no_card_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    step = program(Memory(150 << 30, 0, 0, 0, "a test"))
+    found = search(step, MODEL, "dp", MemoryLimit(200 << 30))
+    view = PlanView(found, (found,), None, None, step.memory, MemoryLimit(200 << 30))
+    plan_tables.print_view(view, Console(width=200), top=1)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "GiB of an H200: take more GPUs" in text
+    assert "skew" not in text and "decomposed" not in text
 
 
 def program(memory: Memory | None = None) -> Program:
@@ -235,7 +255,7 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("DUMP", "--skew=1"), "a dump is a step as it was compiled; leave out --skew"),
         (("--preset=llama-8b", "--skew=one"), "--skew one: give numbers of layers"),
         (("--preset=llama-8b", "--pp=2", "--skew=0,1"), "leave out --pp or --skew"),
-        (("DUMP", "--link=no-p2p", "--setting=default", "--out=missing/plan.json"), "cannot be written"),
+        (("DUMP", "--link=no-p2p", "--setting=default", "--out=missing/plan.json"), "cannot write missing"),
     ],
 )
 def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...], said: str) -> None:

@@ -200,6 +200,7 @@ def _loss_of(aux: Callable[[jax.Array], Any]) -> Callable[..., Any]:
         ),
         (value_and_grad(lambda w: jnp.sum(w)), (), "no batch to split"),
         (value_and_grad(_mean, reduce="weighted"), (_normal(ROWS, WIDTH),), "needs .*weights="),
+        (value_and_grad(_mean, weights=lambda w, x: 1.0), (_normal(ROWS, WIDTH),), 'take reduce="weighted"'),
         (
             value_and_grad(_mean, reduce="weighted", weights=lambda w, x: x[:, 0]),
             (_normal(ROWS, WIDTH),),
