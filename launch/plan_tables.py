@@ -16,7 +16,7 @@ from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
 from dhelix.passes.communication import exchange
 from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment, PlanTarget
-from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.hardware import LINKS, describe
 
 _LONGEST = 3  # operators beneath a collective that a row names
 
@@ -211,14 +211,13 @@ def _memory(view: PlanView) -> list[str]:
         return [f"{line}."]
     over = view.memory.peak > view.limit.bytes
     said = f"more than the limit of {bytes_text(view.limit.bytes)}" if over else f"limit {bytes_text(view.limit.bytes)}"
-    return [f"{line}; {said}.", *_too_large(view.memory.peak, view.best.costs.hardware)]
+    return [f"{line}; {said}.", *_too_large(view.memory.peak, view.best.plan.target.hardware)]
 
 
-def _too_large(needed: int, hardware: Hardware) -> list[str]:
-    if needed <= hardware.memory_bytes:
-        return []
-    size = bytes_text(int(hardware.memory_bytes))
-    return [f"That is more than the {size} of an {hardware.name}: take more GPUs, fewer layers or shorter sequences."]
+def _too_large(needed: int, gpu: str) -> list[str]:
+    size = int(describe(gpu, LINKS[0]).memory_bytes)
+    less = "take more GPUs, fewer layers or shorter sequences"
+    return [f"That is more than the {bytes_text(size)} of an {gpu}: {less}."] if needed > size else []
 
 
 def _start(best: Candidate) -> str:
