@@ -19,7 +19,7 @@ from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
-from dhelix.runtime import deviceless
+from dhelix.runtime import deviceless, registration
 from dhelix.runtime.launch_settings import without_graphs
 from dhelix.runtime.schedules import SCHEDULES
 
@@ -179,9 +179,10 @@ def _introduce(run: Run, console: Console) -> None:
     config, mesh = run.training.config, run.training.mesh
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     size = f"{config.parameter_count:,} parameters, {config.layers} layers, {config.dtype}"
-    how = f"{'plain' if run.options.plain else 'interleaved'}, {run.options.microbatches} micro-batches"
+    how = f"{run.options.microbatches} micro-batches"
     if isinstance(run.training, PipelinedTraining):
         how += f", schedule {run.training.fold.schedule}"
+    how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
     say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
     text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"
     say(console, f"text: {text}; a step takes {run.batch} sequences of {run.seq}")

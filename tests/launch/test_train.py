@@ -61,7 +61,7 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     assert numbers(plain) == numbers(other_order)
     assert numbers(plain)[-1][0] < numbers(plain)[0][0]
 
-    assert lines[0].startswith("llama-demo: ") and "interleaved, 2 micro-batches; dp 2 x tp 4" in lines[0]
+    assert lines[0].startswith("llama-demo: ") and "2 micro-batches, passes on; dp 2 x tp 4" in lines[0]
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 4 and steps[-1].startswith("step 4/4  loss ") and steps[-1].endswith("tokens/s")
     assert any(line.startswith("strand-duplication: changed, ") for line in lines)

@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Path, capsys: pyt
         return f"--checkpoint_dir={tmp_path / name}"
 
     whole, lines = train("--pp=2", "--mesh=dp=2,tp=2", f"--checkpoint_dir={tmp_path / 'run'}", "--save_every=2")
-    assert "interleaved, 2 micro-batches, schedule w; pp 2 x dp 2 x tp 2" in lines[0]
+    assert "2 micro-batches, schedule w, passes on; pp 2 x dp 2 x tp 2" in lines[0]
     for number, stages in enumerate((["--mesh=dp=2,tp=2", "--plain"], ["--pp=2", "--mesh=dp=1,tp=4", SI])):
         rest, lines = train(*stages, without_steps_after_2(str(number)), "--resume")
         assert any(line.startswith("resumed from step 2") for line in lines)
