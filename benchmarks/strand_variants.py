@@ -113,6 +113,13 @@ SETTINGS: dict[str, Setting] = {
     )
 }
 
+_EVEN = "--xla_gpu_enable_highest_priority_async_stream=false"
+SETTINGS |= {
+    f"{name}_even": replace(SETTINGS[name], name=f"{name}_even", xla_flags=(*SETTINGS[name].xla_flags, _EVEN))
+    for name in ("connections1", "copy_engine1", "no_p2p_small_buffers")
+}
+"""With `_even`, streams of collectives have no priority over that of compute, which XLA gives them."""
+
 XLA, OURS, BOUND = "XLA", "ours", "bound"
 _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 

@@ -234,6 +234,9 @@ def test_a_process_is_started_as_its_setting_says(monkeypatch: pytest.MonkeyPatc
     assert found["XLA_FLAGS"].split() == [
         "--xla_gpu_experimental_enable_nccl_symmetric_buffers=true", "--mine"
     ] or "autotune" in found["XLA_FLAGS"]  # fmt: skip
+    even = strand_processes.environment(SETTINGS["copy_engine1_even"], tmp_path)
+    added = set(even["XLA_FLAGS"].split()) - set(found["XLA_FLAGS"].split())
+    assert added == {"--xla_gpu_enable_highest_priority_async_stream=false"}
     arguments = strands.parser().parse_args([])
     places = strand_processes.places(arguments, SETTINGS["two_nodes"])
     assert [(place["process"], place["devices"]) for place, _ in places] == [(0, (0, 1)), (1, (2, 3))]
