@@ -338,7 +338,7 @@ def test_a_file_that_is_no_profile_of_this_is_left_as_it_is(
         (["DUMP", "--recorded=r.json", "--out=o.json", "--collectives"], "leave --collectives away"),
         (["--collectives", "--heat_map=p.png"], "--heat_map is for a step"),
         (["DUMP", "--recorded=missing.json", "--out=o.json"], "missing.json"),
-        (["--compare=missing.json", "--out=o.json"], "o.json: cannot be read"),
+        (["--compare=missing.json", "--out=o.json"], "missing.json: cannot be read"),
         (["DUMP", "--compare=missing.json"], "missing.json: cannot be read"),
         (["missing.txt"], "no such file or folder"),
         (["DUMP", "--heat_map=p.png"], "there is nothing to draw"),
