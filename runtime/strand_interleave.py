@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -133,6 +134,9 @@ def strand_interleave(
     return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device, pipeline)
 
 
+_numbers = itertools.count(1)  # of steps
+
+
 class InterleavedStep:
     """A train step to call in place of the function that it wraps."""
 
@@ -165,6 +169,8 @@ class InterleavedStep:
         else:
             self._jitted = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
+        self._number = next(_numbers)
+        self._splits = False  # whether it is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
 
@@ -254,10 +260,10 @@ class InterleavedStep:
 
         @functools.wraps(self._function)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            with microbatching(microbatches, self._reduce, self._pipeline) as active:
+            with microbatching(microbatches, self._reduce, self._pipeline, self._number) as active:
                 output = self._function(*args, **kwargs)
             self._check_used(active)
-            if results and len(active.results) < active.calls:
+            if results and len(active.results) < max(active.calls, 1):
                 reason = (
                     "verify= compares micro-batches with the whole batch only where the step itself calls"
                     " dhelix.value_and_grad, not inside of a shard_map, jax.jit or scan: that part is left out"
@@ -269,7 +275,8 @@ class InterleavedStep:
         return jax.jit(traced, **{k: v for k, v in self._jit_options.items() if k not in dropped})
 
     def _check_used(self, active: Microbatching) -> None:
-        if active.calls:
+        self._splits |= active.calls > 0
+        if self._splits:  # or did so in a function that JAX has traced for this step before
             return
         reason = "microbatches= has no effect: the step does not call dhelix.value_and_grad"
         if self._choice.strict:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -68,21 +67,22 @@ class Microbatching:
             self.results.append(result)
 
 
-_trace_number = jax.make_user_context()
-"""JAX keeps what it traced: a function that calls `value_and_grad` is traced anew in each trace of a step, and once
-more outside of any."""
-_numbers = itertools.count()
+_traced_for = jax.make_user_context()
+"""JAX keeps what it traced: a function that calls `value_and_grad` is traced for each step, and once more outside of
+any."""
 _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", default=None)
 
 
 @contextlib.contextmanager
-def microbatching(microbatches: int, reduce: str, pipeline: Fold | None = None) -> Iterator[Microbatching]:
-    """While this is entered, `value_and_grad` splits its batch."""
+def microbatching(
+    microbatches: int, reduce: str, pipeline: Fold | None = None, step: int = 0
+) -> Iterator[Microbatching]:
+    """While this is entered, `value_and_grad` splits its batch; `step` tells steps apart."""
     token = _active.set(Microbatching(microbatches, reduce, pipeline))
     try:
         active = _active.get()
         assert active is not None
-        with _trace_number(next(_numbers)):
+        with _traced_for((microbatches, reduce, pipeline, step)):
             yield active
     finally:
         _active.reset(token)
