@@ -22,8 +22,10 @@ constraint that stays.
 Cost: linear in instructions. No paper: it is JAX's way of writing programs.
 """
 
-from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
-from dhelix.passes.hlo.edit import replace_uses
+from collections.abc import Collection
+
+from dhelix.passes.hlo import Computation, HloModule, Instruction, graph, shapes
+from dhelix.passes.hlo.edit import replace_all_uses
 from dhelix.passes.hlo.loops import is_sharding_constraint
 
 _SHARDING = "xla.sdy.sharding"
@@ -40,14 +42,23 @@ def fold_constraints(module: HloModule) -> int:
     count = len(left)
     while left:
         shardings = _Shardings(module)
-        known = [i for i in left if shardings.says_nothing_new(i)]
+        known = {i for i in left if shardings.says_nothing_new(i)}
         if not known:
             break
-        for constraint in known:
-            replace_uses(constraint.computation, constraint, constraint.operands[0])
-            constraint.computation.instructions.remove(constraint)
+        for computation in dict.fromkeys(i.computation for i in left if i in known):
+            _take_away(computation, known)
         left = [i for i in left if i not in known]  # one that was read by another may be the last one now
     return count - len(left)
+
+
+def _take_away(computation: Computation, known: Collection[Instruction]) -> None:
+    stands_for: dict[Instruction, Instruction] = {}
+    for instruction in computation.instructions:  # operands first
+        if instruction in known:
+            operand = instruction.operands[0]
+            stands_for[instruction] = stands_for.get(operand, operand)
+    replace_all_uses(computation, stands_for)
+    computation.instructions = [i for i in computation.instructions if i not in stands_for]
 
 
 class _Shardings:
@@ -59,7 +70,7 @@ class _Shardings:
 
     def says_nothing_new(self, constraint: Instruction) -> bool:
         if not constraint.shape.dimensions:
-            return True
+            return not shapes.is_tuple(constraint.shape)
         stated = _stated(constraint)
         carried = self._carried_as(constraint)
         return stated is not None and stated in (self.of(constraint.operands[0]), carried)
