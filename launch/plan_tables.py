@@ -111,9 +111,9 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
 
 
 def _settings(view: PlanView) -> Table:
-    """A row for each candidate, the best one bold; columns that would say the same of all are left out."""
+    """A row for each candidate, the one taken first and bold; columns that would say the same of all are left out."""
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
-    candidates = sorted(view.candidates, key=Candidate.rank)
+    candidates = sorted(view.candidates, key=lambda candidate: (candidate is not view.best, candidate.rank()))
     structure = {name: of for name, of in _STRUCTURE.items() if any(map(of, (c.plan.target for c in candidates)))}
     table.add_column("launch setting", no_wrap=True)
     for name in structure:

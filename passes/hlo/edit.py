@@ -15,7 +15,7 @@ ELEMENTWISE = frozenset(
 )
 """Opcodes of arithmetic, each element of whose result is that of the elements in the same place."""
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
-_SHARD_MAP = ("xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape")
+TO_LOCAL, TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
 """Around the call that a `shard_map` is: marked as if they had effects, so that nobody takes one of them away alone."""
 
 
@@ -35,7 +35,7 @@ def has_side_effect(instruction: Instruction) -> bool:
 
 
 def _has_effect(call: Instruction) -> bool:
-    return call.proto.custom_call_has_side_effect and call.proto.custom_call_target not in _SHARD_MAP
+    return call.proto.custom_call_has_side_effect and call.proto.custom_call_target not in (TO_LOCAL, TO_GLOBAL)
 
 
 def copy_called(instruction: Instruction) -> list[Computation]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.work import loop_work
 from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
-from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, has_side_effect
 
 BACKWARD_NAME = "transpose("  # JAX's name stack for what reverse-mode differentiation made
 
@@ -32,7 +32,6 @@ _CHEAP = frozenset(
     "add and bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice iota maximum minimum "
     "multiply negate not or pad reshape select shift-left shift-right-logical slice subtract transpose xor".split()
 )
-_TO_LOCAL, _TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
 _CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
@@ -120,8 +119,8 @@ def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
     at = _source(seed)
     for call in filter(is_shard_map, loop.body.instructions):
         sources = [_source(o) for o in call.operands]
-        begin = next((i for i in sources if i.proto.custom_call_target == _TO_LOCAL), call)
-        if at in (begin, call) or (at.proto.custom_call_target == _TO_GLOBAL and call in map(_source, at.operands)):
+        begin = next((i for i in sources if i.proto.custom_call_target == TO_LOCAL), call)
+        if at in (begin, call) or (at.proto.custom_call_target == TO_GLOBAL and call in map(_source, at.operands)):
             _refuse_layers_in_shard_map(call)
             return begin
     return seed
