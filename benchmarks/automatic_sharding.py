@@ -61,14 +61,13 @@ def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
 
 def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
     """Seconds of a step of 8 layers and 4 micro-batches under `schedule="intra_batch"` with these options."""
-    from dhelix.passes import jax_compat
     from dhelix.runtime import collective_matmul_choice
     from dhelix.runtime.launch_settings import NO_GRAPHS
     from dhelix.runtime.schedules import AUTO, Choice
 
     lowered = lower(tp, sharding, 8, 4)
     choice = Choice.of("intra_batch", AUTO, None, None, None, None, compiler_options=dict(NO_GRAPHS), **options)
-    model = choice.model(jax_compat.devices(lowered)[0].device_kind)
+    model = choice.model(lowered)
     if model is None:
         raise SystemExit("nothing was measured on these GPUs that a prediction could rest on")
     return collective_matmul_choice.predicted(lowered, choice.manager(lowered), model)

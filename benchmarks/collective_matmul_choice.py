@@ -56,9 +56,8 @@ def rows(lowered: "jax.stages.Lowered", choice: "Choice") -> Iterator[tuple[str,
 
 def model_of(lowered: "jax.stages.Lowered", choice: "Choice") -> "CostModel":
     from dhelix.errors import DhelixError
-    from dhelix.passes import jax_compat
 
-    model = choice.model(jax_compat.devices(lowered)[0].device_kind)
+    model = choice.model(lowered)
     if model is None:
         raise DhelixError("no profile of these GPUs under this launch setting: give --profile")
     return model

@@ -44,6 +44,7 @@ class Setting:
       profiled: the launch setting of that profile (`profiles.profile.SETTINGS`).
       nodes: processes that NCCL takes for nodes.
       gpu: whose profile that is.
+      gpus_per_node: 0: as many as usual.
     """
 
     name: str
@@ -53,10 +54,11 @@ class Setting:
     profiled: str = "default"
     nodes: int = 1
     gpu: str = GPU
+    gpus_per_node: int = 0
 
     @property
     def hardware(self) -> Hardware:
-        return describe(self.gpu, self.link)
+        return describe(self.gpu, self.link, self.gpus_per_node)
 
     @property
     def copy_engines(self) -> bool:
@@ -68,15 +70,15 @@ class Setting:
         Args:
           link: another one than the setting's own.
         """
-        return _costs(self.gpu, link or self.link, self.profiled)
+        return _costs(self.gpu, link or self.link, self.profiled, self.gpus_per_node)
 
 
 @functools.cache
-def _costs(gpu: str, link: str, profiled: str) -> CostModel:
+def _costs(gpu: str, link: str, profiled: str, gpus_per_node: int) -> CostModel:
     try:
-        return CostModel.find(gpu, link, profiled)
+        return CostModel.find(gpu, link, profiled, gpus_per_node)
     except DhelixError:
-        return CostModel.find(gpu, link, "default")
+        return CostModel.find(gpu, link, "default", gpus_per_node)
 
 
 _NO_P2P = {"NCCL_P2P_DISABLE": "1"}

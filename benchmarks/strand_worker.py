@@ -59,7 +59,9 @@ class Worker:
 
     def __init__(self, options: Namespace) -> None:
         self.options = options
-        self.setting: Setting = replace(SETTINGS[options.setting], gpu=gpu_of(options))
+        setting: Setting = SETTINGS[options.setting]
+        per_node = options.dp * options.tp // setting.nodes if setting.nodes > 1 else 0
+        self.setting = replace(setting, gpu=gpu_of(options), gpus_per_node=per_node)
         self.began = time.monotonic()
         self.training = self.make_training()
         self.run = self.describe()

@@ -68,6 +68,7 @@ def define_flags(values: flags.FlagValues) -> None:
     step_flags.define(values, None, "tp over 4 GPUs")
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
     choice("hardware", None, hardware.GPUS, f"which GPUs (default: those of the dump, else {_DEFAULT_GPU})")
+    number("gpus_per_node", None, "GPUs of a node (default: 8; with --link two-nodes half of the step's)")
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
     )
@@ -146,7 +147,8 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     options = None if arguments else step_flags.options(chosen)
     dump = plan_step.of_dump(arguments[0]) if arguments else None
     gpu = chosen["hardware"] or (dump and dump.hardware) or _DEFAULT_GPU
-    models = _models(chosen, gpu, console)
+    gpus = profile_step.gpus_of_options(options) if options else dump.gpus if dump else 0
+    models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
     if options is None:
         assert dump is not None  # _check
         plain, programs = None, [(model, dump) for model in models]
@@ -270,13 +272,21 @@ def _apart(skew: int) -> str:
     return f", {skew} layer{'s' * (skew > 1)} apart" if skew else ""
 
 
-def _models(chosen: dict[str, Any], gpu: str, console: Console) -> list[CostModel]:
+def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
+    """0: as many as usual. `gpus`: of the step."""
+    per_node = chosen["gpus_per_node"] or (gpus // 2 if chosen["link"] == "two-nodes" else 0)
+    if per_node and gpus > per_node and gpus % per_node:
+        raise DhelixError(f"{gpus} GPUs are no whole nodes of {per_node}: give another --gpus_per_node, or --mesh")
+    return per_node
+
+
+def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Console) -> list[CostModel]:
     """Costs under each launch setting that is asked for."""
     profile = _profile(chosen, gpu)
     wanted = chosen["setting"] or [name for name in SETTINGS if name in profile.sections]
     if line := alike.told(profile, wanted):
         say(console, line)
-    return [CostModel(profile, name) for name in dict.fromkeys(wanted)]
+    return [CostModel(profile, name, gpus_per_node=gpus_per_node) for name in dict.fromkeys(wanted)]
 
 
 def _profile(chosen: dict[str, Any], gpu: str) -> Profile:

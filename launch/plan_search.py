@@ -236,7 +236,8 @@ def _search(
     solved = time.perf_counter() - begun
     profile = model.profile
     made_for = profile.hardware, profile.link, model.setting, program.decomposed, memory_limit, max_in_flight
-    target = PlanTarget.of(*made_for, skew=program.skew, row_parts=program.row_parts, reduced=program.reduced)
+    structure = {"skew": program.skew, "row_parts": program.row_parts, "reduced": program.reduced}
+    target = PlanTarget.of(*made_for, **structure, gpus_per_node=model.hardware.gpus_per_node)
     found = make_plan(module, original, model, target, program.name)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()

@@ -188,6 +188,8 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
         say(console, f"The step is of {needed} GPUs, and there are {count}: its operators are measured, and of its "
             f"collectives those that {count} can run.")  # fmt: skip
         needed = count
+    if chosen["link"] == "two-nodes" and (needed < 2 or needed % 2):
+        raise DhelixError(f"two nodes of {needed} GPUs cannot be: take an even number of GPUs, or another --link")
     job = _job(chosen, gpu, needed, None)
     profile_output.warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
     name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
@@ -276,8 +278,8 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
         raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
     if unknown := [name for name in chosen["bases"] if name not in operator_bases.SIZES]:
         raise DhelixError(f"--bases {','.join(unknown)} means nothing; take of {', '.join(operator_bases.SIZES)}")
-    if chosen["link"] == "two-nodes" and has_step:
-        raise DhelixError("--link two-nodes is for --collectives; leave the step away")
+    if chosen["link"] == "two-nodes" and chosen["bases"]:
+        raise DhelixError("--bases are measured within a node: take another --link, or leave --bases away")
     if chosen["recorded"] and not chosen["out"]:
         raise DhelixError("--recorded needs --out: what was recorded elsewhere must not pass for this machine's")
     if chosen["recorded"] and (chosen["collectives"] or not has_step):

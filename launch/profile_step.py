@@ -24,6 +24,7 @@ from dhelix.models import Training
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware
+from dhelix.profiles.profile import Profile
 from dhelix.runtime import deviceless, tuned
 from dhelix.runtime.lowering import compiled_module
 
@@ -84,14 +85,19 @@ def target_of(gpu: str) -> str:
 
 def deviceless_training(options: trainer.Options, target: str = TARGET) -> tuple[Training, int]:
     """The plain train step on GPUs that need not exist, and how many sequences it takes."""
-    gpus = gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
+    gpus = gpus_of_options(options)
     per_host = min(gpus, _GPUS_PER_HOST)
     devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
     return trainer.make_training(options, trainer.configuration(options), devices)
 
 
-def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, Callable[[], tuple[Any, ...]]]:
+def build(
+    options: Mapping[str, Any], costs: Profile | None = None
+) -> tuple[jax.stages.Lowered, Callable[[], tuple[Any, ...]]]:
     """The step of `trainer.Options(**options)` for this process's devices, and what makes a state and a batch for it.
+
+    Args:
+      costs: by which strands are interleaved; None: those that are found.
 
     Raises DhelixError: options that do not fit each other or the devices.
     """
@@ -106,7 +112,7 @@ def build(options: Mapping[str, Any]) -> tuple[jax.stages.Lowered, Callable[[], 
     def arguments() -> tuple[Any, ...]:
         return training.init(jax.random.key(0)), jax.jit(tokens, out_shardings=training.batch_sharding)()
 
-    return _lower(given, training, batch), arguments
+    return _lower(given, training, batch, costs), arguments
 
 
 def gpus_of_mesh(mesh: str) -> int:
@@ -115,14 +121,22 @@ def gpus_of_mesh(mesh: str) -> int:
     return math.prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) else 0
 
 
+def gpus_of_options(options: trainer.Options) -> int:
+    """How many GPUs a preset is compiled for without any."""
+    return gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
+
+
 def gpus_of(module: HloModule) -> int:
     """How many GPUs the collectives of a module speak of; 1 if there are none."""
     found = (find_collective(i) for c in module.computations for i in c.instructions)
     return 1 + max((d for collective in found if collective for group in collective.groups for d in group), default=0)
 
 
-def _lower(options: trainer.Options, training: Training, batch: int) -> jax.stages.Lowered:
-    step = trainer.make_step(training, options.plain)
+def _lower(
+    options: trainer.Options, training: Training, batch: int, costs: Profile | None = None
+) -> jax.stages.Lowered:
+    interleaving = {} if costs is None or options.plain else {"profile": costs}
+    step = trainer.make_step(training, options.plain, **interleaving)
     return step.lower(training.abstract_state(), training.abstract_batch(batch))
 
 

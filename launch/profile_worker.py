@@ -27,6 +27,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
+from dhelix.runtime import agreement
 from dhelix.runtime.profiling import collective_tables, measure_tables
 from dhelix.runtime.profiling import operator_bases as of_paper
 from dhelix.runtime.profiling.in_process import gpu_measurer, measure_missing
@@ -140,28 +141,44 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     else:
         assert request.preset is not None
         _tell(done=0, total=0, what="compiles the step")
-        lowered, make_arguments = build(request.preset)
+        lowered, make_arguments = build(request.preset, _costs(request, profile.hardware))
         step = compiled_step(lowered)
-    if request.keep:
+    if request.keep and jax.process_index() == 0:
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
     step = _with_bases(step, request.bases)
-    gpus = max(len(jax.devices()), gpus_of(step.module))  # of a dump's module there may be fewer here
+    # Of a dump's module there may be fewer GPUs here. Nodes that are posed as are processes.
+    per_node = len(jax.local_devices()) if request.node else max(len(jax.devices()), gpus_of(step.module))
     measurer = gpu_measurer(setting)
-    session = Session(profile, setting.name, measurer, hardware, gpus, request.pairs, request.again, len(jax.devices()))
+    among = request.pairs, request.again, len(jax.devices())
+    session = Session(profile, setting.name, measurer, hardware, per_node, *among)
+    wanted = session.missing(step)
+    keys = [" beside ".join(str(o.key) for o in item.operators) for item in (*wanted.alone, *wanted.pairs)]
+    agreement.check_agreement({"what there is to measure": "; ".join(keys)})
 
     def trace(step: Step) -> Step:
         assert lowered is not None and make_arguments is not None
         try:
-            arguments = make_arguments()
-        except jax.errors.JaxRuntimeError as error:
+            arguments = agreement.together(make_arguments, (jax.errors.JaxRuntimeError,))
+        except (DhelixError, jax.errors.JaxRuntimeError) as error:
             progress(0, 0, f"runs all operators alone, since the step itself does not run ({reason(error)})")
             return step
-        return observe(step, lowered, arguments, gpus, setting.implementation)
+        return observe(step, lowered, arguments, per_node, setting.implementation)
 
     def progress(done: int, total: int, what: str) -> None:
         _tell(done=done, total=total, what=what)
 
-    return measure_missing(session, step, trace if lowered else None, progress, _saver(request))
+    def save(grown: Profile) -> None:  # all go on once it is written, since all read it, too
+        agreement.together(lambda: _save(request, grown), (DhelixError, OSError))
+
+    return measure_missing(session, step, trace if lowered else None, progress, save)
+
+
+def _costs(request: Request, gpu: str) -> Profile | None:
+    """By what strands are to be interleaved: what is known over this link, the file's numbers first. None leaves it to
+    what is found, where nothing is known under the setting."""
+    out = Path(request.out)
+    found = storage.find(gpu, request.link, [out] if out.is_file() else [])
+    return found if found is not None and request.setting in found.sections else None
 
 
 def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
@@ -185,7 +202,6 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
     keys = collective_tables.tables(jax.devices(), implementation=implementation)
     known = profile.section(request.setting)
     missing = [k for k in keys if request.again or not (k in known.collectives or str(k) in known.failures)]
-    save = _saver(request)
     done = 0
     budget = request.collective_seconds
     for program in collective_tables.programs(missing, jax.devices(), hardware, budget_seconds=budget):
@@ -193,14 +209,15 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
         if program.takes_part:
             timings, failures = measure_tables.run(program)
             profile = profile.with_section(Section(request.setting, {}, timings, {}, None, failures))
-            save(profile)
+            _save(request, profile)
         done += len(program.keys)
     _tell(done=done, total=done, what="done")
 
 
-def _saver(request: Request) -> Any:
+def _save(request: Request, profile: Profile) -> None:
     """Writes the file; of several processes the first does."""
-    return (lambda profile: storage.save(profile, request.out)) if jax.process_index() == 0 else lambda profile: None
+    if jax.process_index() == 0:
+        storage.save(profile, request.out)
 
 
 def _tell(**what: Any) -> None:

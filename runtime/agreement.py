@@ -1,4 +1,4 @@
-"""Hosts compare what they are about to run, before the first step.
+"""Hosts compare what they are about to run, before the first step, and tell each other what they measured.
 
 Hosts that order collectives differently wait for each other for ever. So before the first step every process
 gathers the fingerprints of all (of the inputs, and of the compiled order of collectives), and all stop with
@@ -8,17 +8,18 @@ one message if any differs. Nothing happens in a single process.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dhelix.errors import HostsDisagreeError
+from dhelix.errors import DhelixError, HostsDisagreeError
 from dhelix.passes import fingerprint
 from dhelix.runtime.lowering import compiled_module
 
 _HOST_BYTES = 64
+_SIZE_BYTES = 8
 
 
 def check_compiled(compiled: jax.stages.Compiled, marker: str) -> str | None:
@@ -75,8 +76,43 @@ def largest(value: int) -> int:
     """
     if jax.process_count() == 1:
         return value
-    gathered = multihost_utils.process_allgather(np.frombuffer(value.to_bytes(8, "big"), np.uint8))
+    gathered = multihost_utils.process_allgather(np.frombuffer(value.to_bytes(_SIZE_BYTES, "big"), np.uint8))
     return max(int.from_bytes(bytes(row), "big") for row in np.asarray(gathered))
+
+
+def gathered(text: str) -> list[str]:
+    """What each process says, in the processes' order. Every process must call it, the same number of times."""
+    if jax.process_count() == 1:
+        return [text]
+    said = text.encode()
+    sized = len(said).to_bytes(_SIZE_BYTES, "big") + said.ljust(largest(len(said)), b"\0")
+    rows = [bytes(row) for row in np.asarray(multihost_utils.process_allgather(np.frombuffer(sized, np.uint8)))]
+    sizes = [int.from_bytes(row[:_SIZE_BYTES], "big") for row in rows]
+    return [row[_SIZE_BYTES : _SIZE_BYTES + size].decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def together[T](make: Callable[[], T], errors: tuple[type[Exception], ...]) -> T:
+    """What `make` returns, if it returns in all processes: where one failed, the others would wait for it for ever.
+
+    Every process must call it, the same number of times; what `make` does must not wait for other processes.
+
+    Args:
+      errors: what `make` may raise; in a single process it is raised as it is.
+
+    Raises:
+      DhelixError: in every process, with what the first one said that failed.
+    """
+    if jax.process_count() == 1:
+        return make()
+    made: list[T] = []
+    why = ""
+    try:
+        made.append(make())
+    except errors as error:  # its text alone: the traceback would keep what `make` held
+        why = " ".join(str(error).split()) or type(error).__name__
+    if failed := [words for words in gathered(why) if words]:
+        raise DhelixError(failed[0])
+    return made[0]
 
 
 def _message(what: str, found: list[str], hosts: list[str]) -> str:

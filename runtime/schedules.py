@@ -61,6 +61,7 @@ from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings, memory_need
 from dhelix.runtime.collective_matmul_choice import Weighing
 from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes, times_on
+from dhelix.runtime.profiling.nodes import gpus_per_node
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
 DEFAULT = "dp"
@@ -228,10 +229,9 @@ class Choice:
     def weighed(self, lowered: jax.stages.Lowered) -> Choice:
         """With the sites whose collectives are better paired with the other strand's compute than replaced: by what the
         step is predicted to take. Only orders that were searched by measured costs say so."""
-        kind = _gpu(lowered)
-        if kind is None or self.collective_matmul != AUTO or self.passes is not None or self.plan is not None:
+        if self.collective_matmul != AUTO or self.passes is not None or self.plan is not None:
             return self
-        model = self.model(kind) if self.schedule in LIMITED else None
+        model = self.model(lowered) if self.schedule in LIMITED else None
         if model is None:
             return self
         quiet = replace(self, strict=False, dump_to=None)
@@ -274,8 +274,10 @@ class Choice:
             limits = {"max_in_flight": self.max_in_flight, "skew": self.skew}
             passes = default_passes(self.schedule, None, self.memory_limit, **limits)
             if kind is not None and self.schedule != "xla":
-                hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ))
-                model = self.model(kind)
+                assert lowered is not None  # there is a kind
+                per_node = gpus_per_node(jax_compat.devices(lowered))
+                hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ), per_node)
+                model = self.model(lowered)
                 passes = default_passes(self.schedule, model, self.memory_limit, hardware, **limits)
         if self.pipelined and self.passes is None:  # the executor has made the strands
             passes = [one for one in passes if one.stage is not Stage.LOWERED]
@@ -292,9 +294,10 @@ class Choice:
         found = collective_matmul_passes(devices, form, options=self.compiler_options, paired=self.paired)
         return found or (ExclusiveKernels(),)
 
-    def model(self, kind: str) -> CostModel | None:
-        """Measured costs on GPUs of a kind, as this process is started; None where there are none."""
-        if self.profile is None:
+    def model(self, lowered: jax.stages.Lowered) -> CostModel | None:
+        """Measured costs on the GPUs of a program, as this process is started; None where there are none."""
+        kind = _gpu(lowered)
+        if self.profile is None or kind is None:
             return None
         found = self.profile
         if isinstance(found, Profile):
@@ -320,7 +323,7 @@ class Choice:
             return None
         if line := alike.told(found, [setting]):
             say_once(line, (line,))
-        return CostModel(found, setting, times_on(kind))
+        return CostModel(found, setting, times_on(kind), gpus_per_node(jax_compat.devices(lowered)))
 
     def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
         """Says how the process should have been started, and what else is not what the plan was made for."""

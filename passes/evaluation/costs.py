@@ -301,14 +301,18 @@ class CostModel:
 
     Attributes:
       matmuls: times of collective matmuls; None: a kernel that waits for its peers counts as its product.
+      gpus_per_node: 0: as many as nodes of such GPUs usually have.
     """
 
     profile: Profile = field(repr=False)
     setting: str = "default"
     matmuls: Times | None = field(default=None, repr=False)
+    gpus_per_node: int = 0
 
     @classmethod
-    def find(cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default") -> Self:
+    def find(
+        cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default", gpus_per_node: int = 0
+    ) -> Self:
         """From the shipped profile and the user's own (`storage.find`).
 
         Raises DhelixError if there is no such profile, or nothing in it was measured under this setting.
@@ -319,7 +323,7 @@ class CostModel:
                 f"no profile of {hardware} with link {link}: run `dhelix profile`, or use one of "
                 + ", ".join(storage.shipped())
             )
-        return cls(profile, setting, collective_matmul_times.find(hardware, link))
+        return cls(profile, setting, collective_matmul_times.find(hardware, link), gpus_per_node)
 
     def __post_init__(self) -> None:
         if self.setting not in self.profile.sections:
@@ -344,7 +348,7 @@ class CostModel:
 
     @property
     def hardware(self) -> Hardware:
-        return describe(self.profile.hardware, self.profile.link)
+        return describe(self.profile.hardware, self.profile.link, self.gpus_per_node)
 
     @property
     def implementation(self) -> str:

@@ -112,6 +112,7 @@ class PlanTarget:
         (`passes/communication/row_partition.py`); 0: whole.
       reduced: 1: gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`); 0: as the program
         has it.
+      gpus_per_node: 0: as many as nodes of such GPUs usually have.
     """
 
     hardware: str = "H200"
@@ -126,6 +127,7 @@ class PlanTarget:
     skew: int = 0
     row_parts: int = 0
     reduced: int = 0
+    gpus_per_node: int = 0
 
     @classmethod
     def of(
@@ -139,11 +141,12 @@ class PlanTarget:
         skew: int = 0,
         row_parts: int = 0,
         reduced: int = 0,
+        gpus_per_node: int = 0,
     ) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         start = tuple(sorted(known.environment.items())), known.training_flags
-        limits = memory_limit or 0, max_in_flight or 0, skew, row_parts, reduced
+        limits = memory_limit or 0, max_in_flight or 0, skew, row_parts, reduced, gpus_per_node
         return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
 
 

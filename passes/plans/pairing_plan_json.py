@@ -5,7 +5,7 @@
     "program": "llama-8b: 8 layers, sequence 8192, 16 micro-batches, interleaved, dp 1 x tp 4",
     "made_for": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "collectives": "nccl",
                  "decomposed": ["reduce-scatter 67108864B 4x1 groups=1 nccl"], "memory_limit": 0, "max_in_flight": 0,
-                 "skew": 0, "row_parts": 0, "reduced": 0},
+                 "skew": 0, "row_parts": 0, "reduced": 0, "gpus_per_node": 8},
     "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
     "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004,
                   "guessed_overlap_fraction": 0.01},
@@ -100,6 +100,7 @@ def dumps(plan: PairingPlan) -> str:
         "skew": target.skew,
         "row_parts": target.row_parts,
         "reduced": target.reduced,
+        "gpus_per_node": target.gpus_per_node,
     }
     start_with = {"environment": dict(target.environment), "xla_flags": list(target.xla_flags)}
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
@@ -172,7 +173,7 @@ def _fields(value: Checked, required: str, optional: str = "") -> Mapping[str, C
 
 
 def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
-    numbers = "memory_limit max_in_flight skew row_parts reduced"
+    numbers = "memory_limit max_in_flight skew row_parts reduced gpus_per_node"
     fields = _fields(made_for, "hardware link setting collectives decomposed", numbers)
     start = _fields(start_with, "environment xla_flags")
     if "row_parts" in fields and fields["row_parts"].value == 1:

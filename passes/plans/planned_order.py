@@ -126,7 +126,9 @@ class PlannedOrder:
 
 def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
     """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if the first is not there."""
-    keys = OperatorKeys(describe(plan.target.hardware, plan.target.link).gpus_per_node, plan.target.collectives)
+    target = plan.target
+    hardware = describe(target.hardware, target.link, target.gpus_per_node)
+    keys = OperatorKeys(hardware.gpus_per_node, target.collectives)
     wanted = {body.fingerprint: body for body in plan.bodies}
     found = [
         (wanted[operators.fingerprint], computation, operators)

@@ -14,18 +14,19 @@ none. `between_marks` gives them back to the operators of a measuring program, w
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import jax
 
 from dhelix.errors import DhelixError
-from dhelix.runtime import trace
+from dhelix.runtime import agreement, trace
 
 _ANONYMOUS = re.compile("command_buffer|$")
 _NANO = 1e-9
@@ -80,6 +81,21 @@ def record(
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         return of_trace(trace.load(folder), module_name, rename)
+
+
+def record_everywhere(
+    run: Callable[[], object], module_name: str, rename: Callable[[str], str | None] | None = None
+) -> list[list[Execution]]:
+    """As `record`, of the GPUs of all processes, which call it together. Each GPU has its node's clock.
+
+    Raises DhelixError: a trace holds no kernel of the module, in any of the processes.
+    """
+    found = agreement.together(lambda: record(run, module_name, rename), (DhelixError,))
+    if jax.process_count() == 1:
+        return list(found.values())
+    here = [[astuple(execution) for execution in of_gpu] for of_gpu in found.values()]
+    told = (json.loads(text) for text in agreement.gathered(json.dumps(here)))
+    return [[Execution(*fields) for fields in of_gpu] for of_process in told for of_gpu in of_process]
 
 
 def of_trace(

@@ -10,8 +10,8 @@ The times come from one profiler trace of one execution, some time after the one
 works at its full clock for some 30 ms.
 
 On several GPUs a collective seems longer on those that arrive early and wait. The true time is that of the last
-to arrive, the shortest: so a sample with a collective is that of the GPU on which it took least. GPUs of other
-processes do not count: each process sees its own.
+to arrive, the shortest: so a sample with a collective is that of the GPU on which it took least. Several processes
+tell each other what they saw, and what fails in one of them has failed in all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dhelix.passes.replay.program import (
     placeholder_name,
     split,
 )
-from dhelix.runtime import registration
+from dhelix.runtime import agreement, registration
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution
 
@@ -107,7 +107,7 @@ class GpuMeasurer:
             raise DhelixError("measuring needs GPUs; jax.devices() has none (is JAX's CUDA plugin installed?)")
         self.mesh = Mesh(np.array(self.devices), (_AXIS,))
         self.options = dict(options or {})
-        self.memory_bytes = memory_bytes or _allocatable(self.devices)
+        self.memory_bytes = min(map(int, agreement.gathered(str(memory_bytes or _allocatable(self.devices)))))
         self.marks = marks
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
@@ -138,13 +138,14 @@ class GpuMeasurer:
         return self._measure(items[:half], repeats) + self._measure(items[half:], repeats)
 
     def _run(self, program: Program) -> Iterator[Outcome]:
-        compiled = compile_program(program, self.mesh, self.options)
-        arguments = self._arguments(program)
+        errors = (DhelixError, *COMPILER_ERRORS)
+        compiled = agreement.together(lambda: compile_program(program, self.mesh, self.options), errors)
+        arguments = agreement.together(lambda: self._arguments(program), errors)
         jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
         time.sleep(_REST_SECONDS)
         name = f"jit_{placeholder_name(program)}"
-        found = executions.record(lambda: jax.block_until_ready(compiled(*arguments)), name, _instance)
-        named = [list(executions.between_marks(of_gpu, _is_mark)) for of_gpu in found.values()]
+        found = executions.record_everywhere(lambda: jax.block_until_ready(compiled(*arguments)), name, _instance)
+        named = [list(executions.between_marks(of_gpu, _is_mark)) for of_gpu in found]
         samples = samples_of(named, program.items)
         for number in range(len(program.items)):
             yield samples.get(number) or _unseen(program.items[number], program.marks)

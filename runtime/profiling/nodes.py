@@ -15,6 +15,8 @@ variables. On a server of H200s, steps spent on 2x2 groups what 9 GB/s per GPU w
 from __future__ import annotations
 
 import itertools
+import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +25,8 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
+
+_POSED_AS = "NCCL_HOSTID"
 
 
 def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[list[Any]]:
@@ -45,6 +49,20 @@ def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[l
     if len(set(sizes)) > 1:
         raise DhelixError(f"nodes have {sizes} GPUs; use the same number of GPUs on each")
     return nodes
+
+
+def gpus_per_node(devices: Sequence[Any]) -> int:
+    """GPUs of each of several nodes that a program's devices stand on, node by node in the program's order. 0: they are
+    of one node, or stand otherwise.
+
+    In a job of several processes JAX calls a host's GPUs a slice. Processes that pose as nodes share their host, and of
+    GPUs that need not exist (`deviceless`) all hosts may be one slice: there each process is a node.
+    """
+    of_job = jax.process_count() > 1 and _POSED_AS not in os.environ
+    node = operator.attrgetter("slice_index" if of_job else "process_index")
+    runs = [len(list(run)) for _, run in itertools.groupby(devices, node)]
+    several = len(runs) == len(set(map(node, devices))) > 1
+    return runs[0] if several and len(set(runs)) == 1 else 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,7 @@ def emulated_nodes(nodes: int, gpus_per_node: int, port: int) -> list[NodeProces
             process=node,
             local_device_ids=tuple(range(node * gpus_per_node, (node + 1) * gpus_per_node)),
             environment=MappingProxyType({
-                "NCCL_HOSTID": f"dhelix-node-{node}",
+                _POSED_AS: f"dhelix-node-{node}",
                 "NCCL_SOCKET_IFNAME": "lo",
                 "NCCL_IB_DISABLE": "1",
             }),

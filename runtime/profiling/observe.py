@@ -4,7 +4,7 @@
     step = observe(step, lowered, (state, batch), gpus_per_node=4)     # and times alone
 
 The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler, which is traced. Arguments
-are not used up: what the step donates is copied first.
+are not used up: what the step donates is copied first. The processes of a job do this together.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.manager import say_once
+from dhelix.runtime import agreement
 from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.profiling import executions, measure, step_trace
@@ -50,16 +51,19 @@ def observe(
     """
     try:
         # Kernels of a CUDA graph do not say which instruction they belong to.
-        serial = lowered.compile({**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED})
+        changed = {**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED}
+        serial = agreement.together(lambda: lowered.compile(changed), measure.COMPILER_ERRORS)
         module = compiled_module(serial)
         _run(serial, arguments)
-        found = executions.record(lambda: [_run(serial, arguments) for _ in range(_TRACED_STEPS)], module.name)
+        found = executions.record_everywhere(
+            lambda: [_run(serial, arguments) for _ in range(_TRACED_STEPS)], module.name
+        )
     except (DhelixError, *measure.COMPILER_ERRORS) as error:
         why = measure.reason(error)
         say_once(f"the step itself was not traced ({why}); its operators are run alone", ("observe", why))
         return step
     of_key = partial(key_of, gpus_per_node=gpus_per_node, implementation=implementation)
-    traced, gap = step_trace.timings(list(found.values()), module, of_key)
+    traced, gap = step_trace.timings(found, module, of_key)
     return replace(step, traced=traced, gap_seconds=gap)
 
 

@@ -333,7 +333,7 @@ def test_a_file_that_is_no_profile_of_this_is_left_as_it_is(
         (["DUMP", "DUMP"], "give one step"),
         (["DUMP", "--preset=llama-demo"], "give one step"),
         (["DUMP", "--settings=fast"], "--settings fast means nothing; take of default, connections1"),
-        (["DUMP", "--link=two-nodes"], "leave the step away"),
+        (["DUMP", "--link=two-nodes", "--bases=llama-8b"], "measured within a node"),
         (["DUMP", "--recorded=r.json"], "--recorded needs --out"),
         (["DUMP", "--recorded=r.json", "--out=o.json", "--collectives"], "leave --collectives away"),
         (["--collectives", "--heat_map=p.png"], "--heat_map is for a step"),

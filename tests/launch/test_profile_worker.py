@@ -199,7 +199,7 @@ def test_a_step_is_traced_only_if_something_is_missing(
         traced.append(arguments)
         return step
 
-    monkeypatch.setattr(profile_worker, "build", lambda preset: (preset["lowered"], lambda: ("state", "batch")))
+    monkeypatch.setattr(profile_worker, "build", lambda preset, costs: (preset["lowered"], lambda: ("state", "batch")))
     monkeypatch.setattr(profile_worker, "compiled_step", lambda lowered: Step(small_step.module()))
     monkeypatch.setattr(profile_worker, "observe", observe)
     request = Request("default", str(tmp_path / "out.json"), preset={"lowered": "a step"})
@@ -214,7 +214,7 @@ def test_what_passes_make_of_a_step_by_the_new_costs_is_measured_too(
     plain: bool, machine: Machine, work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = iter((8192, 4096, 4096, 4096))
-    monkeypatch.setattr(profile_worker, "build", lambda preset: ("a step", lambda: ("state", "batch")))
+    monkeypatch.setattr(profile_worker, "build", lambda preset, costs: ("a step", lambda: ("state", "batch")))
     monkeypatch.setattr(profile_worker, "compiled_step", lambda lowered: Step(small_step.module(rows=next(rows))))
     monkeypatch.setattr(profile_worker, "observe", lambda step, *_: step)
     out = tmp_path / "out.json"
@@ -229,7 +229,7 @@ def test_a_step_that_does_not_fit_is_measured_operator_by_operator(
     def arguments() -> tuple[Any, ...]:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: the state is too large")
 
-    monkeypatch.setattr(profile_worker, "build", lambda preset: ("a step", arguments))
+    monkeypatch.setattr(profile_worker, "build", lambda preset, costs: ("a step", arguments))
     monkeypatch.setattr(profile_worker, "compiled_step", lambda lowered: Step(small_step.module()))
     told = work(Request("default", str(tmp_path / "out.json"), preset={"preset": "llama-66b"}, pairs=False))
     assert any("the step itself does not run (out of memory)" in m.get("what", "") for m in told)

@@ -25,15 +25,20 @@ import jax
 process, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
-from dhelix.errors import HostsDisagreeError
+from dhelix.errors import DhelixError, HostsDisagreeError
 from dhelix.runtime import agreement
 from tests.runtime.test_agreement import compiled_step
 
 def outcome(check):
     try:
         return check()
-    except HostsDisagreeError as error:
+    except (DhelixError, HostsDisagreeError) as error:
         return str(error)
+
+def fails_in(*processes):
+    if process in processes:
+        raise ValueError(f"no room in {process}")
+    return process
 
 print(json.dumps([
     outcome(lambda: agreement.check_agreement({"inputs": "same", "order": "same"})),
@@ -42,6 +47,10 @@ print(json.dumps([
     outcome(lambda: agreement.check_compiled(compiled_step(process == 0), "marker")),
     outcome(lambda: agreement.check_compiled(compiled_step(True), f"marker {process}")),
     agreement.largest(process << 40), agreement.largest(7),
+    agreement.gathered("größer " * 1000 if process else ""), agreement.gathered("x"),
+    outcome(lambda: agreement.together(lambda: fails_in(1), (ValueError,))),
+    outcome(lambda: agreement.together(lambda: fails_in(0, 1), (ValueError,))),
+    agreement.together(lambda: fails_in(), (ValueError,)) == process,
 ]))
 """
 
@@ -77,6 +86,9 @@ def test_a_single_process_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) ->
     assert agreement.check_compiled(compiled_step(True), "marker") is None
     agreement.check_agreement({"inputs": "x"})
     assert agreement.largest(5) == 5
+    assert agreement.gathered("what it says") == ["what it says"]
+    with pytest.raises(ZeroDivisionError):
+        agreement.together(lambda: 1 / 0, (ValueError,))
 
 
 def test_order_of_a_compiled_step() -> None:
@@ -113,7 +125,7 @@ def test_two_processes() -> None:
     for process, (_, errors) in zip(processes, results, strict=True):
         assert process.returncode == 0, errors[-3000:]
     outcomes = [json.loads(out.splitlines()[-1]) for out, _ in results]
-    same, order, compiled, compiled_order, marker, largest, equal = outcomes[0]
+    same, order, compiled, compiled_order, marker, largest, equal, *said = outcomes[0]
     assert outcomes[0] == outcomes[1]
     assert same is None
     assert order.startswith("hosts disagree on the order: ")
@@ -122,3 +134,4 @@ def test_two_processes() -> None:
     assert "hosts disagree on the order of collectives" in compiled_order
     assert "hosts disagree on the program, options, profile or versions" in marker
     assert (largest, equal) == (1 << 40, 7)
+    assert said == [["", "größer " * 1000], ["x", "x"], "no room in 1", "no room in 0", True]

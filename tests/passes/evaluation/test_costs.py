@@ -1,6 +1,7 @@
 """Costs of instructions of scheduled GPU programs, and the devices of collectives."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -259,7 +260,7 @@ def test_a_running_collective_is_met_as_under_one_connection() -> None:
         (("H200", "nvlink", "nothing"), "nothing under the launch setting 'nothing': run `dhelix profile` under it"),
     ],
 )
-def test_a_cost_model_that_nobody_measured(arguments: tuple[str, ...], message: str) -> None:
+def test_a_cost_model_that_nobody_measured(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(DhelixError, match=message):
         CostModel.find(*arguments)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from dhelix.errors import DhelixError
+from dhelix.runtime import agreement
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.tests.runtime.profiling.traces import MODULE, Kernel, execution, kernel, profile
@@ -90,6 +91,16 @@ def test_a_trace_without_the_module_is_an_error() -> None:
         executions.of_trace(profile({0: [kernel(1, 0, 1, "dot", "jit_other"), kernel(1, 2, 3, None, None)]}), MODULE)
     with pytest.raises(DhelixError, match="no kernels of jit_step"):
         executions.of_trace(profile({}), MODULE)
+
+
+def test_processes_tell_each_other_what_their_gpus_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {0: [Execution("a", 0.1, 0.2, 0.05)], 1: [Execution("a", 1 / 3, 0.4)]}
+    monkeypatch.setattr(executions, "record", lambda *_: here)
+    assert executions.record_everywhere(lambda: None, MODULE) == list(here.values())
+    monkeypatch.setattr(executions.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(agreement, "together", lambda make, errors: make())
+    monkeypatch.setattr(agreement, "gathered", lambda text: [text, "[[]]"])
+    assert executions.record_everywhere(lambda: None, MODULE) == [*here.values(), []]
 
 
 def test_the_innermost_name_counts_and_names_can_be_changed() -> None:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.profiling.nodes import emulated_nodes, nodes_of
+from dhelix.runtime import deviceless
+from dhelix.runtime.profiling.nodes import emulated_nodes, gpus_per_node, nodes_of
 
 
 def test_nodes_are_processes_or_so_many_devices() -> None:
@@ -25,6 +27,41 @@ def test_nodes_are_processes_or_so_many_devices() -> None:
     assert len(nodes_of(one_per_process, gpus_per_node=4)) == 1
     with pytest.raises(DhelixError, match=r"nodes have \[4, 3\] GPUs"):
         nodes_of(devices[:-1])
+
+
+def devices(processes: list[int], slices: list[int]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(process_index=p, slice_index=s) for p, s in zip(processes, slices, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "slices", "expected"),
+    [
+        ([0, 0, 1, 1], [0, 0, 1, 1], 2),
+        ([0, 1, 2, 3], [0, 0, 1, 1], 2),  # a process for each GPU
+        ([0, 0, 1, 1], [0, 0, 0, 0], 0),  # two processes of one host
+        ([0, 1, 0, 1], [0, 1, 0, 1], 0),  # the mesh takes hosts by turns
+        ([0, 0, 1], [0, 0, 1], 0),
+        ([], [], 0),
+    ],
+)
+def test_a_job_s_nodes_are_hosts(
+    processes: list[int], slices: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    assert gpus_per_node(devices(processes, slices)) == expected
+
+
+def test_processes_that_pose_as_nodes_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setenv("NCCL_HOSTID", "dhelix-node-1")
+    assert gpus_per_node(devices([0, 0, 1, 1], [0, 0, 0, 0])) == 2
+
+
+def test_nodes_of_gpus_that_need_not_exist() -> None:
+    assert gpus_per_node(deviceless.topology("h200", "1x2x4").devices) == 4
+    assert gpus_per_node(deviceless.topology("h200", "1x1x4").devices) == 0
+    assert gpus_per_node(jax.devices()) == 0, "one process: one node"
 
 
 _PROCESS = """
