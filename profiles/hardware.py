@@ -125,4 +125,4 @@ def describe(name: str, link: str = "nvlink", gpus_per_node: int = 0) -> Hardwar
     counts as the one that it shares a name with, or as an H100, until it is measured."""
     known = ALL.get(f"{name}-{link}") or ALL.get(name)
     found = known or replace(ALL.get(name.partition("-")[0], H100), name=name, like="")
-    return replace(found, gpus_per_node=gpus_per_node or found.gpus_per_node)
+    return replace(found, gpus_per_node=gpus_per_node) if gpus_per_node else found

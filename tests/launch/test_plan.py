@@ -102,6 +102,20 @@ def test_tables_of_a_dump(dump: Path, plan: Plan) -> None:
     assert "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
 
+def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: Plan, tmp_path: Path) -> None:
+    """The dump's are of four GPUs."""
+    out = tmp_path / "plan.json"
+    for flags, gpus_per_node, lanes in (
+        ((), 8, {"comm"}),
+        (("--gpus_per_node=2",), 2, {"comm-inter"}),
+        (("--link=two-nodes",), 2, {"comm-inter"}),
+        (("--link=two-nodes", "--gpus_per_node=4"), 4, {"comm"}),
+    ):
+        status, text, _ = plan(dump, "--setting=default", "--json", f"--out={out}", *flags)
+        assert status == 0 and {c["lane"] for c in json.loads(text)["collectives"]} == lanes
+        assert pairing_plan_json.load(out).target.gpus_per_node == gpus_per_node
+
+
 def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Plan, tmp_path: Path) -> None:
     for flag, said in (
         (f"--out={tmp_path / 'no' / 'a.json'}", "a folder that exists"),
@@ -252,6 +266,7 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
         (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),
         (("DUMP", "--profile=missing.json"), "cannot be read"),
+        (("DUMP", "--gpus_per_node=3"), "4 GPUs are no whole nodes of 3: give another --gpus_per_node, or --mesh"),
         (("DUMP", "--skew=1"), "a dump is a step as it was compiled; leave out --skew"),
         (("--preset=llama-8b", "--skew=one"), "--skew one: give numbers of layers"),
         (("--preset=llama-8b", "--pp=2", "--skew=0,1"), "leave out --pp or --skew"),
