@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax._src import config
 from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.errors import DhelixError
@@ -76,6 +77,12 @@ def _computation(lowered: jax.stages.Lowered) -> Any:
 def trace_context() -> Hashable:
     """What of JAX's configuration, context meshes included, makes `jax.jit` trace anew."""
     return config.trace_context()
+
+
+def context_on_mesh(context: Any, mesh: AbstractMesh) -> Any:
+    """Of an equation of a jaxpr, what it was traced under, with another mesh in the place of its own."""
+    with context.manager, use_abstract_mesh(mesh):
+        return type(context)()
 
 
 def is_jitted(function: object) -> bool:

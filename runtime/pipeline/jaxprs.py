@@ -9,6 +9,8 @@ import jax
 import jax.extend.core as jex_core
 from jax.sharding import AbstractMesh, NamedSharding
 
+from dhelix.passes import jax_compat
+
 
 def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
     """The part of `jaxpr` that computes variables `outputs` from variables `inputs`, as a function."""
@@ -95,6 +97,7 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
             invars=[variable(atom) for atom in equation.invars],
             outvars=[variable(var) for var in equation.outvars],
             params={name: parameter(value) for name, value in equation.params.items()},
+            ctx=jax_compat.context_on_mesh(equation.ctx, mesh),  # with `jax.set_mesh` that was another
         )
         for equation in jaxpr.eqns
     ]
