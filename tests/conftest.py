@@ -19,10 +19,10 @@ os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 # caller gives stands last, and so wins.
 _flags = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "
 os.environ["XLA_FLAGS"] = _flags + os.environ.get("XLA_FLAGS", "")
-if _plugin:
-    # Machine code of GPU kernels takes two thirds of a compilation, no test looks at it, and most programs share most
-    # of theirs: it is made once. Last, because pytest-xdist's workers inherit the flag of the process that starts them,
-    # and XLA lets no two processes write one file.
+if _plugin and not list(Path("/dev").glob("nvidia[0-9]*")):
+    # Machine code of GPU kernels takes two thirds of a compilation, and most programs share most of theirs: it is made
+    # once, where nothing looks at it. On GPUs a second program with kernels of the first one stops the process. Last,
+    # because pytest-xdist's workers inherit the flag of the process that starts them, and no two may write one file.
     _kernels = tempfile.TemporaryDirectory(prefix="dhelix-test-kernels-")
     os.environ["XLA_FLAGS"] += f" --xla_gpu_kernel_cache_file={_kernels.name}/kernels"
 

@@ -2,8 +2,8 @@
 
     .venv/bin/pytest -m gpu tests/launch
 
-On two GPUs or more of one host, a minute or two. Orders of collectives against compute exist on GPUs alone; elsewhere
-tests compile them, and here they run.
+On two GPUs or more of one host; it takes some ten minutes, which are compilation. Orders of collectives against compute
+exist on GPUs alone; elsewhere tests compile them, and here they run.
 """
 
 from __future__ import annotations
