@@ -211,11 +211,11 @@ class InterleavedStep:
         progress: Progress | bool = True,
         **kwargs: Any,
     ) -> Profile:
-        """Measures what the step costs on this process's GPUs, as far as the profile's file does not say.
+        """Measures what the step costs on the job's GPUs, as far as the profile's file does not say.
 
         The operators of the step as it runs here, after its passes, are measured alone and, where it matters, two at
         once, under the launch setting that this process was started with. Every batch of results goes into the file;
-        interrupted, the next call goes on. The arguments are not used up.
+        interrupted, the next call goes on. The arguments are not used up. All processes of a job call it together.
 
         Args:
           args, kwargs: those of the step; `jax.ShapeDtypeStruct`s do, and take no memory. With arrays the step is
@@ -230,8 +230,8 @@ class InterleavedStep:
           What the file holds.
 
         Raises:
-          DhelixError: no GPU, a job of several processes, a process whose launch setting no profile describes, or a
-            file of other hardware.
+          DhelixError: no GPU, a process whose launch setting no profile describes, or a file of other hardware.
+          HostsDisagreeError: processes that have not the same to measure.
         """
         process = in_process.this_process(link, self._jit_options.get("compiler_options"))
         lowered, compiled = self._compiled(args, kwargs)

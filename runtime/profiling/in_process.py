@@ -5,13 +5,15 @@
 
 `dhelix profile` starts a process for each launch setting. A process that holds the GPUs for a step of its own was
 started already: which setting that was, `launch_settings.setting_of` tells by environment and XLA flags. What is
-measured then, and how, is the same for both (`gpu_measurer`, `measure_missing`).
+measured then, and how, is the same for both (`gpu_measurer`, `measure_missing`). The processes of a job measure
+together, each on its own GPUs, and every one writes the same file, so that all find the same where hosts share no
+folder.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +23,15 @@ import jax
 from absl import logging
 
 from dhelix.errors import DhelixError
-from dhelix.passes import fingerprint
+from dhelix.passes import fingerprint, jax_compat
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import describe, gpu_name
 from dhelix.profiles.profile import LaunchSetting, Profile, Provenance
+from dhelix.runtime import agreement
 from dhelix.runtime.launch_settings import NO_GRAPHS, link_of, setting_of
 from dhelix.runtime.lowering import compiled_module, device_count, hlo_bytes, with_hlo
 from dhelix.runtime.profiling import measure
+from dhelix.runtime.profiling.nodes import gpus_per_node
 from dhelix.runtime.profiling.observe import observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Progress, Session, Step
@@ -58,13 +62,8 @@ def this_process(link: str | None = None, options: Mapping[str, Any] | None = No
       options: XLA options of the step that are not in XLA_FLAGS.
 
     Raises:
-      DhelixError: it has no GPU, is one of several of a job, or no launch setting describes how it was started.
+      DhelixError: it has no GPU, or no launch setting describes how it was started.
     """
-    if jax.process_count() > 1:
-        raise DhelixError(
-            f"a step is profiled by one process with all GPUs of a node, and this job has {jax.process_count()}:"
-            " profile the step on one node alone, without jax.distributed"
-        )
     if jax.default_backend() != "gpu":
         raise DhelixError(
             f"profiling needs GPUs, and this process runs on {jax.default_backend()}; see `nvidia-smi` and"
@@ -97,41 +96,49 @@ def profile(
     Raises:
       DhelixError: the file holds something else or cannot be written, or the step does not run on GPUs.
     """
-    gpu, link, setting, gpus = process.gpu, process.link, process.setting, device_count(lowered)
+    gpu, link, setting = process.gpu, process.link, process.setting
+    executable: Any = compiled.runtime_executable()
+    devices = jax_compat.devices(lowered) or executable.local_devices()  # in the order that the step numbers them
+    gpus = gpus_per_node(devices) or device_count(lowered)
     path = Path(out) if out else storage.users_file(gpu, link)
-    known = _known(path, Profile(gpu, link, (process.provenance,)))
-    measurer = gpu_measurer(setting, compiled, process.options)
+    here = Profile(gpu, link, (process.provenance,))
+    told = agreement.gathered(agreement.together(lambda: storage.dumps(_known(path, here)), (DhelixError,)))
+    known = storage.loads(told[0], "what the first process knows")
+    measurer = gpu_measurer(setting, devices, process.options)
     session = Session(known, setting.name, measurer, describe(gpu, link), gpus, pairs, again)
 
     def trace(step: Step) -> Step:
         return observe(step, _without_marker(lowered), arguments[0], gpus, setting.implementation)
 
+    def save(grown: Profile) -> None:
+        agreement.together(lambda: storage.save(grown, path), (DhelixError,))
+
+    speaks = jax.process_index() == 0
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arguments))
     return measure_missing(
         session,
         Step(compiled_module(compiled)),
         None if abstract or arguments[1] else trace,
-        progress if callable(progress) else _log if progress else _silent,
-        lambda grown: storage.save(grown, path),
+        progress if callable(progress) else _log if progress and speaks else _silent,
+        save,
     )
 
 
 def gpu_measurer(
-    setting: LaunchSetting, compiled: jax.stages.Compiled | None = None, options: Mapping[str, Any] | None = None
+    setting: LaunchSetting, devices: Sequence[Any] | None = None, options: Mapping[str, Any] | None = None
 ) -> measure.GpuMeasurer:
     """What measures under a setting.
 
     Args:
-      compiled: a step whose GPUs are used, and whose state may lie in their memory; None: all GPUs of the process.
+      devices: GPUs of a step, whose state may lie in their memory; None: all GPUs of the job, with nothing on them.
       options: of XLA, beside those of the setting.
     """
     options = {**(options or {}), **({} if setting.graphs else NO_GRAPHS)}
     marks = setting.graphs or setting.implementation != "nccl"
-    if compiled is None:
+    if devices is None:
         return measure.GpuMeasurer(options=options, marks=marks)
-    executable: Any = compiled.runtime_executable()
-    devices = executable.local_devices()  # in the order that the step numbers them
-    return measure.GpuMeasurer(devices, options, _memory_left(devices[0]), marks)
+    own = next(device for device in devices if device.process_index == jax.process_index())
+    return measure.GpuMeasurer(devices, options, _memory_left(own), marks)
 
 
 def measure_missing(
@@ -147,7 +154,10 @@ def measure_missing(
       trace: `observe` of the step; None if it cannot be run.
       progress, save: see `Session.run`.
     """
-    if trace is not None and not session.complete(step):
+    wanted = session.missing(step)
+    keys = [" beside ".join(str(o.key) for o in item.operators) for item in (*wanted.alone, *wanted.pairs)]
+    agreement.check_agreement({"operators to measure": "; ".join(keys)})
+    if trace is not None and len(wanted):
         progress(0, 0, "traces the step")
         step = trace(step)
     return session.run(step, progress, save)

@@ -1,0 +1,82 @@
+"""A step is profiled by all processes of a job together, here two on CPU with a measurer of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from dhelix.profiles import storage
+from dhelix.profiles.profile import Profile, Provenance
+
+PROCESS = """
+import json, sys
+import jax
+process, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+import jax.numpy as jnp
+from dhelix.errors import DhelixError
+from dhelix.profiles.profile import Provenance
+from dhelix.runtime.profiling import in_process
+from dhelix.runtime.profiling.measure import Sample
+from dhelix.runtime.strand_interleave import strand_interleave
+
+class Measurer:
+    def measure(self, items, repeats):
+        return [(Sample(1e-4, 1e-4, 1e-4 if item.second else 0.0),) * repeats for item in items]
+
+jax.default_backend = lambda: "gpu"
+in_process.provenance = lambda: Provenance("NVIDIA H200", 2, machine=f"of process {process}")
+in_process.gpu_measurer = lambda *_: Measurer()
+outcomes = []
+for name, rows in (("same", 64), ("other", 32 * (process + 1)), ("damaged", 64)):
+    step = strand_interleave(lambda state, batch: state + jnp.sin(batch @ batch), passes=[])
+    shape = jax.ShapeDtypeStruct((rows, rows), jnp.float32)
+    try:
+        found = step.profile(shape, shape, out=f"{folder}/{process}/{name}.json", progress=False)
+        outcomes.append(len(found.section("default").operators))
+    except DhelixError as error:
+        outcomes.append(str(error))
+print(json.dumps(outcomes))
+"""
+
+
+def test_processes_of_a_job(tmp_path: Path) -> None:
+    known = Profile("H200", "nvlink", (Provenance("NVIDIA H200", 8, machine="of long ago"),))
+    for process in ("0", "1"):
+        (tmp_path / process).mkdir()
+    storage.save(known, tmp_path / "0" / "same.json")
+    (tmp_path / "1" / "damaged.json").write_text("{")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, process, port, str(tmp_path)],
+            env={**os.environ, **cpu},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process in ("0", "1")
+    ]
+    try:
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    same, other, damaged = json.loads(results[0][0].splitlines()[-1])
+    assert [same, other, damaged] == json.loads(results[1][0].splitlines()[-1])
+    assert same > 0
+    assert other.startswith("hosts disagree on the program, ")
+    assert "1/damaged.json" in damaged, "where one cannot read its file, all stop"
+    first, second = (storage.load(tmp_path / process / "same.json") for process in ("0", "1"))
+    assert first == second
+    assert [p.machine for p in first.measured_on] == ["of long ago", "of process 0"]
