@@ -216,6 +216,9 @@ class Choice:
         devices other than GPUs, nor is a program whose memory is not known before it is compiled.
         """
         if _gpu(lowered) is None:
+            if self.memory_limit is not None:
+                line = "memory_limit= bounds what orders take, and orders are made for GPUs: here it limits nothing"
+                say_once(line, (line,))
             return replace(self, memory_limit=None)
         limited = self.passes is None and (self.plan is not None or self.schedule in LIMITED)
         if self.memory_limit is not None or not limited:
