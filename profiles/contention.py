@@ -112,14 +112,13 @@ def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, f
     Computation beside communication: the hardware's rates. Two computations fill the GPU each, two collectives over
     one kind of link share it: in turn. A collective inside a node leaves the network free: no contention.
     """
-    roles = isinstance(first, CollectiveKey), isinstance(second, CollectiveKey)
-    if roles == (False, True):
-        return hardware.compute_rate, hardware.communication_rate
-    if roles == (True, False):
-        return hardware.communication_rate, hardware.compute_rate
     if isinstance(first, CollectiveKey) and isinstance(second, CollectiveKey):
-        if (first.nodes > 1) != (second.nodes > 1):
-            return 1.0, 1.0
+        return (1.0, 1.0) if (first.nodes > 1) != (second.nodes > 1) else (1.0, MIN_RATE)
+    if isinstance(second, CollectiveKey):
+        return hardware.rates(second.nodes > 1)
+    if isinstance(first, CollectiveKey):
+        compute, communication = hardware.rates(first.nodes > 1)
+        return communication, compute
     return 1.0, MIN_RATE
 
 

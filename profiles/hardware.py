@@ -31,6 +31,8 @@ class Hardware:
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
       compute_rate: how fast compute proceeds while a collective runs beside it; 1 is undisturbed.
       communication_rate: how fast the collective proceeds meanwhile.
+      inter_compute_rate, inter_communication_rate: the same beside a collective between nodes. What waits for a network
+        holds few SMs and loses little (over sockets: docs/benchmarks.md, two H100s).
       like: a GPU with as many cores of the same kind, the same clock and the same links, whose measured times stand in
         where this one has none (`alike`).
     """
@@ -50,7 +52,15 @@ class Hardware:
     inter_latency: float = 20e-6
     compute_rate: float = 0.8
     communication_rate: float = 0.3
+    inter_compute_rate: float = 0.9
+    inter_communication_rate: float = 0.95
     like: str = ""
+
+    def rates(self, between_nodes: bool) -> tuple[float, float]:
+        """Of compute and of a collective beside each other, where nothing like them was measured."""
+        if between_nodes:
+            return self.inter_compute_rate, self.inter_communication_rate
+        return self.compute_rate, self.communication_rate
 
 
 # NVLink 4, 18 links: 450 GB/s each way, of which NCCL reaches about 330; 400 Gb/s of network per GPU.
@@ -89,9 +99,8 @@ def _no_p2p(gpu: Hardware) -> Hardware:
 
 def _two_nodes(gpu: Hardware) -> Hardware:
     """Two processes of one server that NCCL takes for nodes: sockets of the loopback device (facts in
-    docs/profiles.md). What waits for a socket holds few SMs and loses little beside compute."""
-    name = f"{gpu.name}-two-nodes"
-    return replace(gpu, name=name, inter_bandwidth=4.5e9, gpus_per_node=2, communication_rate=0.95, compute_rate=0.9)
+    docs/profiles.md)."""
+    return replace(gpu, name=f"{gpu.name}-two-nodes", inter_bandwidth=4.5e9, gpus_per_node=2)
 
 
 H200_NO_P2P, H100_NO_P2P = _no_p2p(H200), _no_p2p(H100)

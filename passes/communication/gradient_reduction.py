@@ -172,16 +172,17 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
     if model is None:
         return True
     costs = model.costs()
-    layers, hardware = len(found[0].slots), costs.hardware
+    layers, lanes = len(found[0].slots), set[Lane]()
     in_one = in_parts = 0.0
     for one in found:
         key = costs.operator_keys[one.collective]
         if isinstance(key, CollectiveKey):
+            lanes.add(costs[one.collective].lane)
             in_one += model.estimator.solo(key).seconds
             in_parts += model.estimator.solo(replace(key, bytes=key.bytes // layers)).seconds
     body = [costs[i] for i in loop.called[0].instructions]
     compute = sum(cost.seconds for cost in body if cost.lane is Lane.COMPUTE)
-    of_compute, of_collective = hardware.compute_rate, hardware.communication_rate
+    of_compute, of_collective = costs.hardware.rates(lanes == {Lane.COMM_INTER})
     beside = (layers - 1) * min(in_parts / of_collective, compute / of_compute)
     return beside * (of_compute + of_collective - 1.0) > _WORTH * (layers * in_parts - in_one)
 

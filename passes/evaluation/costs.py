@@ -276,7 +276,7 @@ class Costs(dict[Instruction, Cost]):
     ) -> tuple[float, float]:
         if compute in self.instead or exclusive_kernel(compute) is not None:
             return MIN_RATE, 1.0
-        constants = self.hardware.compute_rate, self.hardware.communication_rate
+        constants = self.hardware.rates(self[collective].lane is Lane.COMM_INTER)
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
         own, its = self.operator_keys[compute], self.operator_keys[collective]

@@ -7,7 +7,7 @@ played as it stands while a collective that began outside is still under way. No
 costs and an order in, times out.
 
 While a collective and compute run at the same time each proceeds at a rate of its own, so lengths depend on
-what lies beside what. Without a profile these are the hardware's (`Hardware.compute_rate`, `communication_rate`).
+what lies beside what. Without a profile these are the hardware's (`Hardware.rates`).
 With one (`Costs.rates`) they are those of the measured pair. Which pair that is, follows from when the collective
 begins:
 
@@ -406,7 +406,7 @@ class Player:
     def _constant_rates(
         self, compute: Instruction, collective: Instruction, first: bool, running: bool
     ) -> tuple[float, float]:
-        return self.hardware.compute_rate, self.hardware.communication_rate
+        return self.hardware.rates(self.costs[collective].lane is Lane.COMM_INTER)
 
     def timeline(self) -> Timeline:
         collectives = tuple(

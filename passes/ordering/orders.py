@@ -236,8 +236,9 @@ def apply_order(
         say_once(
             f"for {guessed:.0%} of the time in which collectives run beside compute the profile of {hardware.name} has "
             f"no pairs like theirs under the launch setting {setting!r}. Compute is taken to run at "
-            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed there; "
-            "`dhelix profile` of this step measures pairs within a node",
+            f"{hardware.compute_rate:g} and collectives at {hardware.communication_rate:g} of their speed there (at "
+            f"{hardware.inter_compute_rate:g} and {hardware.inter_communication_rate:g} where those leave the node); "
+            "`dhelix profile` of this step measures pairs",
             ("guessed overlap", setting),
         )
     return True

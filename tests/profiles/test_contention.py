@@ -77,6 +77,7 @@ def test_a_pair_is_no_better_than_overlap_and_no_worse_than_turns_if_rates_add_u
     [
         (GEMM, GATHER, (H200.compute_rate, H200.communication_rate)),
         (GATHER, GEMM, (H200.communication_rate, H200.compute_rate)),
+        (GEMM, collective("all-gather", 64, nodes=2), (H200.inter_compute_rate, H200.inter_communication_rate)),
         (GEMM, attention(8), (1.0, MIN_RATE)),
         (GATHER, collective("all-to-all", 64), (1.0, MIN_RATE)),
         (GATHER, collective("all-to-all", 64, nodes=2), (1.0, 1.0)),

@@ -11,8 +11,9 @@ from dhelix.passes.hlo import HloModule
 from dhelix.profiles.hardware import H200
 from dhelix.tests.passes.schedules import PERMUTING_LOOP, Done, Op, Program, Start, build, programs
 
-FAIR = dataclasses.replace(H200, compute_rate=1.0, communication_rate=1.0)
-HALF = dataclasses.replace(H200, compute_rate=0.5, communication_rate=0.5)
+RATES = ("compute_rate", "communication_rate", "inter_compute_rate", "inter_communication_rate")
+FAIR = dataclasses.replace(H200, **dict.fromkeys(RATES, 1.0))
+HALF = dataclasses.replace(H200, **dict.fromkeys(RATES, 0.5))
 
 
 def play(program: Program, results: list[str], hardware=FAIR) -> Timeline:
@@ -59,6 +60,12 @@ def test_both_slow_down_while_they_share() -> None:
     assert spans(timeline) == {"g": (0.0, 6.0), "x": (0.0, 7.0), "y": (7.0, 8.0)}
     assert (timeline.compute, timeline.compute_alone, timeline.slow_down) == (8.0, 5.0, 3.0)
     assert timeline.collectives[0].alone == 3.0 and timeline.collectives[0].hidden == 6.0
+
+
+def test_what_leaves_the_node_slows_down_otherwise() -> None:
+    over_the_network = [dataclasses.replace(GATHER_UNDER_X[0], lane=Lane.COMM_INTER), *GATHER_UNDER_X[1:]]
+    hardware = dataclasses.replace(FAIR, compute_rate=0.5, communication_rate=0.5, inter_communication_rate=0.75)
+    assert spans(play(over_the_network, ["y"], hardware)) == {"g": (0.0, 4.0), "x": (0.0, 4.0), "y": (4.0, 5.0)}
 
 
 LOOP = f"""HloModule m, is_scheduled=true
