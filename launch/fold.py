@@ -12,8 +12,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from dhelix.passes.pipeline_fold import (
     SCHEDULES,
     Evaluation,
     PipelineCosts,
-    StagePrograms,
     bidirectional,
     evaluate,
     evaluate_programs,
@@ -88,13 +86,12 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if chosen["out"]:
         times, words = cell_times(view.schedule, view.costs), (fold_tables.summary(view), fold_tables.axis(view.costs))
         fold_chart.save(fold_chart.chart(view.schedule, times, *words), chosen["out"])
-    text = json.dumps(view.to_json(), indent=1)
     if to_stdout:
-        print(text)
+        print(_json(view))
     else:
         fold_tables.print_view(view, console)
     if target and not to_stdout:
-        _write(target, f"{text}\n")
+        _write(target, f"{_json(view)}\n")
     for name in (chosen["out"], None if to_stdout else target):
         if name:
             console.print(f"wrote {name}", soft_wrap=True, markup=False)
@@ -107,7 +104,8 @@ def view_of(chosen: Mapping[str, Any]) -> FoldView:
     layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])
     schedule = make_schedule(chosen["schedule"], layout, chosen["microbatches"])
     validate(schedule)
-    return FoldView(schedule, costs, evaluate(schedule, costs), _compared(chosen, costs))
+    evaluation = evaluate(schedule, costs)
+    return FoldView(schedule, costs, evaluation, _compared(chosen, costs, evaluation))
 
 
 def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
@@ -117,24 +115,30 @@ def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
     return PipelineCosts(chosen["forward"], chosen["backward"], both, send=chosen["send"])
 
 
-def _compared(chosen: Mapping[str, Any], costs: PipelineCosts) -> dict[str, Evaluation | str]:
-    """Every schedule by name, those that can be executed first; of one that does not fit, why."""
+def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation) -> dict[str, Evaluation | str]:
+    """Every schedule by name, those that can be executed first; of one that does not fit, why. `shown`: the chosen."""
     layers, stages, count = (chosen[name] for name in ("layers", "stages", "microbatches"))
 
     def executed(name: str) -> Evaluation:
+        if name == shown.name:
+            return shown
         layout = layout_of(name, layers, stages, chosen["chunks_per_stage"])
         return evaluate(make_schedule(name, layout, count), costs)
 
-    def evaluated(make: Callable[[PipelineCosts], StagePrograms]) -> Evaluation:
-        return evaluate_programs(make(costs), make(replace(costs, co_executed=None)), costs)
+    def evaluated(name: str) -> Evaluation:
+        plain_costs = costs.without_gain()
+        if name == "zbv":  # co-executes nothing
+            programs = plain = zero_bubble_v(fold_layout(layers, stages), count, costs)
+        else:
+            programs = plain = bidirectional(layers, stages, count, costs)
+            if plain_costs is not costs:
+                plain = bidirectional(layers, stages, count, plain_costs)
+        return evaluate_programs(programs, plain, costs)
 
-    makers: dict[str, Callable[[], Evaluation]] = {name: functools.partial(executed, name) for name in SCHEDULES}
-    makers["zbv"] = lambda: evaluated(lambda c: zero_bubble_v(fold_layout(layers, stages), count, c))
-    makers["bidirectional"] = lambda: evaluated(lambda c: bidirectional(layers, stages, count, c))
     found: dict[str, Evaluation | str] = {}
-    for name, make in makers.items():
+    for name in (*SCHEDULES, "zbv", "bidirectional"):
         try:
-            found[name] = make()
+            found[name] = executed(name) if name in SCHEDULES else evaluated(name)
         except DhelixError as error:
             found[name] = str(error)
     return found
@@ -147,6 +151,10 @@ def _json_target(value: str | None, arguments: list[str]) -> str | None:
     if arguments:
         raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix fold --help`")
     return {"true": "-", "false": None}.get(value or "false", value)
+
+
+def _json(view: FoldView) -> str:
+    return json.dumps(view.to_json(), indent=1)
 
 
 def _write(path: str, text: str) -> None:

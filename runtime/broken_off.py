@@ -70,7 +70,7 @@ def at_schedule(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> byte
     """
     if jax.config.jax_share_binary_between_hosts:
         return None
-    name = fingerprint.module_name(lowering.hlo_bytes(lowered))
+    name = lowering.module_name(lowered)
     found: list[bytes] = []
 
     def record(stage: Stage, module: bytes) -> None:

@@ -34,6 +34,11 @@ def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
     return jax_compat.stablehlo_to_hlo(jax_compat.stablehlo_module(lowered))
 
 
+def module_name(lowered: jax.stages.Lowered) -> str:
+    """Name of the program, by which the compiler's hooks know it; in no time, where `hlo_bytes` converts all of it."""
+    return symbol_name(jax_compat.stablehlo_module(lowered).operation)
+
+
 def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
     """The scheduled program that XLA made. Its text does not always parse again, its proto does.
 

@@ -15,7 +15,7 @@ All times are exact fractions in the unit of the costs; `float(...)` makes them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from dhelix.passes.pipeline_fold.meetings import meeting_time
@@ -59,27 +59,28 @@ def evaluate(
       meetings: whether senders wait for receivers, as in the executor's program. In lockstep all wait anyway.
       sends_beside: whether messages of that program travel beside loops over layers (`meetings.meeting_time`).
     """
-    plain_costs = replace(costs, co_executed=None)
-    programs, plain = programs_of(schedule, costs), programs_of(schedule, plain_costs)
 
-    def step_time(programs: StagePrograms, costs: PipelineCosts) -> Fraction:
+    def timed(costs: PipelineCosts) -> tuple[StagePrograms, Fraction]:
+        programs = programs_of(schedule, costs)
         if schedule.lockstep:
-            return _lockstep_time(schedule, costs) + programs.shared
+            return programs, _lockstep_time(schedule, costs) + programs.shared
         if meetings:
-            return meeting_time(schedule, costs, sends_beside)
-        return makespan(programs, Fraction(costs.send)) + programs.shared
+            return programs, meeting_time(schedule, costs, sends_beside)
+        return programs, makespan(programs, Fraction(costs.send)) + programs.shared
 
-    times = step_time(programs, costs), step_time(plain, plain_costs)
-    return _evaluation(programs, times[0], plain, times[1], len(schedule.ticks))
+    timing, plain_costs = timed(costs), costs.without_gain()
+    plain = timing if plain_costs is costs else timed(plain_costs)
+    return _evaluation(*timing, *plain, len(schedule.ticks))
 
 
 def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: PipelineCosts) -> Evaluation:
     """Costs of a pipeline that is no `Schedule`: `bidirectional.bidirectional`, `zero_bubble_v.zero_bubble_v`.
 
     Args:
-      plain: the same, made with `co_executed=None`.
+      plain: the same, made with costs `without_gain`.
     """
-    step, plain_step = (makespan(each, Fraction(costs.send)) + each.shared for each in (programs, plain))
+    step = makespan(programs, Fraction(costs.send)) + programs.shared
+    plain_step = step if plain is programs else makespan(plain, Fraction(costs.send)) + plain.shared
     return _evaluation(programs, step, plain, plain_step, max(map(len, programs.orders)))
 
 

@@ -6,6 +6,7 @@ made that itself, else a `send` after the other stage has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -16,23 +17,27 @@ from dhelix.passes.pipeline_fold.tasks import Label, StagePrograms
 def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
     """From the first task's start to the last one's end. Raises DhelixError where stages wait for one another."""
     orders = programs.orders
-    made: dict[Label, tuple[int, Fraction]] = {}
-    position, clock = [0] * len(orders), [Fraction(0)] * len(orders)
+    # Exact as fractions, and many times as fast: all times are whole multiples of 1 / unit.
+    unit = math.lcm(send.denominator, *{task.time.denominator for order in orders for task in order})
+    delay = int(send * unit)
+    made: dict[Label, tuple[int, int]] = {}
+    position, clock = [0] * len(orders), [0] * len(orders)
     runs = True
     while runs:
         runs = False
         for stage, order in enumerate(orders):
             while position[stage] < len(order) and all(label in made for label in order[position[stage]].reads):
                 task = order[position[stage]]
-                arrivals = [end + (send if maker != stage else 0) for maker, end in map(made.__getitem__, task.reads)]
-                clock[stage] = max([clock[stage], *arrivals]) + task.time
+                arrivals = [end + delay * (maker != stage) for maker, end in map(made.__getitem__, task.reads)]
+                length = task.time.numerator * (unit // task.time.denominator)
+                clock[stage] = max([clock[stage], *arrivals]) + length
                 made |= {label: (stage, clock[stage]) for label in task.makes}
                 position[stage] += 1
                 runs = True
     for stage, order in enumerate(orders):
         if position[stage] < len(order):
             raise DhelixError(f"{programs.name}: stage {stage} waits for ever for {order[position[stage]].reads}")
-    return max(clock)
+    return Fraction(max(clock), unit)
 
 
 def busy_times(programs: StagePrograms) -> list[Fraction]:

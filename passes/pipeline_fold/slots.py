@@ -37,7 +37,8 @@ def with_slots(
     reuse_within_tick: bool = True,
 ) -> Schedule:
     """The schedule of `timetable`, with the smallest ring of slots that serves every stage."""
-    slots = max(_needed(timetable, stage, lockstep, reuse_within_tick) for stage in range(layout.stages))
+    masked = [lockstep and any(forward is not None for forward, _ in tick) for tick in timetable]
+    slots = max(_needed(timetable, stage, masked, reuse_within_tick) for stage in range(layout.stages))
     columns = [list(_cells(timetable, stage, slots)) for stage in range(layout.stages)]
     return Schedule(name, layout, microbatches, tuple(zip(*columns, strict=True)), slots, lockstep)
 
@@ -53,16 +54,12 @@ def scratch(schedule: Schedule) -> tuple[tuple[tuple[int, bool] | None, ...], ..
     return tuple(zip(*columns, strict=True))
 
 
-def _goes_forward(tick: Sequence[tuple[Item | None, Item | None]]) -> bool:
-    return any(forward is not None for forward, _ in tick)
-
-
-def _needed(timetable: Timetable, stage: int, lockstep: bool, reuse_within_tick: bool) -> int:
-    """Slots that `stage` needs."""
+def _needed(timetable: Timetable, stage: int, masked: Sequence[bool], reuse_within_tick: bool) -> int:
+    """Slots that `stage` needs. `masked`: by tick, whether a stage without a forward of its own computes along."""
     live, needed = 0, 1
-    for tick in timetable:
+    for tick, along in zip(timetable, masked, strict=True):
         forward, backward = tick[stage]
-        writes = forward is not None or (lockstep and _goes_forward(tick))
+        writes = forward is not None or along
         handed_over = backward is not None and reuse_within_tick
         needed = max(needed, live, live + writes - handed_over)
         live += (forward is not None) - (backward is not None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from dhelix.errors import DhelixError
@@ -51,6 +51,11 @@ class PipelineCosts:
     def of_pair(self, forward_layers: int, backward_layers: int) -> Fraction:
         """Time of a cell that goes so many layers forward and so many backward, as many as possible side by side."""
         return _pair_time(self, forward_layers, backward_layers)
+
+    def without_gain(self) -> PipelineCosts:
+        """The same where co-execution gains nothing: these costs themselves, if it does not in them."""
+        plain = replace(self, co_executed=None)
+        return self if self.of_pair(1, 1) == plain.of_pair(1, 1) else plain
 
     def of_ends(self, microbatches: int) -> Fraction:
         """Time of embedding and head, all of it, for a step."""

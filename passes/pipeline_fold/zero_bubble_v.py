@@ -21,10 +21,11 @@ A stage frees residuals after W. Qi et al., Pipeline Parallelism with Controllab
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from itertools import islice
 from typing import NamedTuple
 
 from dhelix.errors import DhelixError
@@ -51,47 +52,70 @@ def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> St
         raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
     weight = Fraction(costs.backward) / 2 if costs.weight_gradient is None else Fraction(costs.weight_gradient)
     times = {"F": Fraction(costs.forward), "D": Fraction(costs.backward) - weight, "W": weight}
-    tried = [times, *({kind: Fraction(time) for kind, time in zip("FDW", some, strict=True)} for some in _TRIED)]
+    unit = math.lcm(*(time.denominator for time in times.values()))
+    tried = dict.fromkeys([tuple(int(time * unit) for time in times.values()), *_TRIED])
     orders = [*(_orders(layout, microbatches, some) for some in tried), _orders_of_w(layout, microbatches)]
-    programs = [_programs(layout, microbatches, each, times, costs) for each in orders]
+    task_of = functools.cache(functools.partial(_task, layout, _times_of(layout, times, costs)))
+    shared = costs.of_ends(microbatches) / layout.stages if costs.shared_ends else Fraction(0)
+    programs = [_programs(layout, each, task_of, shared) for each in orders]
     return min(programs, key=lambda each: makespan(each, Fraction(costs.send)))
 
 
-def _orders(layout: Layout, microbatches: int, times: dict[str, Fraction]) -> list[list[_Step]]:
-    """The order of each stage when every task takes `times` of its kind."""
-    orders: list[list[_Step]] = [[] for _ in range(layout.stages)]
-    begun = [Counter[tuple[str, int]]() for _ in orders]
-    free_at = [Fraction(0)] * layout.stages
-    ends: dict[_Step, Fraction] = {}
-    moments = {Fraction(0)}
-    while moments:
-        now = min(moments)
-        moments.remove(now)
-        for stage, order in enumerate(orders):
-            if free_at[stage] > now:
+def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[list[_Step]]:
+    """The order of each stage when every F, D and W takes the time that is `tried`."""
+    times = dict(zip("FDW", tried, strict=True))
+    stages = [_Stage(layout, microbatches, stage) for stage in range(layout.stages)]
+    reads = functools.cache(functools.partial(_reads, layout.chunks - 1))
+    ends: dict[_Step, int] = {}
+    awake = {0: set(range(layout.stages))}  # at which moment which stages may find something new to do
+    while awake:
+        now = min(awake)
+        for place in sorted(awake.pop(now)):
+            stage = stages[place]
+            if stage.free_at > now:
                 continue
-            for step in _candidates(layout, microbatches, stage, begun[stage], order):
-                if all(read in ends and ends[read] <= now for read in _reads(layout, step)):
-                    order.append(step)
-                    begun[stage][step.kind, step.chunk] += 1
-                    ends[step] = free_at[stage] = now + times[step.kind]
-                    moments.add(free_at[stage])
+            for step in stage.candidates():
+                if all(ends.get(read, math.inf) <= now for read in reads(step)):
+                    end = ends[step] = now + times[step.kind]
+                    stage.begin(step, end)
+                    readers = range(max(place - 1, 0), min(place + 2, layout.stages))
+                    awake.setdefault(end, set()).update(readers)
                     break
-    return orders
+    return [stage.order for stage in stages]
 
 
-def _candidates(
-    layout: Layout, microbatches: int, stage: int, begun: Counter[tuple[str, int]], order: list[_Step]
-) -> Iterator[_Step]:
-    """What the stage may do next, the best first, whether or not its input is there. `begun`: by kind and chunk."""
-    down, up = layout.chunks_of(stage)
-    steps = sorted((_Step("D", begun["D", chunk], chunk) for chunk in (up, down)), key=lambda step: step.microbatch)
-    steps.append(_Step("F", begun["F", up], up))
-    if begun["F", down] - begun["W", down] < layout.stages:
-        steps.append(_Step("F", begun["F", down], down))
-    yield from (step for step in steps if step.microbatch < microbatches)
-    done = (step for step in order if step.kind == "D")
-    yield from (step._replace(kind="W") for step in islice(done, begun["W", up] + begun["W", down], None))
+class _Stage:
+    """What a stage has done, in order, until `free_at`."""
+
+    def __init__(self, layout: Layout, microbatches: int, stage: int) -> None:
+        self.order: list[_Step] = []
+        self.free_at = 0
+        self._room, self._microbatches = layout.stages, microbatches
+        self._down, self._up = layout.chunks_of(stage)
+        self._begun = Counter[tuple[str, int]]()  # by kind and chunk
+        self._without_w = deque[_Step]()  # each D whose W is still to do
+
+    def candidates(self) -> Iterator[_Step]:
+        """What the stage may do next, the best first, whether or not its input is there."""
+        begun, down, up = self._begun, self._down, self._up
+        steps = [_Step("D", begun["D", up], up), _Step("D", begun["D", down], down)]
+        if steps[1].microbatch < steps[0].microbatch:
+            steps.reverse()
+        steps.append(_Step("F", begun["F", up], up))
+        if begun["F", down] - begun["W", down] < self._room:
+            steps.append(_Step("F", begun["F", down], down))
+        yield from (step for step in steps if step.microbatch < self._microbatches)
+        if self._without_w:
+            yield self._without_w[0]._replace(kind="W")
+
+    def begin(self, step: _Step, end: int) -> None:
+        self.order.append(step)
+        self.free_at = end
+        self._begun[step.kind, step.chunk] += 1
+        if step.kind == "D":
+            self._without_w.append(step)
+        elif step.kind == "W":
+            self._without_w.popleft()
 
 
 def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
@@ -106,36 +130,45 @@ def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
     return orders
 
 
-def _reads(layout: Layout, step: _Step) -> list[_Step]:
+def _reads(last: int, step: _Step) -> tuple[_Step, ...]:
+    """What has to end before `step`; `last` is the last chunk."""
     kind, microbatch, chunk = step
     if kind == "F":
-        return [_Step("F", microbatch, chunk - 1)] if chunk > 0 else []
+        return (_Step("F", microbatch, chunk - 1),) if chunk > 0 else ()
     if kind == "W":
-        return [_Step("D", microbatch, chunk)]
-    return [_Step("D", microbatch, chunk + 1) if chunk < layout.chunks - 1 else _Step("F", microbatch, chunk)]
+        return (_Step("D", microbatch, chunk),)
+    return (_Step("D", microbatch, chunk + 1) if chunk < last else _Step("F", microbatch, chunk),)
+
+
+def _times_of(layout: Layout, times: dict[str, Fraction], costs: PipelineCosts) -> dict[tuple[str, int], Fraction]:
+    """By kind and chunk."""
+    time_of = {
+        (kind, chunk): layers * time for kind, time in times.items() for chunk, layers in enumerate(layout.chunk_layers)
+    }
+    if not costs.shared_ends:
+        time_of["F", 0] += Fraction(costs.embedding)
+        time_of["D", layout.chunks - 1] += Fraction(costs.head)
+    return time_of
+
+
+def _task(layout: Layout, time_of: dict[tuple[str, int], Fraction], step: _Step) -> Task:
+    return Task(
+        time_of[step.kind, step.chunk],
+        reads=_reads(layout.chunks - 1, step),
+        makes=(step,),
+        takes=step.chunk if step.kind == "F" else None,
+        frees=step.chunk if step.kind == "W" else None,
+    )
 
 
 def _programs(
-    layout: Layout, microbatches: int, orders: list[list[_Step]], times: dict[str, Fraction], costs: PipelineCosts
+    layout: Layout, orders: list[list[_Step]], task_of: Callable[[_Step], Task], shared: Fraction
 ) -> StagePrograms:
-    ends = {("F", 0): Fraction(costs.embedding), ("D", layout.chunks - 1): Fraction(costs.head)}
-    if costs.shared_ends:
-        ends = {}
-
-    def task(step: _Step) -> Task:
-        return Task(
-            layout.chunk_layers[step.chunk] * times[step.kind] + ends.get((step.kind, step.chunk), 0),
-            reads=tuple(_reads(layout, step)),
-            makes=(step,),
-            takes=step.chunk if step.kind == "F" else None,
-            frees=step.chunk if step.kind == "W" else None,
-        )
-
     stages = range(layout.stages)
     return StagePrograms(
         "zbv",
         layout.chunk_layers,
         tuple(sum(layout.chunk_layers[chunk] for chunk in layout.chunks_of(stage)) for stage in stages),
-        tuple(tuple(map(task, order)) for order in orders),
-        costs.of_ends(microbatches) / layout.stages if costs.shared_ends else Fraction(0),
+        tuple(tuple(map(task_of, order)) for order in orders),
+        shared,
     )

@@ -55,7 +55,9 @@ def test_round_trip_keeps_results_shardings_donation_and_memory(name: str) -> No
     jitted, arguments = PROGRAMS[name]()
     plain = jitted.lower(*arguments, **keywords(name))
     before = plain.as_text()
+    assert lowering.module_name(plain) == HloModule.from_bytes(lowering.hlo_bytes(plain)).name
     changed = _round_trip(plain, "jit_step__dhelix_0123456789abcdef")
+    assert lowering.module_name(changed) == "jit_step__dhelix_0123456789abcdef"
     assert plain.as_text() == before
     assert changed.args_info == plain.args_info and changed.out_tree == plain.out_tree
 
