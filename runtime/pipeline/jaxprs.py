@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 
@@ -45,6 +46,16 @@ def variables(atoms: Sequence[Any]) -> set[Any]:
 
 def shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+
+
+def as_numbers(values: Sequence[Any]) -> list[Any]:
+    """Random keys among `values` as the numbers that they are: those can be stored in slots and sent."""
+    return [jax.random.key_data(value) if _is_key(value) else value for value in values]
+
+
+def as_keys(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """The other way round; `like` are the shapes of what it was."""
+    return [_as_key(value, of) if _is_key(of) else value for value, of in zip(values, like, strict=True)]
 
 
 def communicates_over(jaxpr: Any, axis: str) -> bool:
@@ -105,6 +116,16 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
         outvars=[variable(atom) for atom in jaxpr.outvars],
         eqns=equations,
     )
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(numbers: jax.Array, like: Any) -> jax.Array:
+    kinds: list[Any] = []  # JAX tells it of keys, not of their shapes
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(numbers, impl=kinds[0])
 
 
 def _names(value: Any, axis: str) -> bool:

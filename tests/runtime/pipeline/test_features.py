@@ -91,6 +91,22 @@ def test_state_masks_keys_and_metrics() -> None:
     jax.tree.map(np.testing.assert_array_equal, again, ((loss, metrics), gradients))
 
 
+def test_a_random_key_that_goes_from_layer_to_layer() -> None:
+    def dropout(p: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
+        @jax.checkpoint  # so that the key is kept for the backward pass
+        def body(state: Any, w: Any) -> Any:
+            x, key = state
+            key, own = jax.random.split(key)
+            return (layer(jnp.where(jax.random.bernoulli(own, 0.8, x.shape), x, 0), w), key), None
+
+        (x, _), _ = lax.scan(body, (p["embedding"][rows[:, :-1]], key), p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    batch = TOKENS, jax.random.key(3, impl="rbg")
+    result = in_pipeline(dropout, *batch, rng_argnums=2)(PARAMS)
+    assert_close(result, in_loop(dropout, *batch, rng_argnums=2))
+
+
 def weighted_loss(p: Any, batch: dict[str, Any]) -> jax.Array:
     """NaN in layers and head for a micro-batch without tokens; its layers divide by a norm, zero in masked work."""
     rows, mask = batch["rows"], batch["mask"]
