@@ -12,8 +12,8 @@ Contract. The trace is of all the model's layers; the parts run with those of a 
 weights (`context`: rotary tables, masks) may depend on the batch but on no parameter; weights are those that the scan
 runs over, and what makes them of the parameters (a cast, a split) sees no batch and treats each layer alone. Anything
 else is refused with one line that says what stands in the way: values handed from each layer to the head, weights
-shared by all layers, random keys among the scan's xs, a loop that runs backwards. Slices overlap where both ends need a value; it
-is then computed twice, and its gradient is the sum, which is what differentiating the whole would give.
+shared by all layers, random keys among the scan's xs, a loop that runs backwards. Slices overlap where both ends need a
+value; it is then computed twice, and its gradient is the sum, which is what differentiating the whole would give.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 # Operations on the numbers of an array one by one.
 _ELEMENTWISE = frozenset(
     "abs add convert_element_type copy div erf exp integer_pow log logistic max min mul neg pow round rsqrt sign sqrt"
-    " square sub tanh".split()
+    " square stop_gradient sub tanh".split()
 )
 
 

@@ -142,6 +142,20 @@ def test_weights_cast_in_the_loss_function_and_sums() -> None:
     assert_close((loss, gradients), in_loop(cast_loss, TOKENS, reduce="sum"), tolerance=2e-2)
 
 
+def test_weights_that_are_frozen_or_that_no_layer_reads() -> None:
+    def frozen(p: Any, rows: jax.Array) -> jax.Array:
+        weights = lax.stop_gradient(p["layers"]["w_in"]), p["layers"]["w_out"]
+        x = p["embedding"][rows[:, :-1]]
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    loss, gradients = in_pipeline(frozen, TOKENS)(PARAMS)
+    assert np.any(gradients["layers"]["w_out"])
+    assert not np.any(gradients["layers"]["w_in"])
+    assert not np.any(gradients["layers"]["norm"])
+    assert_close((loss, gradients), in_loop(frozen, TOKENS))
+
+
 def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     def metric(p: Any, rows: jax.Array) -> Any:
         x, _ = lax.scan(lambda x, w: (layer(x, w), None), p["embedding"][rows[:, :-1]], p["layers"])
