@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
@@ -173,7 +174,7 @@ def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
 
 def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
     """As of an array that was restored from a checkpoint to one device."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return
     if leaf.sharding.device_set != set(mesh.devices.flat):
         raise DhelixError(
