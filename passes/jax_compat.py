@@ -78,6 +78,12 @@ def trace_context() -> Hashable:
     return config.trace_context()
 
 
+def context_on_mesh(equation: Any, mesh: jax.sharding.AbstractMesh) -> Any:
+    """What an equation of a jaxpr keeps of where it was traced (`jex_core.JaxprEqn.ctx`), under another mesh."""
+    with equation.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return type(equation.ctx)()
+
+
 def is_jitted(function: object) -> bool:
     """Whether `function` is the result of `jax.jit`."""
     return hasattr(function, "_jit_info")

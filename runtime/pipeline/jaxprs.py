@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from dhelix.passes import jax_compat
 
 
 def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -77,7 +79,10 @@ def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
 
     def run(*arguments: Any) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        return jex_core.jaxpr_as_fun(jaxpr if mesh.empty else _on_mesh(jaxpr, mesh))(*arguments)
+        if mesh.empty:
+            return jex_core.jaxpr_as_fun(jaxpr)(*arguments)
+        consts = [_const_on_mesh(value, mesh) for value in jaxpr.consts]
+        return jex_core.jaxpr_as_fun(_on_mesh(jaxpr, mesh).replace(consts=consts))(*arguments)
 
     return run
 
@@ -97,6 +102,8 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
     def parameter(value: Any) -> Any:
         if isinstance(value, NamedSharding):
             return NamedSharding(mesh, value.spec)
+        if isinstance(value, AbstractMesh):
+            return mesh
         if isinstance(value, jex_core.Jaxpr):
             return _on_mesh(value, mesh)
         return tuple(map(parameter, value)) if type(value) is tuple else value
@@ -106,6 +113,7 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
             invars=[variable(atom) for atom in equation.invars],
             outvars=[variable(var) for var in equation.outvars],
             params={name: parameter(value) for name, value in equation.params.items()},
+            ctx=equation.ctx if equation.ctx.cur_abstract_mesh.empty else jax_compat.context_on_mesh(equation, mesh),
         )
         for equation in jaxpr.eqns
     ]
@@ -126,6 +134,14 @@ def _as_key(numbers: jax.Array, like: Any) -> jax.Array:
     kinds: list[Any] = []  # JAX tells it of keys, not of their shapes
     jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(numbers, impl=kinds[0])
+
+
+def _const_on_mesh(value: Any, mesh: AbstractMesh) -> Any:
+    """What the loss function took from around it, and lies on the mesh with all axes automatic, as random keys do."""
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh == mesh:
+        return value
+    return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*(None for _ in value.shape))))
 
 
 def _names(value: Any, axis: str) -> bool:

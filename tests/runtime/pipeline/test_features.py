@@ -3,12 +3,14 @@
 Each compares `dhelix.value_and_grad` in a pipeline of two stages with its own loop over micro-batches on one device.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -168,6 +170,31 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
     value, gradients = function(folded(PARAMS, fold.layout()), batch)
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
+
+
+@pytest.mark.parametrize("under", [contextlib.nullcontext, jax.set_mesh])
+def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
+    """A random key, an argument that is not of the batch, an array of the module's; and the mesh around the step."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "dp"), axis_types=(AxisType.Auto,) * 2)
+    key, scale = jax.device_put((jax.random.key(3), 1.5), NamedSharding(mesh, P()))
+    table = jax.device_put(np.linspace(0.5, 1, 6), NamedSharding(mesh, P("dp")))
+
+    def noisy(p: Any, rows: jax.Array, key: jax.Array, scale: jax.Array) -> jax.Array:
+        x = p["embedding"][rows[:, :-1]]
+        x = x + jax.random.normal(jax.random.fold_in(key, 1), x.shape) * table.mean()
+        if under is jax.set_mesh:
+            x = lax.with_sharding_constraint(x, P("dp"))
+        x, _ = lax.scan(lambda x, w: (layer(x, w) * scale, None), x, p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    options: dict[str, Any] = {"batch_argnums": 1, "rng_argnums": 2}
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh, schedule="1f1b")
+    with under(mesh):
+        function = in_microbatches(dhelix.value_and_grad(noisy, **options), MICROBATCHES, fold=fold)
+        batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
+        value, gradients = function(folded(PARAMS, fold.layout()), batch, key, scale)
+        expected = in_loop(noisy, batch, key, scale, **options)
+    assert_close((value, unfolded(gradients, fold.layout())), expected)
 
 
 def test_stages_that_must_meet_in_a_layer_do() -> None:
