@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.passes import jax_compat
 
@@ -90,20 +90,23 @@ def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
 def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
     moved: dict[Any, Any] = {}
 
+    def there(old: Any) -> AbstractMesh:
+        return mesh.update_axis_types({name: AxisType.Manual for name in old.manual_axes})
+
     def variable(atom: Any) -> Any:
         sharding = getattr(atom.aval, "sharding", None)
         if isinstance(atom, jex_core.Literal) or not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
             return atom
         if atom not in moved:
-            aval = atom.aval.update(sharding=NamedSharding(mesh, sharding.spec))
+            aval = atom.aval.update(sharding=NamedSharding(there(sharding.mesh), sharding.spec))
             moved[atom] = jex_core.DropVar(aval) if isinstance(atom, jex_core.DropVar) else jex_core.Var(aval)
         return moved[atom]
 
     def parameter(value: Any) -> Any:
         if isinstance(value, NamedSharding):
-            return NamedSharding(mesh, value.spec)
-        if isinstance(value, AbstractMesh):
-            return mesh
+            return NamedSharding(there(value.mesh), value.spec)
+        if isinstance(value, (AbstractMesh, Mesh)):
+            return there(value)
         if isinstance(value, jex_core.Jaxpr):
             return _on_mesh(value, mesh)
         return tuple(map(parameter, value)) if type(value) is tuple else value
@@ -113,7 +116,9 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
             invars=[variable(atom) for atom in equation.invars],
             outvars=[variable(var) for var in equation.outvars],
             params={name: parameter(value) for name, value in equation.params.items()},
-            ctx=equation.ctx if equation.ctx.cur_abstract_mesh.empty else jax_compat.context_on_mesh(equation, mesh),
+            ctx=equation.ctx
+            if equation.ctx.cur_abstract_mesh.empty
+            else jax_compat.context_on_mesh(equation, there(equation.ctx.cur_abstract_mesh)),
         )
         for equation in jaxpr.eqns
     ]

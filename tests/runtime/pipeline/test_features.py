@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import dhelix
 from dhelix import Fold
+from dhelix.runtime.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from dhelix.tests.runtime.pipeline.models import (
     assert_close,
     folded,
@@ -194,6 +195,30 @@ def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
         batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
         value, gradients = function(folded(PARAMS, fold.layout()), batch, key, scale)
         expected = in_loop(noisy, batch, key, scale, **options)
+    assert_close((value, unfolded(gradients, fold.layout())), expected)
+
+
+@pytest.mark.parametrize("schedule", ["w", "1f1b"])
+def test_a_shard_map_inside_of_a_layer(schedule: str) -> None:
+    """Over the axes that the pipeline leaves automatic; its rings meet in each layer."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+    def rings(p: Any, rows: jax.Array) -> Any:
+        def local(x: jax.Array, w: Any) -> jax.Array:
+            (h,) = all_gather_matmul(x, (w["w_in"],), "tp", "ring")
+            return x + matmul_reduce_scatter(jnp.tanh(h), w["w_out"], "tp", "ring")
+
+        split = {"norm": P(), "w_in": P(None, "tp"), "w_out": P("tp")}
+        one = jax.shard_map(
+            local, mesh=mesh, in_specs=(P(None, "tp"), split), out_specs=P(None, "tp"), axis_names={"tp"}
+        )
+        x, _ = lax.scan(lambda x, w: (one(x, w), None), p["embedding"][rows[:, :-1]], p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh, schedule=schedule)
+    function = in_microbatches(dhelix.value_and_grad(rings), MICROBATCHES, fold=fold)
+    value, gradients = function(folded(PARAMS, fold.layout()), TOKENS)
+    expected = in_microbatches(dhelix.value_and_grad(rings), MICROBATCHES)(PARAMS, TOKENS)
     assert_close((value, unfolded(gradients, fold.layout())), expected)
 
 
