@@ -78,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Status 0: done; 1: the work failed, with one line on stderr that says why; 2: the command line is wrong.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if len(arguments) == 2 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         sys.exit(0 if arguments else 2)
@@ -149,8 +151,12 @@ def _flag_help(values: flags.FlagValues) -> str:
         kind = "|".join(choices) if choices else flag.flag_type().upper().replace(_LIST, "A,B")
         spelled = f"--[no]{name}" if flag.boolean else f"--{name}={kind}"
         spelled = f"-{flag.short_name}, {spelled}" if flag.short_name else spelled
-        shown = "" if flag.boolean or flag.default in (None, "", []) else f" (default: {flag.default})"
+        default = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
+        shown = "" if flag.boolean or default in (None, "") else f" (default: {default})"
         words = flag.help.removeprefix(f"<{kind}>: ")  # absl lists choices here too
-        text = textwrap.fill(f"{words}{shown}", 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        indent = " " * 6
+        text = textwrap.fill(
+            f"{words}{shown}", 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        )
         lines.append(f"  {spelled}\n{text}")
     return "\n".join(lines)

@@ -200,7 +200,8 @@ def save(drawn: FoldChart, path: str | Path) -> None:
         try:
             figure.savefig(path, metadata=metadata)
         except (OSError, ValueError) as error:
-            raise DhelixError(f"cannot write {path} ({error}); name a file in a folder that exists") from None
+            reason = getattr(error, "strerror", None) or error
+            raise DhelixError(f"cannot write {path} ({reason}); name a file in a folder that exists") from None
 
 
 def _draw(axis: Any, drawn: FoldChart, points: float) -> None:

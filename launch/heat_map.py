@@ -126,7 +126,8 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
         try:
             figure.savefig(path, metadata={"Software": None})  # the same bytes for the same numbers
         except (OSError, ValueError) as error:
-            raise DhelixError(f"cannot write {path} ({error}); name a .png in a folder that exists") from None
+            reason = getattr(error, "strerror", None) or error
+            raise DhelixError(f"cannot write {path} ({reason}); name a .png in a folder that exists") from None
 
 
 _FOOTNOTE = (

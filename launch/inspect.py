@@ -78,6 +78,10 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
         raise DhelixError("give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare")
     paths = [path for path in (arguments[0], values.compare) if path is not None]
     titles = values.titles
+    if len(titles) > len(paths):
+        raise DhelixError(f"--titles has {len(titles)} for {len(paths)} dump(s): give one for each")
+    if values.headline and not values.png:
+        raise DhelixError("--headline is of the picture; give --png a file, too")
     found = [
         inspect_dump(path, values.hardware, title, values.profile, values.setting)
         for path, title in zip(paths, [*titles, "", ""], strict=False)

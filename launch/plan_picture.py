@@ -139,7 +139,8 @@ def save_png(drawn: PlanPicture, path: str | Path) -> None:
         try:
             figure.savefig(path, metadata={"Software": None})  # the same bytes for the same picture
         except (OSError, ValueError) as error:
-            raise DhelixError(f"cannot write {path} ({error}); name a .png in a folder that exists") from None
+            reason = getattr(error, "strerror", None) or error
+            raise DhelixError(f"cannot write {path} ({reason}); name a .png in a folder that exists") from None
 
 
 def _draw(axis: Any, drawn: PlanPicture) -> None:

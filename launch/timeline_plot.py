@@ -121,7 +121,8 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
         try:
             figure.savefig(path, metadata={"Software": None})  # the same bytes for the same picture
         except (OSError, ValueError) as error:
-            raise DhelixError(f"cannot write {path} ({error}); name a .png in a folder that exists") from None
+            reason = getattr(error, "strerror", None) or error
+            raise DhelixError(f"cannot write {path} ({reason}); name a .png in a folder that exists") from None
 
 
 def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
@@ -159,7 +160,7 @@ def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
     try:
         Path(path).write_bytes(builder.serialize())
     except OSError as error:
-        raise DhelixError(f"cannot write {path}: {error}") from None
+        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
 
 
 def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax._src import config
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, use_abstract_mesh
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.errors import DhelixError
@@ -79,10 +78,10 @@ def trace_context() -> Hashable:
     return config.trace_context()
 
 
-def context_on_mesh(context: Any, mesh: AbstractMesh) -> Any:
-    """Of an equation of a jaxpr, what it was traced under, with another mesh in the place of its own."""
-    with context.manager, use_abstract_mesh(mesh):
-        return type(context)()
+def context_on_mesh(equation: Any, mesh: jax.sharding.AbstractMesh) -> Any:
+    """What an equation of a jaxpr keeps of where it was traced (`jex_core.JaxprEqn.ctx`), under another mesh."""
+    with equation.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+        return type(equation.ctx)()
 
 
 def is_jitted(function: object) -> bool:

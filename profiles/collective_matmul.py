@@ -213,7 +213,9 @@ class Form:
     def parse(cls, key: str) -> Self:
         """The form that has this key. Raises DhelixError for any other text."""
         name, _, rest = key.partition(":")
-        if name == "hybrid" and rest.isdecimal():
+        if name == "hybrid" and rest:
+            if not rest.isdecimal():
+                raise DhelixError(f"{rest[:120]!r} is no number of chunks: write `hybrid:4`")
             return cls(name, chunks=int(rest))
         return cls(name, tiles=Tiles.parse(rest)) if rest else cls(name)
 

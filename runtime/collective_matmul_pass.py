@@ -80,6 +80,8 @@ def collective_matmul_passes(
     Raises:
       DhelixError: there is no such form.
     """
+    if not isinstance(form, (str, Form)):
+        raise DhelixError(f'{form!r} is no form of collective matmuls: take "auto", "off", a name or key, or a Form')
     if isinstance(form, str) and form not in (OFF, "auto", "hybrid"):
         form = Form.parse(form)
     if form == OFF or len(devices) < 2:

@@ -52,6 +52,10 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
     """
     if form == "auto":
         return None
+    if not isinstance(form, (str, Form)):
+        raise DhelixError(
+            f'{place.site.kind}: form={form!r} means nothing: take "auto", a name or key of one, or a Form'
+        )
     wanted = _parsed(form, place) if isinstance(form, str) else form
     reason = refusal(wanted, place, graphs)
     if reason:

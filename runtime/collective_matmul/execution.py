@@ -85,7 +85,7 @@ def all_gather_gradients(
             dx, (gathered,) = ring.matmul_reduce_scatter(
                 cotangents, w, axis_name, _DIRECTIONS[form.name], transposed=True, beside=(gathered,)
             )
-    dws = tuple(row_product(gathered, dy) for dy in cotangents)
+    dws = tuple(row_product(gathered, dy, w) for dy, w in zip(cotangents, weights, strict=True))
     # Else XLA goes on with what depends on dx, and the last collective has nothing beside it.
     return lax.optimization_barrier((dx, dws))
 

@@ -84,7 +84,7 @@ def _matmul_reduce_scatter_backward(
     x, w = kept
     form = resolve(wanted, place_of("all_gather_matmul", dy, w.shape[1], w.shape[0], axis_name))
     (dx,), gathered = execution.all_gather_matmul(form, dy, (w,), axis_name, transposed=True)
-    return dx, row_product(x, gathered)
+    return dx, row_product(x, gathered, w)
 
 
 matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scatter_backward)
@@ -107,7 +107,7 @@ def _matmul_all_reduce_backward(
     x, w = kept
     tracked = varying_axes(x)
     dy = lax.pcast(dy, axis_name, to="varying") if tracked else lax.psum(dy, axis_name)
-    return matmul(dy, w, transposed=True), row_product(x, dy)
+    return matmul(dy, w, transposed=True), row_product(x, dy, w)
 
 
 matmul_all_reduce.defvjp(_matmul_all_reduce_forward, _matmul_all_reduce_backward)

@@ -38,7 +38,7 @@ def all_gather_matmul(
     Args:
       x: `[..., rows / n, k]`, this device's rows.
       w: `[k, columns]`, or a sequence of such, for which `x` is gathered once.
-      axis_name: mesh axis of n devices; a tuple of axes is served by the monolithic form.
+      axis_name: mesh axis of n devices; several are served by the monolithic form.
       form: "auto" for the one that was measured to be the fastest; or one of `FORMS`, its key (such as "hybrid:4"), or
         a `Form`.
 
@@ -48,6 +48,7 @@ def all_gather_matmul(
     Raises:
       DhelixError: operands that do not fit, an axis that is not there, or a form that was asked for and cannot be had.
     """
+    axis_name = _axis(axis_name)
     several = isinstance(w, Sequence)
     weights = tuple(w) if several else (w,)
     x, *weights = _checked("all_gather_matmul", x, weights, axis_name)
@@ -71,6 +72,7 @@ def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, form:
     Raises:
       DhelixError: as `all_gather_matmul`, and for rows that do not divide by n.
     """
+    axis_name = _axis(axis_name)
     x, w = _checked("matmul_reduce_scatter", x, (w,), axis_name)
     n = lax.axis_size(axis_name)
     if x.shape[-2] % n:
@@ -97,6 +99,7 @@ def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str
     Raises:
       DhelixError: as `all_gather_matmul`.
     """
+    axis_name = _axis(axis_name)
     x, w = _checked("matmul_all_reduce", x, (w,), axis_name)
     place = gradients.place_of("matmul_all_reduce", x, x.shape[-1], w.shape[1], axis_name)
     return gradients.matmul_all_reduce(x, w, axis_name, requested(form, place))
@@ -123,6 +126,12 @@ class CollectiveMatmuls:
         return matmul_all_reduce(x, w, axis_name, self.form)
 
 
+def _axis(axis_name: AxisName) -> AxisName:
+    """One axis by its name, however it was written; several as a tuple."""
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    return names[0] if len(names) == 1 else names
+
+
 def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """The operands, all varying over the same mesh axes, as those of `lax.dot_general` do: so that JAX, and not our
     derivatives, sums the cotangent of one that was the same on some devices."""
@@ -136,6 +145,8 @@ def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: A
         ) from None
     if not weights:
         raise DhelixError(f"{kind}: no weights: give one or more")
+    if odd := [operand for operand in (x, *weights) if not hasattr(operand, "ndim")]:
+        raise DhelixError(f"{kind}: {type(odd[0]).__name__} is no array: give x, and w or a tuple of such")
     for w in weights:
         if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
             raise DhelixError(

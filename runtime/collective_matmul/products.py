@@ -1,5 +1,7 @@
 """The local products that collective matmuls consist of, and rows of them. Any number of batch dimensions.
 
+Arrays may be sharded over explicit mesh axes that the surrounding `shard_map` leaves out: batch dimensions, as a rule.
+
 Products are in the operands' type, and XLA accumulates them in float32: asked for a float32 result that is cast
 afterwards, it would write float32 and cast in a kernel of its own.
 """
@@ -9,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def matmul(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
@@ -16,10 +19,11 @@ def matmul(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
     return lax.dot_general(x, w, (((x.ndim - 1,), (1 if transposed else 0,)), ((), ())))
 
 
-def row_product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The transpose of `x [..., rows, k]` times `y [..., rows, columns]`, summed over the batch: `[k, columns]`."""
+def row_product(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
+    """The transpose of `x [..., rows, k]` times `y [..., rows, columns]`, summed over the batch: the gradient of `w
+    [k, columns]`."""
     summed = tuple(range(x.ndim - 1))
-    return lax.dot_general(x, y, ((summed, summed), ((), ())))
+    return lax.dot_general(x, y, ((summed, summed), ((), ())), out_sharding=_explicit_sharding(w))
 
 
 def rows_axis(x: jax.Array) -> int:
@@ -41,7 +45,10 @@ def with_rows(x: jax.Array, piece: jax.Array, start: jax.Array | int) -> jax.Arr
 def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Array:
     """Memory for `[..., rows, columns]`, batch and type those of `like`. Every element is to be written."""
     shape = (*like.shape[:-2], rows, like.shape[-1] if columns is None else columns)
-    return lax.empty(shape, like.dtype)
+    sharding = _explicit_sharding(like)
+    if sharding is not None:
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: like.ndim - 2]))
+    return lax.empty(shape, like.dtype, out_sharding=sharding)
 
 
 def columns_of(w: jax.Array, transposed: bool) -> int:
@@ -52,3 +59,9 @@ def columns_of(w: jax.Array, transposed: bool) -> int:
 def joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
     """Side by side; a single array is not copied."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=axis)
+
+
+def _explicit_sharding(x: jax.Array) -> NamedSharding | None:
+    """How `x` is sharded by its type; None where no mesh axis is explicit."""
+    sharding = jax.typeof(x).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

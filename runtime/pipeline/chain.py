@@ -12,8 +12,8 @@ Contract. The trace is of all the model's layers; the parts run with those of a 
 weights (`context`: rotary tables, masks) may depend on the batch but on no parameter; weights are those that the scan
 runs over, and what makes them of the parameters (a cast, a split) sees no batch and treats each layer alone. Anything
 else is refused with one line that says what stands in the way: values handed from each layer to the head, weights
-shared by all layers, random keys per layer, a loop that runs backwards. Slices overlap where both ends need a value; it
-is then computed twice, and its gradient is the sum, which is what differentiating the whole would give.
+shared by all layers, random keys among the scan's xs, a loop that runs backwards. Slices overlap where both ends need a
+value; it is then computed twice, and its gradient is the sum, which is what differentiating the whole would give.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import jax
 import jax.extend.core as jex_core
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.pipeline.jaxprs import part, shape, variables
+from dhelix.runtime.pipeline.jaxprs import as_keys, as_numbers, part, shape, variables
 
 Values = list[Any]
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 # Operations on the numbers of an array one by one.
 _ELEMENTWISE = frozenset(
     "abs add convert_element_type copy div erf exp integer_pow log logistic max min mul neg pow round rsqrt sign sqrt"
-    " square sub tanh".split()
+    " square stop_gradient sub tanh".split()
 )
 
 
@@ -52,7 +52,7 @@ class Chain:
       embed: (end parameters, batch) -> what the first layer reads.
       layer: (context, x, one layer's weights) -> x.
       head: (end parameters, batch, x) -> the outputs of the loss function.
-      state: shapes of x.
+      state: shapes of x. Random keys that go from layer to layer are numbers there.
       weights: shapes of the scan's stacked weights.
       length: layers that the scan runs over.
     """
@@ -123,6 +123,11 @@ class _Cut:
         head = part(self.jaxpr, [*end_params, *self.batch, *self.end], self.jaxpr.outvars)
         body = jex_core.jaxpr_as_fun(self.scan.params["jaxpr"])
         carries = len(self.start)
+        state = [shape(var) for var in self.end]
+
+        def run_layer(context: Sequence[Any], x: Sequence[Any], weights: Sequence[Any]) -> Values:
+            return as_numbers(body(*context, *as_keys(x, state), *weights)[:carries])
+
         return Chain(
             layer_leaves=layers,
             end_leaves=ends,
@@ -130,10 +135,10 @@ class _Cut:
             casts=self._casts(layer_params),
             context=lambda batch: context(*batch),
             context_of_batch=bool(set(self.batch) & self._reads(self.consts)),
-            embed=lambda params, batch: embed(*params, *batch),
-            layer=lambda context, x, weights: body(*context, *x, *weights)[:carries],
-            head=lambda params, batch, x: head(*params, *batch, *x),
-            state=tuple(shape(var) for var in self.end),
+            embed=lambda params, batch: as_numbers(embed(*params, *batch)),
+            layer=run_layer,
+            head=lambda params, batch, x: head(*params, *batch, *as_keys(x, state)),
+            state=tuple(jax.eval_shape(as_numbers, state)),
             weights=tuple(shape(var) for var in self.stacks),
             length=self.scan.params["length"],
         )

@@ -28,7 +28,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from dhelix.runtime.pipeline.chain import Chain
-from dhelix.runtime.pipeline.jaxprs import depending, part, shape, traced
+from dhelix.runtime.pipeline.jaxprs import as_keys, as_numbers, depending, part, shape, traced
 
 Values = list[Any]
 
@@ -144,16 +144,18 @@ def _layer(
     again = [var for var in distinct if var not in moved]
     run_forward, run_again = part(jaxpr, jaxpr.invars, [*out, *residuals]), part(jaxpr, fixed, again)
 
+    kinds = list(map(shape, residuals))
+
     def forward(context: Values, x: Values, weights: Values) -> tuple[Values, Values]:
         results = run_forward(*context, *x, *weights)
-        return results[: len(x)], results[len(x) :]
+        return results[: len(x)], as_numbers(results[len(x) :])
 
     def backward(context: Values, weights: Values, saved: Values, cotangents: Values) -> tuple[Values, Values]:
-        values = dict(zip([*residuals, *again], [*saved, *run_again(*context, *weights)], strict=True))
+        values = dict(zip([*residuals, *again], [*as_keys(saved, kinds), *run_again(*context, *weights)], strict=True))
         leaves = [atom.val if isinstance(atom, jex_core.Literal) else values[atom] for atom in kept]
         return jax.tree.unflatten(structure[0], leaves)(cotangents)
 
-    shapes = list(map(shape, residuals))
+    shapes = jax.eval_shape(as_numbers, kinds)
     run_backward = traced(backward, context, weights, shapes, [x[i] for i in moving])
     return traced(forward, context, x, weights), run_backward, tuple(shapes)
 

@@ -78,11 +78,13 @@ class Fold:
           mesh: of the stages; by default the one that was given to `Fold`.
           stacked: the names under which stacked layers lie, [layers, ...] each.
         """
+        _check_paths(stacked)
         layers = self.layers or leading_dimensions(state, stacked, 1)[0]
         return fold_state(state, stacked, self.layout(layers), self._mesh(mesh), self.axis)
 
     def unfold(self, state: Any, mesh: Mesh | None = None, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
         """The inverse of `fold`: a train state in the model's own order, for checkpoints."""
+        _check_paths(stacked)
         layers = self.layers or math.prod(leading_dimensions(state, stacked, 2))
         return unfold_state(state, stacked, self.layout(layers), self._mesh(mesh), self.axis)
 
@@ -115,3 +117,9 @@ class Fold:
         schedule = make_schedule(self.schedule, self.layout(layers), microbatches)
         validate(schedule)
         return schedule
+
+
+def _check_paths(stacked: tuple[Path, ...]) -> None:
+    if isinstance(stacked, str) or any(isinstance(path, str) for path in stacked):
+        path = (stacked,) if isinstance(stacked, str) else tuple(stacked)
+        raise DhelixError(f"stacked={stacked!r}: give paths, each of which is a tuple of names, such as ({path!r},)")

@@ -16,7 +16,7 @@ that lies under a name, `("layers",)`. In a state every array whose path contain
 dimension is the number of layers is changed: parameters, and moments of the optimizer, which lie under the same names.
 All else stays as it is. The round trip is exact. Padding is zero, has zero gradients, and stays zero under optimizers
 that work element by element or with norms; not under those that take means over an array (Adafactor's clipping) or
-treat an array as one matrix.
+treat an array as one matrix. What asks for the number of dimensions, as masks of weight decay do, finds one more.
 
 Cost. Stages have their share of the arrays in the model's order too, along another dimension, the first after the
 layers that divides: so folding is a permutation on each device and one all-to-all, and no device ever holds a whole
@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
@@ -165,9 +166,22 @@ def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
                 f"and {'fold' if move.fold else 'unfold'} a state once"
             )
     for i in chosen:
+        _check_devices(*paths_and_leaves[i], move.mesh)
         abstract = isinstance(leaves[i], jax.ShapeDtypeStruct)
         leaves[i] = move.abstract(leaves[i]) if abstract else move_array(leaves[i], move, move.rest(leaves[i]))
     return structure.unflatten(leaves)
+
+
+def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
+    """As of an array that was restored from a checkpoint to one device."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
+        return
+    if leaf.sharding.device_set != set(mesh.devices.flat):
+        raise DhelixError(
+            f"{jax.tree_util.keystr(path)} lies on {len(leaf.sharding.device_set)} of the devices, and not on the"
+            f" {mesh.size} of the mesh: put the whole state there first, jax.device_put(state, NamedSharding(mesh,"
+            " PartitionSpec(...)))"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -60,19 +60,22 @@ def pipelined_sums(
     if padded != layout.padded:
         raise DhelixError(
             f"pipeline=: the state is folded into chunks of {padded} layers, and Fold(layers={layout.layers}) makes"
-            f" chunks of {layout.padded}: give both the model's number of layers"
+            f" chunks of {layout.padded}: give both the model's number of layers, and fold the state once"
         )
     shapes = _stacked(params, folded, layout.layers)
     batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batches]
     try:
         jaxpr = trace(function, shapes, batch)
+    except DhelixError:
+        raise
     except (TypeError, ValueError) as error:
         error.add_note(
             "pipeline=: this is the loss function with the model's layers stacked; is the state folded, with this Fold?"
         )
         raise
     chain = take_apart(jaxpr, len(params))
-    _check_folded(chain, folded, fold)
+    if not all(folded[i] for i in chain.layer_leaves) or any(folded[i] for i in chain.end_leaves):
+        raise _not_folded(fold)
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
     along = _stages_meet(jaxpr, mesh if manual else fold.mesh, fold.axis)
     pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis), fold.sends_beside, along)
@@ -194,13 +197,9 @@ def _folded(params: Sequence[jax.Array], fold: Fold, manual: bool) -> tuple[list
     return [len(x.shape) > 1 and x.shape[:2] == (chunks, padded) for x in params], padded
 
 
-def _check_folded(chain: Chain, folded: Sequence[bool], fold: Fold) -> None:
-    if sorted(chain.layer_leaves) != [i for i, f in enumerate(folded) if f]:
-        raise _not_folded(fold)
-
-
 def _not_folded(fold: Fold) -> DhelixError:
     return DhelixError(
-        f"pipeline=: the layers' parameters are not folded for {fold.stages} stages of {fold.places} chunks: fold the"
-        " state once, with Fold.fold(state, mesh)"
+        f"pipeline=: the layers' parameters are not folded for {fold.stages} stages of {fold.places} chunks, or are"
+        " not among those that argnums= names: fold the state once, with Fold.fold(state, mesh), and differentiate by"
+        " the layers, too"
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from jax.sharding import AbstractMesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.passes import jax_compat
 
@@ -49,6 +50,16 @@ def shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
 
 
+def as_numbers(values: Sequence[Any]) -> list[Any]:
+    """Random keys among `values` as the numbers that they are: those can be stored in slots and sent."""
+    return [jax.random.key_data(value) if _is_key(value) else value for value in values]
+
+
+def as_keys(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """The other way round; `like` are the shapes of what it was."""
+    return [_as_key(value, of) if _is_key(of) else value for value, of in zip(values, like, strict=True)]
+
+
 def communicates_over(jaxpr: Any, axis: str) -> bool:
     """Whether a collective, or a device's place, over mesh axis `axis` is part of `jaxpr`."""
     return any(
@@ -68,7 +79,10 @@ def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
 
     def run(*arguments: Any) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
-        return jex_core.jaxpr_as_fun(jaxpr if mesh.empty else _on_mesh(jaxpr, mesh))(*arguments)
+        if mesh.empty:
+            return jex_core.jaxpr_as_fun(jaxpr)(*arguments)
+        consts = [_const_on_mesh(value, mesh) for value in jaxpr.consts]
+        return jex_core.jaxpr_as_fun(_on_mesh(jaxpr, mesh).replace(consts=consts))(*arguments)
 
     return run
 
@@ -76,18 +90,23 @@ def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
 def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
     moved: dict[Any, Any] = {}
 
+    def there(old: Any) -> AbstractMesh:
+        return mesh.update_axis_types({name: AxisType.Manual for name in old.manual_axes})
+
     def variable(atom: Any) -> Any:
         sharding = getattr(atom.aval, "sharding", None)
         if isinstance(atom, jex_core.Literal) or not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
             return atom
         if atom not in moved:
-            aval = atom.aval.update(sharding=NamedSharding(mesh, sharding.spec))
+            aval = atom.aval.update(sharding=NamedSharding(there(sharding.mesh), sharding.spec))
             moved[atom] = jex_core.DropVar(aval) if isinstance(atom, jex_core.DropVar) else jex_core.Var(aval)
         return moved[atom]
 
     def parameter(value: Any) -> Any:
         if isinstance(value, NamedSharding):
-            return NamedSharding(mesh, value.spec)
+            return NamedSharding(there(value.mesh), value.spec)
+        if isinstance(value, (AbstractMesh, Mesh)):
+            return there(value)
         if isinstance(value, jex_core.Jaxpr):
             return _on_mesh(value, mesh)
         return tuple(map(parameter, value)) if type(value) is tuple else value
@@ -97,7 +116,9 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
             invars=[variable(atom) for atom in equation.invars],
             outvars=[variable(var) for var in equation.outvars],
             params={name: parameter(value) for name, value in equation.params.items()},
-            ctx=jax_compat.context_on_mesh(equation.ctx, mesh),  # with `jax.set_mesh` that was another
+            ctx=equation.ctx
+            if equation.ctx.cur_abstract_mesh.empty
+            else jax_compat.context_on_mesh(equation, there(equation.ctx.cur_abstract_mesh)),
         )
         for equation in jaxpr.eqns
     ]
@@ -108,6 +129,24 @@ def _on_mesh(jaxpr: Any, mesh: AbstractMesh) -> Any:
         outvars=[variable(atom) for atom in jaxpr.outvars],
         eqns=equations,
     )
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(numbers: jax.Array, like: Any) -> jax.Array:
+    kinds: list[Any] = []  # JAX tells it of keys, not of their shapes
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(numbers, impl=kinds[0])
+
+
+def _const_on_mesh(value: Any, mesh: AbstractMesh) -> Any:
+    """What the loss function took from around it, and lies on the mesh with all axes automatic, as random keys do."""
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh == mesh:
+        return value
+    return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec(*(None for _ in value.shape))))
 
 
 def _names(value: Any, axis: str) -> bool:

@@ -21,6 +21,8 @@ def greet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     def define_flags(values: flags.FlagValues) -> None:
         flags.DEFINE_integer("times", 1, "how often", lower_bound=1, flag_values=values)
         flags.DEFINE_float("share", 0.5, "of those present", flag_values=values)
+        manners = "in which manners, of " + "good-natured, " * 8 + "bad-tempered"
+        flags.DEFINE_list("manners", ["good", "bad"], manners, flag_values=values)
         flags.DEFINE_bool("loud", False, "in capitals", flag_values=values)
 
     def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
@@ -73,7 +75,11 @@ def test_help_of_a_command(greet: ModuleType, capsys: pytest.CaptureFixture[str]
     assert text.startswith("usage: dhelix greet NAME")
     assert "--times=INT\n      how often (default: 1)" in text
     assert "--[no]loud" in text
+    assert "--manners=A,B" in text and "(default: good,bad)" in text
+    assert text.count("good-natured,") == 8  # a name that a user copies is not broken
     assert greet.calls == []
+    assert status("help", "greet") == 0
+    assert capsys.readouterr().out == text
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_the_same_schedule_gives_the_same_picture(fold: Fold, tmp_path: Path, ki
         (("--backward=inf",), "--backward inf: give a finite number"),
         (("--schedule=zbv",), "should be one of"),
         (("--out=chart.pdf",), "name one of them"),
-        (("--out=/nowhere/chart.png",), "a folder that exists"),
+        (("--out=/nowhere/chart.png",), "chart.png (No such file or directory); name a file in a folder that exists"),
         (("--json=/nowhere/fold.json",), "a folder that exists"),
         (("pipeline",), "'pipeline' is no flag"),
     ],

@@ -337,6 +337,12 @@ def test_wrong_arguments(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert dhelix_inspect(dump(), "--hardware=B9000") == 2
     assert "H200" in capsys.readouterr().err
     assert dhelix_inspect(dump(), "--png", tmp_path / "nowhere" / "p.png") == 1
-    assert "cannot write" in capsys.readouterr().err
+    assert "p.png (No such file or directory); name a .png in a folder" in capsys.readouterr().err
+    assert dhelix_inspect(dump(), "--perfetto", tmp_path / "nowhere" / "p.pb") == 1
+    assert "p.pb (No such file or directory); name a file in a folder" in capsys.readouterr().err
+    assert dhelix_inspect(dump(), "--titles=before,after") == 1
+    assert "--titles has 2 for 1 dump" in capsys.readouterr().err
+    assert dhelix_inspect(dump(), "--headline=Mine") == 1
+    assert "--headline is of the picture; give --png a file" in capsys.readouterr().err
     with pytest.raises(DhelixError, match="no hardware 'B9000'"):
         inspect.inspect_dump(dump(), "B9000")

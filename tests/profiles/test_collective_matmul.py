@@ -72,6 +72,7 @@ def test_keys_are_for_people() -> None:
         (lambda: Site.parse("all_gather_matmul bfloat16 8192x4096 over 4"), "is no collective matmul: write"),
         (lambda: Form.parse("mosaic:128"), "are no tiles: write"),
         (lambda: Form.parse("hybrid:0"), "chunks of a Form is '0'"),
+        (lambda: Form.parse("hybrid:two"), "'two' is no number of chunks: write `hybrid:4`"),
         (lambda: Form.parse("ring:2"), "are no tiles"),
     ],
 )

@@ -262,6 +262,8 @@ def test_why_there_can_be_no_collective_matmul_is_said_once(
 def test_a_form_that_does_not_exist_is_refused_before_there_is_a_program() -> None:
     with pytest.raises(DhelixError, match="rings"):
         choice(collective_matmul="rings").manager()
+    with pytest.raises(DhelixError, match='3 is no form of collective matmuls: take "auto"'):
+        choice(collective_matmul=3).manager()
     with pytest.raises(DhelixError, match="collective_matmul= has no effect"):
         choice(collective_matmul="ring", passes=())
 

@@ -34,6 +34,7 @@ def traced(kind: str, form: Any, rows: int, axis: Any = "tp", k: int = 8, column
     ("kind", "form", "rows", "message"),
     [
         ("all_gather_matmul", "spiral", 16, "form .* is .*spiral.*: must be one of monolithic"),
+        ("all_gather_matmul", None, 16, 'form=None means nothing: take "auto"'),
         ("all_gather_matmul", "hybrid:3", 16, "chunks that divide 4 rows: choose others"),
         ("all_gather_matmul", "hybrid", 20, "chunks that divide 5 rows"),
         ("matmul_reduce_scatter", Form("hybrid", chunks=8), 16, "chunks that divide 4 rows"),
@@ -54,6 +55,29 @@ def test_explicit_forms_that_cannot_be_had_say_what_to_do(kind: str, form: Any, 
     with pytest.raises(DhelixError, match=message) as error:
         traced(kind, form, rows)
     assert "\n" not in str(error.value)
+
+
+def test_weights_in_a_dict_are_refused() -> None:
+    with pytest.raises(DhelixError, match="dict is no array: give x, and w or a tuple of such"):
+        jax.jit(
+            jax.shard_map(
+                lambda x: all_gather_matmul(x, {"gate": x}, "tp"),  # type: ignore
+                mesh=mesh(tp=2),
+                in_specs=specs("x")[1],
+                out_specs=specs("x")[1],
+            )
+        ).lower(normal(0, 4, 2))
+
+
+@pytest.mark.parametrize("kind", list(COLLECTIVE))
+def test_one_axis_may_be_written_as_a_tuple_or_a_list(kind: str) -> None:
+    by_name = traced(kind, "ring", 16)
+    assert traced(kind, "ring", 16, axis=("tp",)) == by_name
+    on, (spec_x, spec_w, spec_y) = mesh(tp=4), specs(kind)
+    mapped = jax.shard_map(
+        lambda x, w: COLLECTIVE[kind](x, w, ["tp"], "ring"), mesh=on, in_specs=(spec_x, spec_w), out_specs=spec_y
+    )
+    assert jax.jit(mapped).lower(normal(0, 16, 8), normal(1, 8, 8)).as_text() == by_name
 
 
 def test_only_the_monolithic_form_takes_several_axes() -> None:

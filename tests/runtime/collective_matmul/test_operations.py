@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.profiles.collective_matmul import KINDS
@@ -113,6 +114,37 @@ def test_a_tuple_of_axes_is_served(kind: str) -> None:
         lambda x, w: COLLECTIVE[kind](x, w, axes), mesh=mesh(dp=2, tp=4), in_specs=(spec_x, spec_w), out_specs=spec_y
     )
     assert_close(fast_jit(mapped)(x, w), x @ w, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [
+        *((kind, form) for kind in KINDS for form in ("ring", "bidirectional_ring")),
+        *(("matmul_all_reduce", form) for form in ("monolithic", "hybrid")),  # the others' need a reduce-scatter
+    ],
+)
+def test_a_batch_that_is_sharded_over_an_explicit_axis(kind: str, form: str) -> None:
+    """A mesh as `jax.make_mesh` makes it, and a shard_map that leaves dp out; JAX 0.11 has no reduce-scatter there."""
+    on = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    spec_x, spec_w, spec_y = specs(kind, (None,))
+    mapped = jax.shard_map(
+        lambda x, w: COLLECTIVE[kind](x, w, "tp", form),
+        mesh=on,
+        in_specs=(spec_x, spec_w),
+        out_specs=spec_y,
+        axis_names={"tp"},
+    )
+    x, w, cotangent = normal(0, 4, 24, 12), normal(1, 12, 8), normal(2, 4, 24, 8)
+
+    def put(a: Any, spec: Any, batch: Any = "dp") -> Any:
+        return jax.device_put(a, NamedSharding(on, P(batch, *spec[1:]) if batch else spec))
+
+    def run(x: Any, w: Any, cotangent: Any) -> Any:
+        y, pullback = jax.vjp(mapped, x, w)
+        return y, *pullback(cotangent)
+
+    y, dx, dw = fast_jit(run)(put(x, spec_x), put(w, spec_w, None), put(cotangent, spec_y))
+    assert_close((y, dx, dw), (x @ w, cotangent @ w.T, np.einsum("brk,brc->kc", x, cotangent)), 1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "form", "tolerance"), [("bfloat16", "ring", 2e-2), ("float16", "hybrid", 3e-3)])

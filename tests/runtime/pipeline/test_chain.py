@@ -104,6 +104,11 @@ def with_halves_of_a_weight(p: Any, rows: Any) -> Any:
     return cross_entropy(p, over_layers(p, start(p, rows), body, split), rows)
 
 
+def with_a_frozen_weight(p: Any, rows: Any) -> Any:
+    frozen = {**p["layers"], "w_in": lax.stop_gradient(p["layers"]["w_in"])}
+    return cross_entropy(p, over_layers(p, start(p, rows), layer, frozen), rows)
+
+
 @pytest.mark.parametrize(
     "loss_fn",
     [
@@ -116,6 +121,7 @@ def with_halves_of_a_weight(p: Any, rows: Any) -> Any:
         with_head_in_pieces,
         with_bfloat16_layers,
         with_halves_of_a_weight,
+        with_a_frozen_weight,
     ],
 )
 def test_parts_make_up_the_loss(loss_fn: Loss) -> None:

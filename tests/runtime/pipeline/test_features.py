@@ -3,18 +3,21 @@
 Each compares `dhelix.value_and_grad` in a pipeline of two stages with its own loop over micro-batches on one device.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dhelix
 from dhelix import Fold
+from dhelix.runtime.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from dhelix.tests.runtime.pipeline.models import (
     assert_close,
     folded,
@@ -91,6 +94,22 @@ def test_state_masks_keys_and_metrics() -> None:
     jax.tree.map(np.testing.assert_array_equal, again, ((loss, metrics), gradients))
 
 
+def test_a_random_key_that_goes_from_layer_to_layer() -> None:
+    def dropout(p: Any, rows: jax.Array, key: jax.Array) -> jax.Array:
+        @jax.checkpoint  # so that the key is kept for the backward pass
+        def body(state: Any, w: Any) -> Any:
+            x, key = state
+            key, own = jax.random.split(key)
+            return (layer(jnp.where(jax.random.bernoulli(own, 0.8, x.shape), x, 0), w), key), None
+
+        (x, _), _ = lax.scan(body, (p["embedding"][rows[:, :-1]], key), p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    batch = TOKENS, jax.random.key(3, impl="rbg")
+    result = in_pipeline(dropout, *batch, rng_argnums=2)(PARAMS)
+    assert_close(result, in_loop(dropout, *batch, rng_argnums=2))
+
+
 def weighted_loss(p: Any, batch: dict[str, Any]) -> jax.Array:
     """NaN in layers and head for a micro-batch without tokens; its layers divide by a norm, zero in masked work."""
     rows, mask = batch["rows"], batch["mask"]
@@ -126,6 +145,20 @@ def test_weights_cast_in_the_loss_function_and_sums() -> None:
     assert_close((loss, gradients), in_loop(cast_loss, TOKENS, reduce="sum"), tolerance=2e-2)
 
 
+def test_weights_that_are_frozen_or_that_no_layer_reads() -> None:
+    def frozen(p: Any, rows: jax.Array) -> jax.Array:
+        weights = lax.stop_gradient(p["layers"]["w_in"]), p["layers"]["w_out"]
+        x = p["embedding"][rows[:, :-1]]
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    loss, gradients = in_pipeline(frozen, TOKENS)(PARAMS)
+    assert np.any(gradients["layers"]["w_out"])
+    assert not np.any(gradients["layers"]["w_in"])
+    assert not np.any(gradients["layers"]["norm"])
+    assert_close((loss, gradients), in_loop(frozen, TOKENS))
+
+
 def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     def metric(p: Any, rows: jax.Array) -> Any:
         x, _ = lax.scan(lambda x, w: (layer(x, w), None), p["embedding"][rows[:, :-1]], p["layers"])
@@ -138,6 +171,55 @@ def test_outside_of_shard_map_other_axes_stay_automatic() -> None:
     batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
     value, gradients = function(folded(PARAMS, fold.layout()), batch)
     assert_close((value, unfolded(gradients, fold.layout())), in_loop(metric, TOKENS, has_aux=True))
+
+
+@pytest.mark.parametrize("under", [contextlib.nullcontext, jax.set_mesh])
+def test_what_lies_on_the_mesh_around_the_loss(under: Any) -> None:
+    """A random key, an argument that is not of the batch, an array of the module's; and the mesh around the step."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "dp"), axis_types=(AxisType.Auto,) * 2)
+    key, scale = jax.device_put((jax.random.key(3), 1.5), NamedSharding(mesh, P()))
+    table = jax.device_put(np.linspace(0.5, 1, 6), NamedSharding(mesh, P("dp")))
+
+    def noisy(p: Any, rows: jax.Array, key: jax.Array, scale: jax.Array) -> jax.Array:
+        x = p["embedding"][rows[:, :-1]]
+        x = x + jax.random.normal(jax.random.fold_in(key, 1), x.shape) * table.mean()
+        if under is jax.set_mesh:
+            x = lax.with_sharding_constraint(x, P("dp"))
+        x, _ = lax.scan(lambda x, w: (layer(x, w) * scale, None), x, p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    options: dict[str, Any] = {"batch_argnums": 1, "rng_argnums": 2}
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh, schedule="1f1b")
+    with under(mesh):
+        function = in_microbatches(dhelix.value_and_grad(noisy, **options), MICROBATCHES, fold=fold)
+        batch = jax.device_put(TOKENS, NamedSharding(mesh, P("dp")))
+        value, gradients = function(folded(PARAMS, fold.layout()), batch, key, scale)
+        expected = in_loop(noisy, batch, key, scale, **options)
+    assert_close((value, unfolded(gradients, fold.layout())), expected)
+
+
+@pytest.mark.parametrize("schedule", ["w", "1f1b"])
+def test_a_shard_map_inside_of_a_layer(schedule: str) -> None:
+    """Over the axes that the pipeline leaves automatic; its rings meet in each layer."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(STAGES, 2), ("pp", "tp"), axis_types=(AxisType.Auto,) * 2)
+
+    def rings(p: Any, rows: jax.Array) -> Any:
+        def local(x: jax.Array, w: Any) -> jax.Array:
+            (h,) = all_gather_matmul(x, (w["w_in"],), "tp", "ring")
+            return x + matmul_reduce_scatter(jnp.tanh(h), w["w_out"], "tp", "ring")
+
+        split = {"norm": P(), "w_in": P(None, "tp"), "w_out": P("tp")}
+        one = jax.shard_map(
+            local, mesh=mesh, in_specs=(P(None, "tp"), split), out_specs=P(None, "tp"), axis_names={"tp"}
+        )
+        x, _ = lax.scan(lambda x, w: (one(x, w), None), p["embedding"][rows[:, :-1]], p["layers"])
+        return jnp.mean(nll(p, x, rows[:, 1:]))
+
+    fold = Fold(STAGES, layers=LAYERS, mesh=mesh, schedule=schedule)
+    function = in_microbatches(dhelix.value_and_grad(rings), MICROBATCHES, fold=fold)
+    value, gradients = function(folded(PARAMS, fold.layout()), TOKENS)
+    expected = in_microbatches(dhelix.value_and_grad(rings), MICROBATCHES)(PARAMS, TOKENS)
+    assert_close((value, unfolded(gradients, fold.layout())), expected)
 
 
 def test_stages_that_must_meet_in_a_layer_do() -> None:

@@ -133,3 +133,12 @@ def test_what_cannot_be_folded_is_refused() -> None:
         DhelixError, match="no array under layers has the leading dimensions \\[8, 2\\] .* unfold a state"
     ):
         unfold_state(state, STACKED, layout, mesh)
+
+
+def test_layers_on_other_devices_are_refused() -> None:
+    mesh, layout = make_mesh(1, 2, pp=4), fold_layout(9, 4)
+    restored = jax.device_put(state_on(mesh, 9), jax.devices()[0])
+    with pytest.raises(
+        DhelixError, match=r"\['layers'\]\['norm'\] lies on 1 .* not on the 8 of the mesh: put the whole"
+    ):
+        fold_state(restored["params"], STACKED, layout, mesh)
