@@ -127,6 +127,8 @@ def _check_measured(chosen: dict[str, Any], arguments: list[str]) -> None:
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     if len(arguments) + bool(chosen["preset"]) != 1:
         raise DhelixError("give one step: --preset NAME, or a dump (a file or folder of --xla_dump_to)")
+    if arguments and Path(arguments[0]).suffix == ".json":
+        raise DhelixError(f"{arguments[0]} may be a plan, but no dump: give --trace DIR, too, or a step to plan")
     if arguments and chosen["skew"]:
         raise DhelixError("a dump is a step as it was compiled; leave out --skew, or plan a --preset")
     if not all(number.isdecimal() for number in chosen["skew"]):

@@ -190,6 +190,7 @@ class Choice:
     ) -> Choice:
         """Checked. Raises DhelixError, also for a plan or a profile that cannot be read."""
         check_schedule(schedule)
+        _check_names(passes, others.get("disable", ()))
         if plan is not None and not isinstance(plan, PairingPlan):
             plan = pairing_plan_json.load(plan)
         if profile is not None and profile != AUTO and not isinstance(profile, Profile):
@@ -335,6 +336,17 @@ class Choice:
             told.append(f"the plan is for {unlike}")
         for line in filter(None, told):
             say_once(line, (line,))
+
+
+def _check_names(passes: object, disable: object) -> None:
+    """What is a list of passes, and of names of them."""
+    if passes is not None and not (
+        isinstance(passes, Sequence) and all(hasattr(one, "stage") and hasattr(one, "run") for one in passes)
+    ):
+        raise DhelixError(f"passes={passes!r}: give a list of passes, each with name, stage and run()")
+    listed = isinstance(disable, Collection) and all(isinstance(name, str) for name in disable)
+    if not listed:
+        raise DhelixError(f"disable={disable!r}: give names of passes, such as ('strand-pairing',)")
 
 
 def _check_in_flight(most: int | None, schedule: str, plan: object, passes: object) -> None:
