@@ -15,7 +15,6 @@ variables. On a server of H200s, steps spent on 2x2 groups what 9 GB/s per GPU w
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,9 +58,10 @@ def gpus_per_node(devices: Sequence[Any]) -> int:
     GPUs that need not exist (`deviceless`) all hosts may be one slice: there each process is a node.
     """
     of_job = jax.process_count() > 1 and _POSED_AS not in os.environ
-    node = operator.attrgetter("slice_index" if of_job else "process_index")
-    runs = [len(list(run)) for _, run in itertools.groupby(devices, node)]
-    several = len(runs) == len(set(map(node, devices))) > 1
+    # Devices that are no GPUs may have no slices.
+    nodes = [getattr(d, "slice_index", d.process_index) if of_job else d.process_index for d in devices]
+    runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
+    several = len(runs) == len(set(nodes)) > 1
     return runs[0] if several and len(set(runs)) == 1 else 0
 
 

@@ -52,6 +52,11 @@ def test_a_job_s_nodes_are_hosts(
     assert gpus_per_node(devices(processes, slices)) == expected
 
 
+def test_devices_without_slices_are_told_apart_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert gpus_per_node([SimpleNamespace(process_index=n // 4) for n in range(8)]) == 4
+
+
 def test_processes_that_pose_as_nodes_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setenv("NCCL_HOSTID", "dhelix-node-1")
