@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.launch import figures
 from dhelix.launch.fold_times import Times
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
 
@@ -197,11 +198,7 @@ def save(drawn: FoldChart, path: str | Path) -> None:
         axis.set_title(drawn.title, loc="left", fontweight="bold", fontsize=12, pad=38)
         axis.annotate(drawn.summary, (0, 1), (0, 27), "axes fraction", "offset points", fontsize=9.5, color=_GREY)
         _legend(figure, drawn)
-        try:
-            figure.savefig(path, metadata=metadata)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DhelixError(f"cannot write {path} ({reason}); name a file in a folder that exists") from None
+        figures.save(figure, path, "a file", metadata)
 
 
 def _draw(axis: Any, drawn: FoldChart, points: float) -> None:

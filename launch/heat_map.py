@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.launch import figures
 from dhelix.launch.profile_tables import readable, setup
 from dhelix.launch.units import time_text
 from dhelix.profiles.keys import OPERATOR_KINDS, CollectiveKey, Key, OperatorKey, PairKey
@@ -123,11 +124,7 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
         bar.outline.set_visible(False)  # type: ignore[operator]
         figure.suptitle(drawn.title, fontsize=12, fontweight="bold")
         figure.supxlabel(_FOOTNOTE, fontsize=8.5)
-        try:
-            figure.savefig(path, metadata={"Software": None})  # the same bytes for the same numbers
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DhelixError(f"cannot write {path} ({reason}); name a .png in a folder that exists") from None
+        figures.save(figure, path)
 
 
 _FOOTNOTE = (

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.launch import figures
 from dhelix.launch.plan_search import Candidate
 from dhelix.launch.timeline_plot import subtract
 from dhelix.passes.communication import exchange
@@ -136,11 +137,7 @@ def save_png(drawn: PlanPicture, path: str | Path) -> None:
         axis.set_title(drawn.title, loc="left", fontweight="bold", fontsize=12, pad=36)
         axis.text(0.0, 1.085, drawn.summary, transform=axis.transAxes, fontsize=9.5, va="bottom")
         _legend(figure)
-        try:
-            figure.savefig(path, metadata={"Software": None})  # the same bytes for the same picture
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DhelixError(f"cannot write {path} ({reason}); name a .png in a folder that exists") from None
+        figures.save(figure, path)
 
 
 def _draw(axis: Any, drawn: PlanPicture) -> None:

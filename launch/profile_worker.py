@@ -149,8 +149,8 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     # Of a dump's module there may be fewer GPUs here. Nodes that are posed as are processes.
     per_node = len(jax.local_devices()) if request.node else max(len(jax.devices()), gpus_of(step.module))
     measurer = gpu_measurer(setting)
-    among = request.pairs, request.again, len(jax.devices())
-    session = Session(profile, setting.name, measurer, hardware, per_node, *among)
+    count = len(jax.devices())
+    session = Session(profile, setting.name, measurer, hardware, per_node, request.pairs, request.again, count)
 
     def trace(step: Step) -> Step:
         assert lowered is not None and make_arguments is not None

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dhelix.errors import DhelixError
+from dhelix.launch import figures
 from dhelix.runtime.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -118,11 +119,7 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
         _legend(figure, pictures, footnote)
         if headline:
             figure.suptitle(headline, fontsize=13, fontweight="bold")
-        try:
-            figure.savefig(path, metadata={"Software": None})  # the same bytes for the same picture
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DhelixError(f"cannot write {path} ({reason}); name a .png in a folder that exists") from None
+        figures.save(figure, path)
 
 
 def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dhelix.passes.fingerprint import collective_order
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime import agreement
+from dhelix.tests.runtime import processes
 
 PROCESS = """
 import json, sys
@@ -75,12 +73,6 @@ def compiled_step(gather_first: bool) -> jax.stages.Compiled:
     return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).compile()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def test_a_single_process_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "compiled_fingerprint", lambda _: pytest.fail("not needed"))
     assert agreement.check_compiled(compiled_step(True), "marker") is None
@@ -100,31 +92,7 @@ def test_order_of_a_compiled_step() -> None:
 
 
 def test_two_processes() -> None:
-    port = str(free_port())
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(process), port],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    outcomes = [json.loads(out.splitlines()[-1]) for out, _ in results]
+    outcomes = [json.loads(output.splitlines()[-1]) for output in processes.outputs(PROCESS)]
     same, order, compiled, compiled_order, marker, largest, equal, *said = outcomes[0]
     assert outcomes[0] == outcomes[1]
     assert same is None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+from dhelix.tests.runtime import processes
 
 _PROGRAM = """
 import sys
@@ -20,7 +17,7 @@ def step(w, batch):
     loss, grads = value_and_grad(squared_error)(w, batch)
     return w - 0.1 * grads, loss
 
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))  # fails once devices are known
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))  # fails once devices are known
 mesh = jax.make_mesh((4,), ("dp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 def put(value, *spec):
@@ -41,23 +38,5 @@ print(losses, report.fingerprint, report.collective_fingerprint)
 
 
 def test_two_processes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, port, str(process)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for process in range(2)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    lines = [output.splitlines()[-1] for output, _ in outputs]
+    lines = [output.splitlines()[-1] for output in processes.outputs(_PROGRAM, devices=2)]
     assert lines[0] == lines[1] and lines[0].startswith("[1.1")

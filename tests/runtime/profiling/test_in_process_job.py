@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Provenance
+from dhelix.tests.runtime import processes
 
 PROCESS = """
 import json, sys
@@ -51,29 +48,9 @@ def test_processes_of_a_job(tmp_path: Path) -> None:
         (tmp_path / process).mkdir()
     storage.save(known, tmp_path / "0" / "same.json")
     (tmp_path / "1" / "damaged.json").write_text("{")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, process, port, str(tmp_path)],
-            env={**os.environ, **cpu},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process in ("0", "1")
-    ]
-    try:
-        results = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    same, other, damaged = json.loads(results[0][0].splitlines()[-1])
-    assert [same, other, damaged] == json.loads(results[1][0].splitlines()[-1])
+    told = [json.loads(output.splitlines()[-1]) for output in processes.outputs(PROCESS, tmp_path)]
+    same, other, damaged = told[0]
+    assert told[0] == told[1]
     assert same > 0
     assert other.startswith("hosts disagree on the program, ")
     assert "1/damaged.json" in damaged, "where one cannot read its file, all stop"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +10,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.runtime import deviceless
 from dhelix.runtime.profiling.nodes import emulated_nodes, gpus_per_node, nodes_of
+from dhelix.tests.runtime import processes
 
 
 def test_nodes_are_processes_or_so_many_devices() -> None:
@@ -75,7 +72,7 @@ import jax
 from dhelix.profiles.hardware import H200
 from dhelix.runtime.profiling import collective_tables, nodes
 
-nodes.emulated_nodes(2, 2, int(sys.argv[1]))[int(sys.argv[2])].initialize()
+nodes.emulated_nodes(2, 2, int(sys.argv[2]))[int(sys.argv[1])].initialize()
 keys = collective_tables.tables(jax.devices(), kinds=["all-reduce", "collective-permute"], sizes=(1024,))
 for program in collective_tables.programs(keys, jax.devices(), H200):
     if program.takes_part:
@@ -87,25 +84,11 @@ for program in collective_tables.programs(keys, jax.devices(), H200):
 
 
 def test_emulated_nodes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    nodes = emulated_nodes(2, 2, port)
+    nodes = emulated_nodes(2, 2, 1024)
     assert [node.local_device_ids for node in nodes] == [(0, 1), (2, 3)]
     assert len({node.environment["NCCL_HOSTID"] for node in nodes}) == 2
-    cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROCESS, str(port), str(node.process)],
-            env={**os.environ, **node.environment, **cpu},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for node in nodes
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=120) for process in processes]
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    first, second = ([li for li in output.splitlines() if "groups=" in li] for output, _ in outputs)
+    told = processes.outputs(_PROCESS, devices=2, environments=[node.environment for node in nodes])
+    first, second = ([li for li in output.splitlines() if "groups=" in li] for output in told)
     where = ["1x2 groups=1", "1x2 groups=2", "2x1 groups=1", "2x1 groups=2", "2x2 groups=1"]
     assert [line.partition(" [")[0] for line in first] == where
     assert second[2] == "2x1 groups=1 not here" and len(second) == 5

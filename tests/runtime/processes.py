@@ -1,0 +1,52 @@
+"""Several processes on CPU devices that form a job, each running the same program."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def outputs(
+    program: str, *arguments: object, devices: int = 1, environments: Sequence[Mapping[str, str]] = ({}, {})
+) -> list[str]:
+    """What each process prints, once all have ended well.
+
+    Args:
+      program: Python; its arguments are the process's number, a free port, and `arguments`.
+      devices: of each process.
+      environments: of each process, one for each, beside this one's.
+    """
+    port = free_port()
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(number), str(port), *map(str, arguments)],
+            env={**shared, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, environment in enumerate(environments)
+    ]
+    try:
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return [output for output, _ in results]
