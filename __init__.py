@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dhelix.errors import DhelixError
     from dhelix.runtime.pipeline.fold import Fold
-    from dhelix.runtime.strand_interleave import strand_interleave
-    from dhelix.runtime.value_and_grad import value_and_grad
+    from dhelix.runtime.step.strand_interleave import strand_interleave
+    from dhelix.runtime.step.value_and_grad import value_and_grad
 
 __all__ = ["DhelixError", "Fold", "strand_interleave", "value_and_grad"]
 
 _HOMES = {
     "DhelixError": "dhelix.errors",
     "Fold": "dhelix.runtime.pipeline.fold",
-    "strand_interleave": "dhelix.runtime.strand_interleave",
-    "value_and_grad": "dhelix.runtime.value_and_grad",
+    "strand_interleave": "dhelix.runtime.step.strand_interleave",
+    "value_and_grad": "dhelix.runtime.step.value_and_grad",
 }
 
 

@@ -61,9 +61,9 @@ def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
 
 def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
     """Seconds of a step of 8 layers and 4 micro-batches under `schedule="intra_batch"` with these options."""
-    from dhelix.runtime import collective_matmul_choice
     from dhelix.runtime.launch_settings import NO_GRAPHS
-    from dhelix.runtime.schedules import AUTO, Choice
+    from dhelix.runtime.step import collective_matmul_choice
+    from dhelix.runtime.step.schedules import AUTO, Choice
 
     lowered = lower(tp, sharding, 8, 4)
     choice = Choice.of("intra_batch", AUTO, None, None, None, None, compiler_options=dict(NO_GRAPHS), **options)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from dhelix.passes.evaluation.costs import CostModel
     from dhelix.passes.manager import PassManager
-    from dhelix.runtime.schedules import Choice
+    from dhelix.runtime.step.schedules import Choice
 
 FORM = "auto"
 
@@ -41,7 +41,7 @@ def rows(lowered: "jax.stages.Lowered", choice: "Choice") -> Iterator[tuple[str,
     """Names of programs, and the passes that make them."""
     from dhelix.passes import jax_compat
     from dhelix.passes.manager import PassManager
-    from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes
+    from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes
 
     matmuls = collective_matmul_passes(jax_compat.devices(lowered), FORM, options=choice.compiler_options)
     yield "plain", PassManager(())
@@ -72,9 +72,9 @@ def main() -> None:
     options = parser.parse_args()
     lowered = lowered_step(options)
 
-    from dhelix.runtime.collective_matmul_choice import predicted
     from dhelix.runtime.launch_settings import NO_GRAPHS
-    from dhelix.runtime.schedules import Choice
+    from dhelix.runtime.step.collective_matmul_choice import predicted
+    from dhelix.runtime.step.schedules import Choice
 
     choice = Choice.of(
         "dp", options.profile, None, None, None, None, compiler_options=dict(NO_GRAPHS), collective_matmul=FORM

@@ -88,7 +88,7 @@ def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
     from dhelix.models import preset
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
-    from dhelix.runtime.schedules import default_passes
+    from dhelix.runtime.step.schedules import default_passes
 
     mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)
     config = preset(preset_name, **{"seq": 8192, **model})

@@ -26,7 +26,7 @@ from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.manager import Stage
 from dhelix.passes.pipeline_fold import LOCKSTEP
-from dhelix.runtime.schedules import default_passes
+from dhelix.runtime.step.schedules import default_passes
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plans.plan_making import executions, make_plan
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder
-from dhelix.runtime.schedules import default_passes
+from dhelix.runtime.step.schedules import default_passes
 
 SLACK = 0.03
 _DECOMPOSED = 1.01

@@ -32,7 +32,7 @@ from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import CHANGED, UNCHANGED, Report
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import memory_need, registration, tuned
-from dhelix.runtime.schedules import alternatives, default_passes, planned_passes
+from dhelix.runtime.step.schedules import alternatives, default_passes, planned_passes
 
 _NAME = "jit_train_step"
 

@@ -21,7 +21,7 @@ from dhelix.launch.trainer import Options, Run, Step
 from dhelix.passes.report import DISABLED, NOT_RUN, Report
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.launch_settings import without_graphs
-from dhelix.runtime.schedules import SCHEDULES
+from dhelix.runtime.step.schedules import SCHEDULES
 
 USAGE = """\
 usage: dhelix train [flags]

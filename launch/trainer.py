@@ -26,7 +26,7 @@ from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
 from dhelix.passes.report import Report
 from dhelix.profiles import hardware
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.strand_interleave import strand_interleave
 
 # What a checkpoint's arrays and their meaning depend on; the rest of a configuration may change on resume.
 _MODEL_FIELDS = (

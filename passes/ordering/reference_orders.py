@@ -10,7 +10,7 @@ the next operator waits for one of the other strand, that one goes on. Bodies wi
 
 `IntraBatch`: no second micro-batch. The whole search of `strand_pairing.py` on a program without strands: what
 order alone hides inside one micro-batch. The paper's intra-batch baseline (MegaScale) also splits products, which no
-order does: collective matmuls do, and `schedule="intra_batch"` has them run before (`runtime/schedules.py`).
+order does: collective matmuls do, and `schedule="intra_batch"` has them run before (`runtime/step/schedules.py`).
 
 Legality and memory are as for any order (`orders.py`). `RoundRobin` is applied even where it is predicted to be
 slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.

@@ -25,9 +25,9 @@ from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
 from dhelix.passes.report import Report
 from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.schedules import SCHEDULES
-from dhelix.runtime.strand_interleave import strand_interleave
-from dhelix.runtime.value_and_grad import value_and_grad
+from dhelix.runtime.step.schedules import SCHEDULES
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.step.value_and_grad import value_and_grad
 
 pytestmark = pytest.mark.gpu
 

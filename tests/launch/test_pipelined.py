@@ -14,7 +14,7 @@ from dhelix.launch import trainer
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, make_mesh, make_train_step
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.strand_interleave import strand_interleave
 
 CONFIG = LlamaConfig(
     vocab=64, hidden=32, layers=5, heads=4, kv_heads=4, head_dim=8, ffn=48, seq=16, dtype="float32"

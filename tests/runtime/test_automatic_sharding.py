@@ -22,7 +22,7 @@ from dhelix.models.parallel import AutoParallel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.runtime import deviceless
-from dhelix.runtime.collective_matmul_pass import collective_matmul_passes
+from dhelix.runtime.step.collective_matmul_pass import collective_matmul_passes
 from dhelix.tests.passes import partitioned
 
 pytestmark = pytest.mark.deviceless

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dhelix.passes import manager
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.steps import STEPS, batch, squared_error, weights
 
 

@@ -18,8 +18,8 @@ import pytest
 
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
-from dhelix.runtime.schedules import default_passes
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.strand_interleave import strand_interleave
 
 STEPS, MICROBATCHES = 20, 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8}

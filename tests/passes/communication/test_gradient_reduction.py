@@ -20,8 +20,8 @@ from dhelix.passes.hlo.edit import inline_calls
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import CHANGED, UNCHANGED, PassReport
 from dhelix.runtime import lowering
-from dhelix.runtime.schedules import default_passes
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.strand_interleave import strand_interleave
 
 LAYERS, WIDTH = 4, 16
 ANY = GradientReduction(least=0)

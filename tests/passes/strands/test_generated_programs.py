@@ -38,7 +38,7 @@ from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import StageReport
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.runtime.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.schedules import default_passes
+from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes import programs
 from dhelix.tests.passes.programs import Program

@@ -14,7 +14,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import CHANGED, StageReport
 from dhelix.runtime.lowering import hlo_bytes
-from dhelix.runtime.schedules import default_passes
+from dhelix.runtime.step.schedules import default_passes
 
 LAYERS, MICROBATCHES, SECONDS = 8, 16, 2.0
 

@@ -16,7 +16,7 @@ import pytest
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import FAILED
 from dhelix.runtime.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.schedules import default_passes
+from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes.strands.test_generated_programs import interpret
 
 MICROBATCHES, LAYERS, ROWS, WIDTH = 5, 4, 3, 4

@@ -13,7 +13,7 @@ from dhelix.passes.report import REFUSED, StageReport
 from dhelix.passes.strands.strand_duplication import STRANDS, merged_loops
 from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.runtime.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.schedules import default_passes
+from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes.program_losses import ROWS, WIDTH
 from dhelix.tests.passes.programs import Program, build
 from dhelix.tests.passes.strands.test_generated_programs import interpret

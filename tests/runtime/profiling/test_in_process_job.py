@@ -20,7 +20,7 @@ from dhelix.errors import DhelixError
 from dhelix.profiles.profile import Provenance
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.measure import Sample
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.strand_interleave import strand_interleave
 
 class Measurer:
     def measure(self, items, repeats):

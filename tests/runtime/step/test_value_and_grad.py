@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.value_and_grad import microbatching, value_and_grad
+from dhelix.runtime.step.value_and_grad import microbatching, value_and_grad
 
 ROWS, WIDTH = 16, 8
 

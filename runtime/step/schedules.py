@@ -59,9 +59,9 @@ from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import launch_settings, memory_need
-from dhelix.runtime.collective_matmul_choice import Weighing
-from dhelix.runtime.collective_matmul_pass import OFF, collective_matmul_passes, times_on
 from dhelix.runtime.profiling.nodes import gpus_per_node
+from dhelix.runtime.step.collective_matmul_choice import Weighing
+from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes, times_on
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
 DEFAULT = "dp"

@@ -16,7 +16,7 @@ from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import agreement, lowering, memory_need, registration
-from dhelix.runtime.schedules import Choice, alternatives
+from dhelix.runtime.step.schedules import Choice, alternatives
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
 

@@ -19,8 +19,8 @@ from dhelix.passes import manager
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.runtime.profiling import in_process
-from dhelix.runtime.strand_interleave import InterleavedStep, strand_interleave
-from dhelix.runtime.value_and_grad import value_and_grad
+from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
+from dhelix.runtime.step.value_and_grad import value_and_grad
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 

@@ -75,7 +75,7 @@ def collective_matmul_passes(
       options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program whose
         CUDA graphs hold no custom calls.
       stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
-      paired: sites of these patterns at these places stay as they are (`runtime/collective_matmul_choice.py`).
+      paired: sites of these patterns at these places stay as they are (`runtime/step/collective_matmul_choice.py`).
 
     Raises:
       DhelixError: there is no such form.

@@ -24,10 +24,11 @@ from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 from dhelix.profiles import collective_matmul_times
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import broken_off, collective_matmul_choice, deviceless, lowering, registration
-from dhelix.runtime.collective_matmul_choice import Weighing, predicted
-from dhelix.runtime.collective_matmul_pass import ALONE, PAIRED, JaxForms
-from dhelix.runtime.schedules import Choice
+from dhelix.runtime import broken_off, deviceless, lowering, registration
+from dhelix.runtime.step import collective_matmul_choice
+from dhelix.runtime.step.collective_matmul_choice import Weighing, predicted
+from dhelix.runtime.step.collective_matmul_pass import ALONE, PAIRED, JaxForms
+from dhelix.runtime.step.schedules import Choice
 
 CONFIG = preset("llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048)
 QKV = Site("all_gather_matmul", 2048, 1024, 512, "bfloat16", 4)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhelix.runtime.strand_interleave import strand_interleave
-from dhelix.runtime.value_and_grad import value_and_grad
-from dhelix.runtime.verification import VerificationError, compare, tolerance
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.step.value_and_grad import value_and_grad
+from dhelix.runtime.step.verification import VerificationError, compare, tolerance
+from dhelix.tests.runtime.step.test_strand_interleave import Replace
 from dhelix.tests.runtime.steps import batch, squared_error, weights
-from dhelix.tests.runtime.test_strand_interleave import Replace
 
 
 def test_wrong_pass_is_caught_before_it_touches_donated_arguments() -> None:

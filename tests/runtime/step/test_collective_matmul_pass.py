@@ -23,10 +23,10 @@ from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import StageReport
 from dhelix.profiles.collective_matmul import Form
 from dhelix.runtime import deviceless, registration
-from dhelix.runtime.collective_matmul_pass import collective_matmul_passes
 from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module, hlo_bytes, with_hlo
-from dhelix.runtime.strand_interleave import strand_interleave
+from dhelix.runtime.step.collective_matmul_pass import collective_matmul_passes
+from dhelix.runtime.step.strand_interleave import strand_interleave
 
 LAYERS, HIDDEN, HEADS, HEAD, FFN = 2, 16, 8, 4, 32
 WEIGHTS = {

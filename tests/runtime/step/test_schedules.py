@@ -20,7 +20,14 @@ from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime import deviceless
 from dhelix.runtime.launch_settings import NO_GRAPHS
-from dhelix.runtime.schedules import SCHEDULES, SKEWED, Choice, collective_matmul_of, default_passes, planned_passes
+from dhelix.runtime.step.schedules import (
+    SCHEDULES,
+    SKEWED,
+    Choice,
+    collective_matmul_of,
+    default_passes,
+    planned_passes,
+)
 
 SCATTER = CollectiveKey("reduce-scatter", 64 << 20, 4)
 PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=(SCATTER,)), ())

@@ -34,15 +34,16 @@ from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.report import Report
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
-from dhelix.runtime import registration, verification
-from dhelix.runtime.collective_matmul_pass import OFF
+from dhelix.runtime import registration
 from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
-from dhelix.runtime.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
-from dhelix.runtime.specialization import Specialization
-from dhelix.runtime.value_and_grad import Microbatching, check_reduction, microbatching
+from dhelix.runtime.step import verification
+from dhelix.runtime.step.collective_matmul_pass import OFF
+from dhelix.runtime.step.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
+from dhelix.runtime.step.specialization import Specialization
+from dhelix.runtime.step.value_and_grad import Microbatching, check_reduction, microbatching
 
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 
@@ -101,7 +102,7 @@ def strand_interleave(
         takes kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else "off".
       strict: raise where the step would be left alone.
       verify: at the first call with arguments of a kind, compare with the plain step, on copies of the
-        arguments (`runtime.verification`).
+        arguments (`runtime.step.verification`).
       passes: what to run in place of `schedules.default_passes(schedule)`.
       disable: names of passes not to run.
       dump_to: folder for the HLO before and after each pass.

@@ -1,0 +1,11 @@
+"""A user's train step: the decorator, what it chooses, `value_and_grad`, and the step for one kind of arguments.
+
+    strand_interleave.py   the decorator and the step that it makes
+    schedules.py           which passes a step goes through
+    collective_matmul_*.py  what it does to collectives beside matrix products
+    value_and_grad.py      the loop over micro-batches
+    specialization.py      one program: lowered, transformed, compiled
+    verification.py        one step against another
+
+May import everything of `runtime`, `passes` and `profiles`.
+"""
