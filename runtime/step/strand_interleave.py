@@ -15,6 +15,7 @@ Nothing here touches a device before the first call: `jax.distributed.initialize
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -156,7 +157,8 @@ class InterleavedStep:
     ):
         functools.update_wrapper(self, function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._choice = choice
+        self._number = next(_numbers)
+        self._choice = dataclasses.replace(choice, step=f"{self.__name__} {self._number}")
         self._manager = choice.manager()  # of no program yet; what it refuses is said at decoration
         self._verify = verify
         self._even_on_one_device = even_on_one_device
@@ -170,7 +172,6 @@ class InterleavedStep:
         else:
             self._jitted = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
-        self._number = next(_numbers)
         self._splits = False  # whether it is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
