@@ -80,9 +80,12 @@ def replace_stablehlo_module(
     return replaced
 
 
-def forget_executable(lowered: jax.stages.Lowered) -> None:
-    """Lets go of what `lowered` was compiled to, which JAX keeps as long as the program is known."""
-    _computation(lowered)._executable = None
+def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    """The same program, whose executable is freed when nothing holds it: JAX keeps one as long as its module."""
+    module = stablehlo_module(lowered)
+    with module.context:
+        copied = mlir.ir.Module.parse(mlir.module_to_bytecode(module))
+    return replace_stablehlo_module(lowered, copied, None)
 
 
 def _computation(lowered: jax.stages.Lowered) -> Any:

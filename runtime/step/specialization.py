@@ -85,11 +85,6 @@ class Specialization:
                         self._keep_memory(self._choice.memory_limit)
             return self._compiled
 
-    def forget_plain(self) -> None:
-        """Frees what the plain step was compiled to, where another program runs in its place."""
-        if self._compiled is not None and not self.left_alone:
-            jax_compat.forget_executable(self.original)
-
     def plan(self) -> Report:
         """What the LOWERED passes decided."""
         if self._session is None:
@@ -185,10 +180,9 @@ class Specialization:
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
-            plain = self.original.compile()
+            plain = jax_compat.apart(self.original).compile()
             limit = max(limit, agreement.largest(memory_need.of_compiled(plain).allowed()))
         if needed <= limit:
-            self.forget_plain()
             return
         would_do, gaps, refused = self._limit_that_would_do(needed)
         if not refused:
@@ -197,7 +191,6 @@ class Specialization:
             self._transform()
             self._compile()
             if self._compiled is None or (needed := self._needed(self._compiled)) <= limit:
-                self.forget_plain()
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
         reason = (
@@ -208,7 +201,7 @@ class Specialization:
         if self._strict:
             raise DhelixError(f"{self._name}: {reason}")
         self._leave_alone(reason)
-        self._compiled = self.original.compile() if plain is None else plain
+        self._compiled = jax_compat.apart(self.original).compile() if plain is None else plain
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:
         assert compiled is not None
