@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import jax
 import pytest
@@ -20,8 +19,8 @@ from dhelix.runtime.registration import Session
 
 @dataclass(frozen=True)
 class Look:
-    name: ClassVar[str] = "look"
-    stage: Stage = Stage.POST_SCHEDULER
+    name = "look"
+    stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         raise AssertionError("the program came out of the cache")

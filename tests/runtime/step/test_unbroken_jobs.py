@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 class Recurses:
     """A pass that meets a program too deep for it."""
 
-    name: ClassVar[str] = "recurses"
-    stage: Stage = Stage.LOWERED
+    name = "recurses"
+    stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         return self.run(module, context)
