@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, timeline_plot
+from dhelix.launch import timeline_plot
+from dhelix.launch.inspecting import dumps, targets
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
 from dhelix.launch.units import Unit, size_unit, time_unit
 from dhelix.passes.evaluation.costs import CostModel, Costs
@@ -38,12 +39,12 @@ Reads a scheduled HLO module and says, for each collective, what lies under it a
 which large buffers are copied inside loops; and how much memory the step needs. Nothing runs: times are
 estimates, of a profile of the GPU where there is one, else of a roofline.
 
-DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt), or its folder: then the largest such
-module is taken. With --compare, DUMP is the program before and OTHER the one after."""
+DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt, packed by gzip or not), or its folder: then the
+largest such module is taken. With --compare, DUMP is the program before and OTHER the one after."""
 
 AUTO, NONE = "auto", "none"
 ROOFLINE = "roofline"
-_DEFAULT_GPU = "H200"
+_DEFAULT_GPU = targets.DEFAULT.name
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -52,7 +53,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "hardware",
         None,
         sorted(gpus.ALL),
-        f"GPU that times are estimated for (default: that of the dump, else {_DEFAULT_GPU})",
+        f"GPU that times are estimated for (default: that of the dump; {_DEFAULT_GPU} where nothing says)",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -138,25 +139,21 @@ def inspect_dump(
     """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
 
     Args:
-      hardware: whose times are estimated; by default the GPU that the dump says.
+      hardware: whose times are estimated; by default those of the GPU that the dump describes (`targets.choose`).
       title: of the picture.
       profile: "none": the roofline's costs; "auto": those of a profile, where there is one of the hardware and the
         setting; or a profile's file.
       setting: launch setting of the profile.
 
     Raises:
-      DhelixError: nothing to read there, no HLO, not scheduled, no such hardware, or a profile without the setting.
+      DhelixError: nothing to read there, no HLO, not scheduled, not well formed, of another backend or of a GPU that
+        nothing describes, no such hardware, or a profile without the setting.
     """
-    file = dumps.find_module(path)
-    module = dumps.read_module(file)
-    notes = []
-    if Path(path).is_dir():
-        notes.append(f"{file.name} is the largest module of {path}")
-    if "cpu_after" in file.name:
-        notes.append("compiled for CPU, where no collective is asynchronous: compile for GPUs to see overlap")
-    gpu = _hardware(hardware or dumps.read_gpu(file, gpus.ALL) or _DEFAULT_GPU)
-    costs, cost_model = _costs(module, gpu, NONE if "cpu_after" in file.name else profile, setting)
-    return inspect_module(module, costs, cost_model, dumps.read_memory(file), str(file), title, tuple(notes))
+    found = dumps.read(path)
+    gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
+    costs, cost_model = _costs(found.module, gpu, NONE if "cpu_after" in found.file.name else profile, setting)
+    memory = dumps.read_memory(found.file)
+    return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, (*found.notes, *notes))
 
 
 def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) -> tuple[Costs, str]:
