@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Hashable
@@ -65,7 +66,8 @@ def parse_foreign_hlo_text(text: str) -> bytes:
         raise DhelixError(done.stdout.decode(errors="replace"))
     said = done.stderr.decode(errors="replace")
     found = re.search(r"RET_CHECK failure \(\S+\) (.*)|Check failed: (.*)", said)
-    raise ParserStopped(next(filter(None, found.groups()), "") if found else f"exit status {done.returncode}")
+    end = signal.strsignal(-done.returncode) if done.returncode < 0 else f"exit status {done.returncode}"
+    raise ParserStopped(next(filter(None, found.groups())).strip() if found else str(end))
 
 
 class ParserStopped(DhelixError):

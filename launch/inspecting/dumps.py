@@ -26,9 +26,10 @@ from dhelix.passes.jax_compat import ParserStopped
 
 _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
+_GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
 _ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$")
-_BINARY = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # no text has these, and every proto has
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # no text has these, and every proto has
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MLIR_BYTECODE = b"ML\xefR"
 
@@ -136,14 +137,14 @@ def stem(path: Path) -> Path:
 def _read(file: Path) -> tuple[HloModule, list[str]]:
     data = _content(file)
     if data.startswith(_MLIR_BYTECODE):
-        raise DhelixError(f"{file} is MLIR bytecode, the program before XLA compiled it; {_instead(file)}")
+        raise DhelixError(f"{file} is MLIR bytecode, the program before XLA compiled it; {_GIVE}")
     text = _text(data)
     if text is None:
         return HloModule.from_proto(data, str(file)), []
     try:
         modules = hlo_text.find_modules(text)
     except DhelixError as error:
-        raise DhelixError(f"{file} {error}; {_instead(file)}") from None
+        raise DhelixError(f"{file} {error}; {_GIVE}") from None
     chosen, notes = hlo_text.choose(modules)
     if not chosen.is_whole:
         raise DhelixError(
@@ -160,8 +161,7 @@ def _read(file: Path) -> tuple[HloModule, list[str]]:
         raise DhelixError(f"{file} {_why_unreadable(str(error), chosen.line)}; {_instead(file)}") from None
     if repaired.left_out:
         notes.append(
-            f"left out, because jaxlib {version.__version__} does not know them: attributes"
-            f" {', '.join(repaired.left_out)}"
+            f"attributes that jaxlib {version.__version__} does not read are left out: {', '.join(repaired.left_out)}"
         )
     return repaired.module, notes
 
@@ -183,11 +183,9 @@ def _content(file: Path) -> bytes:
 
 def _text(data: bytes) -> str | None:
     """None for what is no text."""
-    try:
-        text = data.decode("utf-16" if data.startswith(_UTF16) else "utf-8-sig")
-    except UnicodeDecodeError:
-        return None
-    return None if _BINARY.search(text) else text
+    if data.startswith(_UTF16):
+        return data.decode("utf-16", errors="replace")
+    return None if _BINARY.search(data) else data.decode("utf-8-sig", errors="replace")
 
 
 def _why_unreadable(error: str, first_line: int) -> str:
@@ -204,7 +202,7 @@ def _why_unreadable(error: str, first_line: int) -> str:
 def _instead(file: Path) -> str:
     """What to give in place of a text that cannot be read."""
     proto = stem(file).with_name(f"{stem(file).name}.hlo.pb")
-    if proto != file and proto.is_file():
+    if proto != file and proto.is_file() and proto.stat().st_size:
         return f"give {proto.name} of the same folder, which every version reads"
     return f"dump with {_HOW} and give *{_AFTER}.hlo.pb, which every version reads"
 

@@ -15,6 +15,7 @@ _ENTRY = re.compile(r"^[ \t]*ENTRY[ \t]", re.MULTILINE)
 _BRACES = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|//[^\n]*|[{}]', re.DOTALL)
 _THREAD = re.compile(r'[ \t]*,[ \t]*execution_thread="[^"\n]*"')
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_RECOVERY = re.compile(r",\s*origin_recovery_table=\{\n.*?\n\}", re.DOTALL)  # holds modules that the step never runs
 _LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [^\]\n]*\] ", re.MULTILINE)
 _MLIR = re.compile(r"^\s*(?:#\w+ = |module\b.*\{|func\.func |.*\bstablehlo\.)", re.MULTILINE)
 
@@ -44,6 +45,7 @@ class ModuleText:
 
 def find_modules(text: str) -> list[ModuleText]:
     """The modules of a text, in its order. Raises DhelixError, which says what else the text is, if there are none."""
+    text = _RECOVERY.sub(lambda table: "\n" * table[0].count("\n"), text)
     if not _START.search(text):
         text = _LOG_PREFIX.sub("", text)
     starts = list(_START.finditer(text))
@@ -75,8 +77,9 @@ def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
 
 def _module(name: str, is_scheduled: bool, text: str, line: int) -> ModuleText:
     end = _end(text)
-    if end is None:
-        return ModuleText(name, text, line, is_scheduled, text.rstrip().endswith("}") and not _ENTRY.search(text), 0)
+    if end is None:  # without an entry, XLA takes the last computation
+        is_whole = not _ENTRY.search(text) and _COMMENT.sub("", text).rstrip().endswith("}")
+        return ModuleText(name, text, line, is_scheduled, is_whole, 0)
     rest = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text[end:])
     blank = len(rest) - len(rest.lstrip())
     after = 0 if blank == len(rest) else line + text.count("\n", 0, end + blank)

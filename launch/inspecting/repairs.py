@@ -2,7 +2,8 @@
 
     custom-call(p), api_version=API_VERSION_UNSPECIFIED    the default, written out
     f8e4m3b11[]                                            f8e4m3b11fnuz, before it was renamed
-    async-start(x), async_group_id=0                       unexpected attribute: left out, and said so
+    async-start(x), async_group_id=0                       the number of what its operands pair as well
+    copy-start(x), is_cross_program_prefetch=true          an unexpected attribute: left out, and said so
     parameter(0), sharding={mesh[x=8], [{x}]}              an attribute that informs only and does not parse: as well
     f32[32768,32768] constant({...})                       read without its 4 GiB, which the text does not hold
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError
@@ -24,12 +24,13 @@ from dhelix.passes.hlo import HloModule, Instruction, schema
 _SPELLINGS = (
     (re.compile(r", api_version=API_VERSION_UNSPECIFIED\b"), ""),
     (re.compile(r"\bf8e4m3b11(?=\[)"), "f8e4m3b11fnuz"),
+    (re.compile(r", async_group_id=\d+"), ""),  # of `custom-call-start`, it ends the parser's process
 )
 _UNEXPECTED = re.compile(r'was parsing (\d+):\d+: error: unexpected attribute "([\w.\-]+)"')
 _UNPARSED = re.compile(r"was parsing (\d+):\d+: error: error parsing attribute ([\w.\-]+)")
 _INFORM = frozenset(("sharding", "origin", "metadata", "statistics"))  # no time, size or order depends on these
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
-_ROUNDS = 40  # unknown attributes before we give up
+_ROUNDS = 60  # attributes of opcodes before we give up
 
 _LARGE = 2**22  # elements
 _ELIDED = re.compile(r"(= \w+\[([\d,]+)\]\S*) constant\(\{\.\.\.\}\)")
@@ -38,7 +39,7 @@ _STAND_IN = "dhelix_elided_constant"
 
 @dataclass(frozen=True)
 class Repaired:
-    """A module and the attributes that were left out to read it."""
+    """A module, and in words the attributes that were left out to read it."""
 
     module: HloModule
     left_out: tuple[str, ...]
@@ -50,25 +51,26 @@ def read(text: str) -> Repaired:
         text = pattern.sub(word, text)
     text = _ELIDED.sub(_without_value, text)
     left_out: dict[str, None] = {}
+    rounds = 0
     while True:
         try:
             source = jax_compat.parse_foreign_hlo_text(text)
         except jax_compat.ParserStopped:
             raise
         except DhelixError as error:
-            shorter, attribute = _without_refused(text, str(error), left_out)
-            if shorter == text or len(left_out) == _ROUNDS:
+            shorter, attribute = _without_refused(text, str(error))
+            if shorter == text or rounds == _ROUNDS:
                 raise
-            text = shorter
+            text, rounds = shorter, rounds + 1
             left_out[attribute] = None
         else:
             return Repaired(_with_constants(HloModule(source, "the HLO text")), tuple(left_out))
 
 
-def _without_refused(text: str, error: str, left_out: Container[str]) -> tuple[str, str]:
-    """The text without the attribute that XLA's message is about, and its name; the same text if it names none.
+def _without_refused(text: str, error: str) -> tuple[str, str]:
+    """The text without the attribute that XLA's message is about, and what went; the same text if it names none.
 
-    It goes from instructions of one opcode, and from all once a second opcode has it (`left_out`) or metadata do.
+    It goes from instructions of that opcode: others may need one of that name. Metadata are alike in all.
     """
     found = _UNEXPECTED.search(error)
     if not found:
@@ -78,11 +80,11 @@ def _without_refused(text: str, error: str, left_out: Container[str]) -> tuple[s
     name = found[2]
     lines = text.split("\n")
     kind = _opcode(lines[int(found[1]) - 1])
-    everywhere = name in left_out or "op_name" in error.partition("Allowed attributes: ")[2].partition("\n")[0]
+    everywhere = "op_name" in error.partition("Allowed attributes: ")[2].partition("\n")[0]
     for number, line in enumerate(lines):
         if f"{name}=" in line and (everywhere or _opcode(line) == kind):
             lines[number] = _without(line, name)
-    return "\n".join(lines), name
+    return "\n".join(lines), f"{name} of {'metadata' if everywhere else kind or 'the module'}"
 
 
 def _opcode(line: str) -> str:
