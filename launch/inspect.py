@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
@@ -99,7 +100,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
 
 def inspect_compiled(
     compiled: Any,
-    hardware: str = _DEFAULT_GPU,
+    hardware: str | None = None,
     title: str = "",
     source: str = "compiled step",
     profile: str = NONE,
@@ -108,7 +109,8 @@ def inspect_compiled(
     """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
 
     Args:
-      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`.
+      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`; by default the
+        one that the step is compiled for.
       title: of the picture; by default the module's name.
       source: what to call it in tables.
       profile, setting: whose costs, as of `inspect_dump`.
@@ -129,8 +131,11 @@ def inspect_compiled(
     module = compiled_module(compiled)
     if not module.is_scheduled:
         raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
-    costs, cost_model = _costs(module, _hardware(hardware), profile, setting)
-    return inspect_module(module, costs, cost_model, memory, source, title)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    kind = next((device.device_kind for sharding in shardings for device in sharding.device_set), "")
+    gpu, notes = (_hardware(hardware), ()) if hardware else targets.of_kind(kind)
+    costs, cost_model = _costs(module, gpu, profile, setting)
+    return inspect_module(module, costs, cost_model, memory, source, title, notes)
 
 
 def inspect_dump(

@@ -148,9 +148,10 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
     options = None if arguments else step_flags.options(chosen)
     dump = plan_step.of_dump(arguments[0], chosen["hardware"]) if arguments else None
-    for note in dump.notes if dump else ():
-        say(console, f"{dump.name}: {note}.")
     gpu = dump.hardware if dump else chosen["hardware"] or _DEFAULT_GPU
+    if dump:
+        for note in dump.notes:
+            say(console, f"{dump.name}: {note}.")
     gpus = profile_step.gpus_of_options(options) if options else dump.gpus if dump else 0
     models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
     if options is None:

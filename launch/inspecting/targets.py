@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.passes.hlo import HloModule, Shape
+from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware
 from dhelix.profiles.hardware import Hardware
 
@@ -64,7 +65,7 @@ def read(file: Path, module: HloModule) -> Target:
     description = _description(file)
     if description:
         return _described(description)
-    capability = re.search(r"\bsm_(\d+)\.(\d)", file.name)
+    capability = re.search(r"\bsm_(\d+)\.?(\d)", file.name)
     if not capability:
         return Target()
     number = int(capability[1]), int(capability[2])
@@ -106,6 +107,14 @@ def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hard
     return DEFAULT, (f"nothing says which GPU {file.name} was compiled for: times are those of {name}; {_SAY}",)
 
 
+def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
+    """Whose times to take for devices that JAX calls `kind`, and a note where they are of other hardware."""
+    gpu = hardware.ALL.get(hardware.gpu_name(kind))
+    if gpu is not None:
+        return gpu, ()
+    return DEFAULT, (f"compiled for {kind or 'no device'}, which nothing describes: times are those of {_a(DEFAULT)}",)
+
+
 def _a(gpu: Hardware) -> str:
     """With its article."""
     return f"{'an' if gpu.name[0] in 'AHLR' else 'a'} {gpu.name}"
@@ -123,7 +132,7 @@ def _backend(file: Path, module: HloModule) -> str:
     return {"CUDA": "GPU", "ROCM": "ROCm"}.get(platform.upper(), platform)
 
 
-def _is_tiled(shape: Shape) -> bool:
+def _is_tiled(shape: Any) -> bool:
     """Layouts such as `{1,0:T(8,128)}` are those of TPUs."""
     return bool(shape.layout.tiles) or any(map(_is_tiled, shape.tuple_shapes))
 
@@ -175,6 +184,8 @@ def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> 
     words = kind or f"a GPU of compute capability {'.'.join(map(str, capability))}"
     if not (cores and clock and bandwidth and memory and operations):
         return Target(gpu=words)
+    if name in hardware.ALL:  # a part of one, or a card of another size
+        name = f"{name}-{memory / 1e9:.0f}GB"
     peak = cores * clock * 1e9 * operations / (2 if "GeForce" in kind else 1)
     links = _number(fields, "active_links") * _NVLINK.get(capability[0], 0.0)
     like = replace(hardware.H100, intra_bandwidth=links * _REACHED) if links else hardware.A40

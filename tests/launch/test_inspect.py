@@ -264,6 +264,10 @@ def test_a_compiled_step() -> None:
     found = inspect.inspect_compiled(compiled, title="small step")
     assert found.picture.title == "small step"
     assert found.collectives == () and found.hidden_share == 1.0
+    assert found.hardware == "H200" and found.notes == (
+        "compiled for cpu, which nothing describes: times are those of an H200",
+    )
+    assert inspect.inspect_compiled(compiled, "A40").notes == ()
     assert found.memory is not None
     assert (found.memory.arguments, found.memory.aliased) == (2 * 64 * 64 * 4, 64 * 64 * 4)
 

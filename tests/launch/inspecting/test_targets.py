@@ -75,7 +75,7 @@ def test_the_gpu_that_the_dump_describes(tmp_path: Path, description: str, name:
     [
         (config("NVIDIA GeForce RTX 5090", 34e9, 170, (12, 0)), "GeForce-RTX-5090", 170 * 2e9 * 512, 16e9),
         (config("NVIDIA H100 PCIe", 85e9, 114), "H100-PCIe", 114 * 2e9 * 4096, 16e9),
-        (config("NVIDIA H200", 71e9, 60, links=18), "H200", 60 * 2e9 * 4096, 330e9),  # a slice, not all of it
+        (config("NVIDIA H200", 71e9, 60, links=18), "H200-71GB", 60 * 2e9 * 4096, 330e9),  # a slice, not all of it
         (config("NVIDIA B300", 288e9, 160, (10, 3), 18), "B300", 160 * 2e9 * 8192, 660e9),
     ],
 )
@@ -159,6 +159,12 @@ def test_another_backend_is_refused_unless_a_gpu_is_named(
         choose(tmp_path, description, name, module=module)
     gpu, notes = choose(tmp_path, description, name, hardware.H100, module)
     assert gpu is hardware.H100 and notes == (f"compiled for {backend}; times are those of an H100",)
+
+
+def test_devices_in_hand() -> None:
+    assert targets.of_kind("NVIDIA H100 80GB HBM3") == (hardware.H100, ())
+    gpu, (note,) = targets.of_kind("NVIDIA H100 PCIe")
+    assert gpu is hardware.H200 and "compiled for NVIDIA H100 PCIe, which nothing describes" in note
 
 
 def test_a_dump_of_cpus_is_shown_and_said_to_be_one(tmp_path: Path) -> None:
