@@ -1,10 +1,12 @@
-"""What a dumped module was compiled for: the GPU that its dump describes, or a backend that is none.
+"""What a dumped module was compiled for, and whose times it gets.
 
-gpu_target_config.pbtxt names a GPU that `hardware.py` describes    that
-it describes another one (cores, clock, memory)                     a description made of these, and a note
-the file's name has the compute capability alone, sm_9.0a           a GPU of that capability, and a note
-nothing says                                                        an H200, and a note
-another backend: TPU, ROCm                                          refused, unless a GPU is named
+    gpu_target_config.pbtxt names a GPU that `hardware.py` describes    that
+    it describes another one (cores, clock, memory)                     a description made of these, and a note
+    the file's name has the compute capability alone, sm_9.0a           a GPU of that capability, and a note
+    nothing says                                                        an H200, and a note
+    another backend: TPU, ROCm                                          refused, unless a GPU is named
+
+`*.gpu_target_config.pbtxt` is what XLA writes beside a module that it compiles for a GPU.
 """
 
 from __future__ import annotations
