@@ -2,9 +2,9 @@
 
     custom-call(p), api_version=API_VERSION_UNSPECIFIED    the default, written out
     f8e4m3b11[]                                            f8e4m3b11fnuz, before it was renamed
-    async-start(x), async_group_id=0                       the number of what its operands pair as well
+    async-start(x), async_group_id=0                       left out: operands say which start and done are a pair
     copy-start(x), is_cross_program_prefetch=true          an unexpected attribute: left out, and said so
-    parameter(0), sharding={mesh[x=8], [{x}]}              an attribute that informs only and does not parse: as well
+    parameter(0), sharding={mesh[x=8], [{x}]}              an attribute that informs only and does not parse: the same
     f32[32768,32768] constant({...})                       read without its 4 GiB, which the text does not hold
 
 An unexpected attribute is one that this XLA knows nothing of, and so does the cost model. The parser names it and its
