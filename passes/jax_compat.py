@@ -7,7 +7,11 @@ Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; wha
 from __future__ import annotations
 
 import copy
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,17 +24,60 @@ from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 from dhelix.errors import DhelixError
 
 _UNREADABLE = re.compile(r"( all-reduce-start\(.*?), output_to_operand_aliasing=\{\{.*?\)\}")
+_NO_HLO = 3  # exit status of _PARSE: the text does not parse, and stdout says why
+_PARSE = f"""
+import sys
+from jaxlib import _hlo
+try:
+    result = _hlo.hlo_module_from_text(sys.stdin.buffer.read().decode()).as_serialized_hlo_module_proto()
+except Exception as error:
+    sys.stdout.write(str(error))
+    sys.exit({_NO_HLO})
+sys.stdout.buffer.write(result)
+"""
 
 
 def parse_hlo_text(text: str) -> bytes:
-    """HLO text as XLA prints it -> serialized HloModuleProto. Raises DhelixError with XLA's message."""
+    """HLO text as this XLA prints it -> serialized HloModuleProto. Raises DhelixError with XLA's message."""
     try:
-        # XLA prints an attribute of asynchronous all-reduces that its own parser refuses; it only informs.
-        readable = _UNREADABLE.sub(r"\1", text)
-        return _hlo.hlo_module_from_text(readable).as_serialized_hlo_module_proto()
+        return _hlo.hlo_module_from_text(_readable(text)).as_serialized_hlo_module_proto()
     except Exception as error:  # XlaRuntimeError, whose module differs between jaxlib versions
         message = " ".join(str(error).split())
         raise DhelixError(f"not HLO text that this jaxlib reads: {message[:300]}") from None
+
+
+def parse_foreign_hlo_text(text: str) -> bytes:
+    """The same for text that another program wrote. XLA's parser ends the process on some of it (a late operand, a
+    parameter number out of range), so it runs in one of its own.
+
+    Raises:
+      DhelixError: with the whole of XLA's message where the text does not parse.
+      ParserStopped: XLA's parser ended its process.
+    """
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PARSE],
+        input=_readable(text).encode(),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    if done.returncode == 0:
+        return done.stdout
+    if done.returncode == _NO_HLO:
+        raise DhelixError(done.stdout.decode(errors="replace"))
+    said = done.stderr.decode(errors="replace")
+    found = re.search(r"RET_CHECK failure \(\S+\) (.*)|Check failed: (.*)", said)
+    end = signal.strsignal(-done.returncode) if done.returncode < 0 else f"exit status {done.returncode}"
+    raise ParserStopped(next(filter(None, found.groups())).strip() if found else str(end))
+
+
+class ParserStopped(DhelixError):
+    """XLA's parser did not come back; the message is its last word."""
+
+
+def _readable(text: str) -> str:
+    """Without an attribute that XLA prints and its own parser refuses; it only informs."""
+    return _UNREADABLE.sub(r"\1", text)
 
 
 def hlo_text(module: bytes) -> str:

@@ -23,7 +23,8 @@ _KINDS = {
 
 # message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "Layout": (("minor_to_major", 1, "int64*"),),
+    "Tile": (("dimensions", 1, "int64*"),),
+    "Layout": (("minor_to_major", 1, "int64*"), ("tiles", 6, "Tile*")),
     "Shape": (
         ("element_type", 2, "int32"),
         ("dimensions", 3, "int64*"),
