@@ -181,7 +181,9 @@ class Arguments:
                         f"{name} is {_kind(leaf)} and has no batch axis to split: pass it beside the batch, which"
                         " batch_argnums= or batch_argnames= name; random keys are named with rng_argnums="
                     )
-                if not shape[0] or shape[0] % self.microbatches:
+                if not shape[0]:
+                    raise DhelixError(f"{name} has no rows to split into {self.microbatches} micro-batches")
+                if shape[0] % self.microbatches:
                     raise DhelixError(
                         f"{name} has {shape[0]} rows, which {self.microbatches} micro-batches do not divide: make"
                         f" the batch a multiple of {self.microbatches}, or change microbatches="

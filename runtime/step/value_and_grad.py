@@ -133,8 +133,8 @@ def value_and_grad(
         active = _active.get()
         if active is None:
             return plain(*args, **kwargs)
-        whole = active.pipeline is None and active.microbatches == 1
-        if whole or any(not -len(args) <= index < len(args) for index in naming.argnums):
+        passed = naming.argnums and all(-len(args) <= index < len(args) for index in naming.argnums)
+        if not passed or (active.pipeline is None and active.microbatches == 1):
             result = plain(*args, **kwargs)  # which raises what JAX says of such positions
         elif active.pipeline is not None:
             result = PipelinedLoop(active.pipeline, options, active.microbatches, active.reduce, args, kwargs).run()
