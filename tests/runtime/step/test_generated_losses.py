@@ -132,7 +132,7 @@ def parameters(program: Program) -> Any:
             return {"layers": [{"w": w[0]}, {"w": w[1], "none": None}], "scale": (_random(2, dtype=dtype),)}
         case "dataclass":
             return Weights(w, None, _random(2, 1, dtype=dtype), "model")
-        case "integers":
+        case "integers" if program.dtype != "holomorphic":
             return {"w": w, "count": jnp.int32(3), "flags": jnp.array([True, False]), "step": 4}
     return w
 
