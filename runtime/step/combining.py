@@ -13,8 +13,8 @@
 Floating-point sums are of float32 or wider, complex ones of complex64 or wider; what comes out has the type that one
 micro-batch has, weak or not. Over axes that the outputs are `unreduced` over, so are the sums.
 
-Why the mean of running statistics: each micro-batch starts from the same ones and is normalized by its own rows, as on
-the devices of Flax's data-parallel examples, which average them over devices (`jax.lax.pmean`). The mean of
+Why the mean of running statistics: each micro-batch starts from the same ones and is normalized by its own rows, like a
+device in Flax's data-parallel examples, which average the statistics of devices (`jax.lax.pmean`). The mean of
 m * old + (1 - m) * new is one update of the step: the running mean is that of the whole batch, the running variance is
 without what the means of micro-batches differ by.
 

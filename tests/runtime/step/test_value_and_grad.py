@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -195,6 +197,17 @@ def _loss_of(aux: Callable[[jax.Array], Any]) -> Callable[..., Any]:
 def test_bad_input(function: Callable[..., Any], args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(DhelixError, match=message):
         split(function)(normal(WIDTH, WIDTH), *args)
+
+
+def test_the_program_in_the_docs() -> None:
+    page = Path(__file__).parents[3] / "docs" / "gradients.md"
+    (program,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(program, str(page), "exec"), names)
+    adapters = {"a": jnp.full((8, 2), 0.1), "b": jnp.full((2, 8), 0.1)}
+    batch = jnp.full((32, 8, 8), 0.01), jnp.ones((32, 8)), jnp.zeros((32, 8))
+    loss, grads = jax.value_and_grad(names["loss_fn"])(adapters, *batch)
+    assert_close((jax.tree.map(lambda p, g: p - 0.1 * g, adapters, grads), loss), (names["adapters"], names["loss"]))
 
 
 def test_unknown_reduction() -> None:
