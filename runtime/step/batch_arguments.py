@@ -18,6 +18,7 @@ Rules
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -154,8 +155,9 @@ class Arguments:
 
         for key, value in zip(self.batch_keys, batch, strict=True):
             put(key, value)
-        for key in self.rng_keys if number is not None else ():
-            put(key, jax.tree.map(lambda one: jax.random.fold_in(one, number), self._get(key)))
+        if number is not None:
+            for key in self.rng_keys:
+                put(key, jax.tree.map(functools.partial(_fold_in, number), self._get(key)))
         return args, kwargs
 
     def join(self, x: jax.Array) -> jax.Array:
@@ -258,6 +260,10 @@ def _check_once(uses: Mapping[str, Sequence[Key]]) -> None:
                 raise DhelixError(
                     f"{_title(key)} {seen[key]} and {use}: with micro-batches an argument can be only one of both"
                 )
+
+
+def _fold_in(number: jax.Array, key: jax.Array) -> jax.Array:
+    return jax.random.fold_in(key, number)
 
 
 def _has_axis(leaf: Any) -> bool:

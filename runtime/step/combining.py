@@ -119,6 +119,17 @@ def sum_type(dtype: Any) -> Any:
     return dtype
 
 
+def comparable(value: Any) -> Any:
+    """`value` in a type that is made for arithmetic, its sum over devices taken; None if it is no number."""
+    like = jax.typeof(value)
+    if like.dtype == jax.dtypes.float0 or jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        return None
+    spec = like.sharding.spec
+    if spec.unreduced:
+        value = jax.reshard(value, NamedSharding(like.sharding.mesh, PartitionSpec(*spec.partitions)))
+    return jnp.asarray(value).astype(sum_type(like.dtype))
+
+
 def of_gradients(grads: Sequence[Any], tree: Any) -> list[Combination]:
     """For each gradient; `grads` are abstract values, the leaves of `tree`."""
     return [Combination(like, _of_gradient(like, name)) for like, name in zip(grads, collections(tree), strict=True)]
@@ -140,7 +151,7 @@ def of_auxiliary(one: Sequence[Any], whole: Sequence[Any], tree: Any, count: int
     names = collections(tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     each = zip(one, whole, names, paths, strict=True)
-    return [Combination(like, _of_auxiliary(like, of_batch, *rest, count)) for like, of_batch, *rest in each]
+    return [Combination(like, _of_auxiliary(like, other, name, path, count)) for like, other, name, path in each]
 
 
 def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count: int) -> How:

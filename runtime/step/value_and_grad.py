@@ -34,6 +34,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.batch_arguments import Naming, is_index
+from dhelix.runtime.step.combining import comparable
 from dhelix.runtime.step.microbatch_loop import Loop, Options, PipelinedLoop, Weights, check_reduction
 
 
@@ -46,7 +47,7 @@ class Microbatching:
       reduce: used by calls that do not name their own.
       pipeline: executes the micro-batches by a schedule over pipeline stages.
       calls: how often it was called.
-      results: (value, gradients) of each call of the step itself, tracers; what a function returned that the step has
+      returned: (value, gradients) of each call of the step itself, tracers; what a function returned that the step has
         JAX trace by itself (shard_map, jit, scan) is known only there.
     """
 
@@ -54,13 +55,18 @@ class Microbatching:
     reduce: str
     pipeline: Fold | None = None
     calls: int = 0
-    results: list[Any] = field(default_factory=list)
+    returned: list[Any] = field(default_factory=list)
     trace: Any = field(default_factory=get_opaque_trace_state)
 
     def called(self, result: Any) -> None:
         self.calls += 1
         if get_opaque_trace_state() == self.trace:
-            self.results.append(result)
+            self.returned.append(result)
+
+    @property
+    def results(self) -> list[Any]:
+        """What was returned, in types that can be compared."""
+        return jax.tree.map(comparable, self.returned)
 
 
 _traced_for = jax.make_user_context()
