@@ -111,7 +111,7 @@ def context_on_mesh(equation: Any, mesh: jax.sharding.AbstractMesh) -> Any:
         return type(equation.ctx)()
 
 
-def convert_element_type(value: Any, dtype: Any, weak_type: bool) -> jax.Array:
+def convert_element_type(value: Any, dtype: Any, weak_type: bool) -> Any:
     """`jax.lax.convert_element_type`, to a type that may be weak."""
     return _lax._convert_element_type(value, dtype, weak_type=weak_type)
 
