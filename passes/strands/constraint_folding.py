@@ -15,7 +15,8 @@ Contract
               another; results of calls; what a loop carries and moves or adds to, by what it starts as; slices and
               updates of these, and dimensions of one element that come or go.
     Makes     their operand in their place.
-    Leaves    all others, such as one that has weights gathered before a product, or says where a product is summed.
+    Leaves    all others, such as one that has weights gathered before a product, or says where a product is summed, or
+              that a sum over devices is still open (`unreduced`): without it the partitioner would close the sum there.
 
 Why it is legal: a constraint is its operand. The partitioner spreads what is known along the same edges, from the
 constraint that stays.
