@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 from jax._src import config
+from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -155,6 +156,11 @@ def context_on_mesh(equation: Any, mesh: jax.sharding.AbstractMesh) -> Any:
     """What an equation of a jaxpr keeps of where it was traced (`jex_core.JaxprEqn.ctx`), under another mesh."""
     with equation.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return type(equation.ctx)()
+
+
+def convert_element_type(value: Any, dtype: Any, weak_type: bool) -> Any:
+    """`jax.lax.convert_element_type`, to a type that may be weak."""
+    return _lax._convert_element_type(value, dtype, weak_type=weak_type)
 
 
 def is_jitted(function: object) -> bool:
