@@ -176,7 +176,8 @@ def _nudged(tree: Any, sign: int, unit: float) -> Any:
     for n, leaf in enumerate(leaves if sign else ()):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             step = sign * (-1) ** n * max(float(jnp.finfo(leaf.dtype).eps), unit)
-            leaves[n] = jax.device_put((leaf * jnp.asarray(1 + step, leaf.dtype)).astype(leaf.dtype), leaf.sharding)
+            nudged = (leaf * jnp.asarray(1 + step, leaf.dtype)).astype(leaf.dtype)
+            leaves[n] = jax.device_put(nudged, leaf.sharding) if leaf.committed else nudged
     return treedef.unflatten(leaves)
 
 
