@@ -21,10 +21,12 @@ from types import MappingProxyType
 from typing import Self
 
 from dhelix.errors import DhelixError
-from dhelix.passes.analysis.collectives import exclusive_kernel, find_collective, is_done
+from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective, is_done
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_of
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES, OperatorKeys
+from dhelix.passes.evaluation.operator_keys import collective_key as collective_key_of
 from dhelix.passes.evaluation.operator_work import Work, backend_config, work_of
+from dhelix.passes.evaluation.transfers import SENDS, Transfer, find_transfer, host_bytes
 from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.profiles import collective_matmul_times, roofline, storage
@@ -38,11 +40,12 @@ from dhelix.profiles.profile import SETTINGS, Profile
 
 
 class Lane(enum.Enum):
-    """What runs one thing at a time: the SMs, the links inside a node, the network between nodes."""
+    """What runs one thing at a time: the SMs, the links inside a node, the network between nodes, the host's link."""
 
     COMPUTE = "compute"
     COMM = "comm"
     COMM_INTER = "comm-inter"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Cost:
 
     Attributes:
       seconds: for a loop, a call or a conditional the sum over everything inside, nothing overlapped.
-      bytes: of device memory read and written; for a collective, what each device sends.
+      bytes: of device memory read and written; for a collective or a transfer, what each device sends.
       source: what `seconds` rests on; of a sum, its least certain part.
       launch: seconds for which compute stands still before a collective begins.
       communication: seconds of `seconds` in which it communicates; of a kernel that also multiplies, what its
@@ -207,13 +210,30 @@ class Costs(dict[Instruction, Cost]):
         if (kernel := self._kernel(instruction)) is not None:
             cost = self.in_step.kernel(cost, kernel)
         elif self.estimator is not None and instruction.computation.module.is_scheduled:
-            key = self.operator_keys[instruction]
+            key = self.operator_keys[instruction] or self._message_key(instruction)
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
+                cost = self._with_others(cost, instruction, key)
         if cost.lane is not Lane.COMPUTE:
             cost = replace(cost, communication=cost.seconds)
         self[instruction] = cost
         return cost
+
+    def _message_key(self, instruction: Instruction) -> CollectiveKey | None:
+        """A permute of a message's size and pairs, which is what NCCL does with one."""
+        found = find_transfer(instruction) if instruction.opcode in SENDS else None
+        if found is None or found.host:
+            return None
+        permute = Collective("collective-permute", found.size, found.groups)
+        return collective_key_of(permute, self.operator_keys.gpus_per_node, self.operator_keys.implementation)
+
+    def _with_others(self, cost: Cost, instruction: Instruction, key: Key) -> Cost:
+        """`cost` of the first of several collectives that begin together, with all that the others take."""
+        found = find_collective(instruction) if isinstance(key, CollectiveKey) else None
+        if found is None or not found.others or self.estimator is None:
+            return cost
+        keys = (collective_key_of(other, key.gpus_per_node, key.implementation) for other in found.others)
+        return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(k).seconds for k in keys))
 
     def _kernel(self, instruction: Instruction) -> Kernel | None:
         """The kernel that an instruction is or counts as, where it is known what that takes; None for all else."""
@@ -276,7 +296,7 @@ class Costs(dict[Instruction, Cost]):
     ) -> tuple[float, float]:
         if compute in self.instead or exclusive_kernel(compute) is not None:
             return MIN_RATE, 1.0
-        constants = self.hardware.rates(self[collective].lane is Lane.COMM_INTER)
+        constants = constant_rates(self.hardware, self[collective].lane)
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
         own, its = self.operator_keys[compute], self.operator_keys[collective]
@@ -378,17 +398,51 @@ def instruction_cost(
         return _calls_cost(instruction, inner)
     collective = find_collective(instruction)
     if collective is not None:
-        group = collective.group_size(default=hardware.gpus_per_node)
-        nodes = collective.nodes(hardware.gpus_per_node)
-        seconds = roofline.collective_seconds(collective.kind, collective.size, group, nodes, hardware)
-        sent = roofline.wire_bytes(collective.kind, collective.size, group)
-        return Cost(seconds, 0.0, sent, Lane.COMM_INTER if nodes > 1 else Lane.COMM)
+        return _collective_cost(collective, hardware)
+    transfer = find_transfer(instruction)
+    if transfer is not None:
+        return _transfer_cost(transfer, hardware)
+    if opcode in SENDS:
+        return FREE  # the other end of its channel counts
     if opcode == "async-start":
-        return inner(instruction.called[0].root)
+        return _inside_cost(instruction.called[0], inner)
     if instruction.computation.module.is_scheduled or opcode in ("fusion", "dot", "custom-call"):
-        return _work_cost(work_of(instruction), hardware)
+        cost = _work_cost(work_of(instruction), hardware)
+        waits = roofline.host_seconds(host_bytes(instruction), hardware)
+        return replace(cost, seconds=waits) if waits > cost.seconds else cost
     moved = 0 if opcode in _FUSED_AWAY else shapes.byte_size(instruction.shape)
     return Cost(roofline.memory_seconds(moved, hardware) - hardware.kernel_seconds, 0.0, moved)
+
+
+def _collective_cost(collective: Collective, hardware: Hardware) -> Cost:
+    """What begins together shares the links: seconds and bytes add up."""
+    seconds = sent = 0.0
+    inside = True
+    for part in (collective, *collective.others):
+        group, nodes = part.group_size(default=hardware.gpus_per_node), part.nodes(hardware.gpus_per_node)
+        seconds += roofline.collective_seconds(part.kind, part.size, group, nodes, hardware)
+        sent += roofline.wire_bytes(part.kind, part.size, group)
+        inside = inside and nodes == 1
+    return Cost(seconds, 0.0, sent, Lane.COMM if inside else Lane.COMM_INTER)
+
+
+def _transfer_cost(transfer: Transfer, hardware: Hardware) -> Cost:
+    """A message is a permute of its size."""
+    if transfer.host:
+        return Cost(roofline.host_seconds(transfer.size, hardware), 0.0, transfer.size, Lane.HOST)
+    return _collective_cost(Collective("collective-permute", transfer.size, transfer.groups), hardware)
+
+
+def _inside_cost(called: Computation, inner: Callable[[Instruction], Cost]) -> Cost:
+    """What an async pair runs, one after the other; mostly one kernel."""
+    costs = [cost for cost in map(inner, called.instructions) if cost.seconds > 0.0]
+    return costs[0] if len(costs) == 1 else _sum(costs)
+
+
+def constant_rates(hardware: Hardware, lane: Lane) -> tuple[float, float]:
+    """Of compute and of what runs on `lane` beside it, where nothing like them was measured. Copy engines take no SM,
+    and a host's link is slow beside device memory, so a transfer and compute do not disturb each other."""
+    return (1.0, 1.0) if lane is Lane.HOST else hardware.rates(lane is Lane.COMM_INTER)
 
 
 def trip_count(loop: Instruction) -> int | None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective, is_done
 from dhelix.passes.evaluation.fusion_form import first, form_of, in_memory
 from dhelix.passes.evaluation.operator_work import backend_config, payload, work_of
+from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction, shapes
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 
@@ -45,8 +46,8 @@ class OperatorKeys(dict[Instruction, Key | None]):
 
 
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
-    """The key under which a profile knows `instruction`, or None if it takes no time of its own, or waits for its peers
-    and cannot be measured alone.
+    """The key under which a profile knows `instruction`, or None if it takes no time of its own, waits for its peers and
+    cannot be measured alone, or moves data outside of collectives (`transfers`).
 
     Args:
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
@@ -58,6 +59,8 @@ def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str
     collective = find_collective(instruction)
     if collective is not None:
         return collective_key(collective, gpus_per_node, "triton" if _is_triton(instruction) else implementation)
+    if opcode in SENDS or find_transfer(instruction) is not None:
+        return None
     if opcode == "async-start":
         return key_of(instruction.called[0].root, gpus_per_node, implementation)
     kind, family, sizes = _identity(instruction)

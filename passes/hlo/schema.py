@@ -23,7 +23,7 @@ _KINDS = {
 
 # message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "Layout": (("minor_to_major", 1, "int64*"),),
+    "Layout": (("minor_to_major", 1, "int64*"), ("memory_space", 8, "int64")),
     "Shape": (
         ("element_type", 2, "int32"),
         ("dimensions", 3, "int64*"),
@@ -97,6 +97,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("called_computation_ids", 38, "int64*"),
         ("sharding", 40, "OpSharding"),
         ("backend_config", 43, "bytes"),
+        ("is_host_transfer", 47, "bool"),
         ("replica_groups", 49, "ReplicaGroup*"),
         ("source_target_pairs", 52, "SourceTarget*"),
         ("comparison_direction", 63, "string"),

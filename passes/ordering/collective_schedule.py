@@ -183,7 +183,7 @@ class _Layer:
         self.parked: list[int] = []  # positions, beyond the window
         self.free: list[int] = []  # positions; they take no time
         self.dones: list[Instruction] = []
-        self.starts: dict[Lane, list[Key]] = {Lane.COMM: [], Lane.COMM_INTER: []}
+        self.starts: dict[Lane, list[Key]] = {lane: [] for lane in Lane if lane is not Lane.COMPUTE}
         self.compute: list[Key] = []
 
     def lay(self) -> list[Instruction] | None:
