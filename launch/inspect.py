@@ -272,7 +272,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
 
 def _collectives(inspection: Inspection, name: str, top: int) -> Table:
     table = Table(title=f"Collectives{name}, most exposed first", title_justify="left", title_style="bold")
-    for column in ("collective", "kind", "part", "in loops"):
+    for column in ("collective", "part", "in loops"):
         table.add_column(column, overflow="fold")
     for column in ("devices", "runs", "size", "alone", "hidden", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -280,8 +280,7 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
     table.add_column(f"lies under ({unit.name} of each run)", overflow="fold")
     for report in inspection.collectives[:top]:
         table.add_row(
-            report.instruction,
-            report.kind,
+            report.instruction if report.kind in report.instruction else f"{report.instruction} ({report.kind})",
             report.part,
             " > ".join(report.loops) or "-",
             f"{report.groups:,} x {report.devices:,}" if report.groups > 1 else f"{report.devices:,}",

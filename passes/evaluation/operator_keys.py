@@ -46,8 +46,8 @@ class OperatorKeys(dict[Instruction, Key | None]):
 
 
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
-    """The key under which a profile knows `instruction`, or None if it takes no time of its own, waits for its peers and
-    cannot be measured alone, or moves data outside of collectives (`transfers`).
+    """The key under which a profile knows `instruction`, or None if it takes no time of its own, waits for its peers
+    and cannot be measured alone, or moves data outside of collectives (`transfers`).
 
     Args:
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.

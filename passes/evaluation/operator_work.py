@@ -1,9 +1,9 @@
 """Floating-point operations and bytes of device memory of one HLO instruction, counted from its shapes.
 
 What a GPU program is made of: matrix products (cuBLAS and cuDNN custom calls, Triton fusions), attention custom
-calls, and everything else, which moves memory. Custom calls count by their family (`custom_calls`). A slice of a buffer counts as the slice, an update in place as the
-update, the workspace of a library call as nothing. Both the roofline in `costs` and the keys of profiles
-(`operator_keys`) use these counts.
+calls, and everything else, which moves memory. Custom calls count by their family (`custom_calls`). A slice of a
+buffer counts as the slice, an update in place as the update, the workspace of a library call as nothing. Both the
+roofline in `costs` and the keys of profiles (`operator_keys`) use these counts.
 """
 
 import json
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from dhelix.passes.analysis.collectives import is_exclusive
-from dhelix.passes.evaluation.custom_calls import attention_flops, family_of, product_flops
+from dhelix.passes.evaluation.custom_calls import attention_flops, convolution_flops, family_of, product_flops
 from dhelix.passes.hlo import Computation, Instruction, shapes
 
 SLICES = frozenset("dynamic-slice slice gather".split())
@@ -147,6 +147,8 @@ def _family_work(call: Instruction) -> Work:
     work, moved = family_of(call).work, touched_bytes(call)
     if work == "product":
         return Work(product_flops(call), moved, "product", _bits(call.operands[0].shape))
+    if work == "convolution" and len(call.operands) > 1 and call.operands[1].shape.dimensions:
+        return Work(convolution_flops(call), moved, "product", _bits(call.operands[0].shape))
     if work in ("attention", "attention backward"):
         return Work(attention_flops(call, work == "attention backward"), moved, "attention")
     return Work(0.0, 0 if work == "nothing" else moved)
