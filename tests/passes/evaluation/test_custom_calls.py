@@ -3,8 +3,13 @@
 import pytest
 
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
+from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.operator_work import Work, work_of
 from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.profiles import roofline
+from dhelix.profiles.hardware import H200
+from dhelix.profiles.interpolation import roofline_seconds
+from dhelix.profiles.keys import OperatorKey
 
 
 def call(target: str, operands: str, result: str, config: str = "", numbers: str = "") -> Instruction:
@@ -119,6 +124,16 @@ def test_convolutions_and_their_derivatives_count_their_operations(target: str, 
     numbers = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
     made = call(f"__cudnn$conv{target}", operands, f"({result}, u8[0])", numbers=numbers)
     assert work_of(made).flops == 2 * (8 * 32 * 32 * 128) * (3 * 3 * 64)
+
+
+def test_a_profile_knows_what_bounds_a_kernel_that_it_never_measured() -> None:
+    attention = call("te_fused_attn_backward_ffi", "bf16[2,2048,3,32,128]; bf16[0]", "bf16[2,2048,32,128]")
+    key = key_of(attention)
+    assert isinstance(key, OperatorKey) and key.kind == "attention-backward"
+    assert roofline_seconds(key, H200) == roofline.attention_seconds(key.flops, key.bytes, H200)
+    key = key_of(call("te_gemm_v2_ffi", "f8e4m3fn[512,256]; f32[1]; f8e4m3fn[128,256]", "bf16[512,128]"))
+    assert isinstance(key, OperatorKey) and (key.kind, key.flops) == ("gemm", 2 * 512 * 256 * 128)
+    assert str(key_of(call("flash_mla", "f32[64]", "f32[64]"))).startswith("other flash_mla:")
 
 
 def test_what_nobody_knows_counts_by_what_it_moves() -> None:
