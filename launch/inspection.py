@@ -16,8 +16,9 @@ from dhelix.launch.dumps import Memory
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit
 from dhelix.passes.analysis.collectives import Collective, find_collective
-from dhelix.passes.evaluation.costs import Costs, Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
+from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of, trip_count
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.passes.evaluation.transfers import Transfer, find_transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, find_collective
-from dhelix.passes.evaluation.costs import CostModel, Costs, trip_count
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.instruction_costs import trip_count
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys, collective_key
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
 from dhelix.passes.manager import PassContext, Stage

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key
-from dhelix.passes.evaluation.costs import Costs, sequence_of, trip_count
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates import Source

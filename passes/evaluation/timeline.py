@@ -49,7 +49,8 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_start, start_of
-from dhelix.passes.evaluation.costs import BY_THEMSELVES, Cost, Costs, Lane, constant_rates, sequence_of, trip_count
+from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane, constant_rates, sequence_of, trip_count
 from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware

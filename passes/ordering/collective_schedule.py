@@ -27,7 +27,8 @@ from functools import partial
 
 from dhelix.passes.analysis.buffers import LiveSet
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.evaluation.costs import Cost, CostModel, Lane, costs_of
+from dhelix.passes.evaluation.costs import CostModel, costs_of
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player, simulate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.evaluation.costs import Lane
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.ordering.strand_sequences import Operator
 
 SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]

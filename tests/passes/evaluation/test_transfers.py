@@ -2,7 +2,8 @@
 
 import pytest
 
-from dhelix.passes.evaluation.costs import Costs, Lane
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import CollectiveTime, simulate_module
