@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.launch.dumps import Memory
+from dhelix.launch.instruction_words import Place, communicates, describe, moved, parts_of, place_notes, places_of
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit
-from dhelix.passes.analysis.collectives import Collective, find_collective
+from dhelix.passes.analysis.collectives import Collective
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
-from dhelix.passes.evaluation.transfers import Transfer, find_transfer
+from dhelix.passes.evaluation.transfers import Transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.profiles.hardware import Hardware
 
@@ -35,21 +36,6 @@ _SHORT = {
     "all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "all-to-all": "A2A",
     "ragged-all-to-all": "RA2A", "collective-permute": "CP", "collective-broadcast": "CB",
 }  # fmt: skip
-_MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
-_FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a computation runs: the loops around it, outermost first, and how often a step runs it.
-
-    Attributes:
-      notes: what of `executions` is not known.
-    """
-
-    loops: tuple[str, ...]
-    executions: int
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -196,9 +182,9 @@ def inspect_module(
     """
     hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
-    places = dict(_places(module))
+    places = dict(places_of(module))
     instructions = {i.name: i for computation in places for i in computation.instructions}
-    parts = {i.name: part for computation in places for i, part in _parts(computation)}
+    parts = {i.name: part for computation in places for i, part in parts_of(computation)}
     reports = [
         _collective(instructions[c.instruction], c, parts, places, hardware, instructions) for c in timeline.collectives
     ]
@@ -207,7 +193,7 @@ def inspect_module(
         _collective(i, None, parts, places, hardware, instructions)
         for computation in places
         for i in sequence_of(computation)
-        if i.name not in seen and _communicates(i) is not None
+        if i.name not in seen and communicates(i) is not None
     ]
     inspection = Inspection(
         source=source or module.name,
@@ -227,7 +213,7 @@ def inspect_module(
         unknown=_unknown(places, costs),
         copies=_copies(places, costs),
         memory=memory,
-        notes=(*notes, *_notes(places)),
+        notes=(*notes, *place_notes(places)),
         picture=Picture("", "", ()),
     )
     copied = {copy.instruction for copy in inspection.copies}
@@ -240,105 +226,6 @@ def inspect_module(
     return dataclasses.replace(inspection, picture=picture)
 
 
-def part_of(instruction: Instruction) -> str:
-    """alpha or beta for the strand that the operator's name carries; else forward, backward or other.
-
-    A fusion without a name of its own, or with one that tells nothing, is taken for what is inside.
-    """
-    for name in _op_names(instruction):
-        for strand in ("alpha", "beta"):
-            if f"strand_{strand}" in name:
-                return strand
-        if "jvp(" in name:
-            return "backward" if "transpose(" in name else "forward"
-    return "other"
-
-
-def _parts(computation: Computation) -> Iterator[tuple[Instruction, str]]:
-    """The part of each instruction; one that tells none is taken for what all others are, if they agree."""
-    parts = [(instruction, part_of(instruction)) for instruction in computation.instructions]
-    told = {part for _, part in parts} - {"other"}
-    default = told.pop() if len(told) == 1 and computation is not computation.module.entry else "other"
-    return ((instruction, default if part == "other" else part) for instruction, part in parts)
-
-
-def describe(instruction: Instruction) -> str:
-    """A word for people: all-gather, GEMM, attention, copy, or the operation in the user's program."""
-    communicates = _communicates(instruction)
-    if communicates is not None:
-        return communicates.kind
-    inner = [instruction, *(i for called in _called(instruction) for i in called.instructions)]
-    families = [family_of(call) for call in calls_of(instruction)]
-    if any(i.opcode == "dot" for i in inner) or any(f.work == "product" for f in families):
-        return "GEMM"
-    if any(f.work.startswith("attention") for f in families):
-        return "attention"
-    if _moves(instruction) is not None:
-        return str(_moves(instruction))
-    named = next(_op_names(instruction), "").rpartition("/")[2]
-    return (named or next((f.name for f in families), instruction.opcode)).removesuffix("-start")
-
-
-def _communicates(instruction: Instruction) -> Collective | Transfer | None:
-    return find_collective(instruction) or find_transfer(instruction)
-
-
-def _called(instruction: Instruction) -> Iterator[Computation]:
-    """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
-    if instruction.opcode in ("fusion", "async-start"):
-        for called in instruction.called:
-            yield called
-            yield from (c for i in called.instructions for c in _called(i))
-
-
-def _op_names(instruction: Instruction) -> Iterator[str]:
-    """Names in the user's program: of the instruction, then of what it fuses, results first."""
-    if instruction.op_name:
-        yield instruction.op_name
-    for called in _called(instruction):
-        yield from (inner.op_name for inner in reversed(called.instructions) if inner.op_name)
-
-
-def _places(module: HloModule) -> Iterator[tuple[Computation, Place]]:
-    """Computations whose instructions are kernels of the step: the entry and what loops and calls lead to."""
-    waiting = [(module.entry, Place((), 1))]
-    while waiting:
-        computation, place = waiting.pop()
-        yield computation, place
-        for instruction in sequence_of(computation):
-            if instruction.opcode == "while":
-                waiting.append((instruction.called[0], _in_loop(instruction, place)))
-            elif instruction.opcode == "call":
-                waiting.extend((called, place) for called in instruction.called)
-            elif instruction.opcode == "conditional":
-                branches = len(instruction.called)
-                note = f"it runs in one branch of {branches} of {instruction.name}"
-                inner = dataclasses.replace(place, notes=(*place.notes, note))
-                waiting.extend((called, inner) for called in instruction.called)
-
-
-def _in_loop(loop: Instruction, place: Place) -> Place:
-    count, notes = trip_count(loop), place.notes
-    if count is None:
-        count, notes = 1, (*notes, f"how often {loop.name} runs is not known: it counts once")
-    return Place((*place.loops, loop.name), place.executions * count, notes)
-
-
-def _notes(places: dict[Computation, Place]) -> Iterator[str]:
-    """What of the whole step is not known."""
-    control = [i for computation in places for i in sequence_of(computation)]
-    loops = [i.name for i in control if i.opcode == "while" and trip_count(i) is None]
-    if loops:
-        yield f"the number of trips of {_listed(loops)} is not known, as the data decide: each body counts once"
-    choices = [i.name for i in control if i.opcode == "conditional"]
-    if choices:
-        yield f"of the branches of {_listed(choices)} the longest counts, in every execution"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _collective(
     instruction: Instruction,
     time: CollectiveTime | None,
@@ -348,13 +235,14 @@ def _collective(
     instructions: dict[str, Instruction],
 ) -> CollectiveReport:
     """`time`: None for what the timeline does not run, in the shorter branch of a conditional."""
-    found = _communicates(instruction)
+    found = communicates(instruction)
     assert found is not None  # the timeline says it communicates
     together = (found, *found.others) if isinstance(found, Collective) else (found,)
     place, notes = places[instruction.computation], ()
     count, under = 0, ()
     if time is None:
-        notes = ("not in the estimate: the other branch takes longer",)
+        why = "the other branch takes longer" if place.executions else "its loop does not run"
+        notes = (f"not in the estimate: {why}",)
     else:
         count = time.count
         under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
@@ -391,7 +279,7 @@ def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKer
     for computation, place in places.items():
         for instruction in sequence_of(computation):
             calls = [call for call in calls_of(instruction) if family_of(call).work == "unknown"]
-            if not calls or _communicates(instruction) is not None:
+            if not calls or communicates(instruction) is not None:
                 continue
             target, family = calls[0].proto.custom_call_target, family_of(calls[0]).name
             known, cost = found.get(target, UnknownKernel(target, family, 0, 0, 0.0, 0.0)), costs[instruction]
@@ -405,24 +293,11 @@ def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKer
     return tuple(sorted(found.values(), key=lambda u: (-u.total_ms, u.target)))
 
 
-def _moves(instruction: Instruction) -> str | None:
-    """`copy` or `fill` for an instruction that only moves or writes whole buffers, else None."""
-    if instruction.opcode in ("copy", "copy-start"):
-        return "copy"
-    called = list(_called(instruction))
-    opcodes = {i.opcode for c in called for i in c.instructions} - {"fusion"}
-    if not opcodes:
-        return None
-    if "broadcast" in opcodes and opcodes <= _FILLS:
-        return "fill"
-    return "copy" if opcodes & {"copy", "transpose"} and opcodes <= _MOVES else None
-
-
 def _copies(places: dict[Computation, Place], costs: Costs) -> tuple[CopyReport, ...]:
     found = []
     for computation, place in places.items():
         for instruction in computation.instructions if place.loops else ():
-            kind = _moves(instruction)
+            kind = moved(instruction)
             size = shapes.byte_size(instruction.shape)
             if kind is None or size < LARGE:
                 continue

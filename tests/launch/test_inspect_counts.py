@@ -106,6 +106,15 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
     assert known.notes == () and known.collectives[0].executions == 5
 
 
+def test_what_does_not_run_and_what_conditions_say_is_noted() -> None:
+    never = inspected(f'{WHILE}, backend_config={{"known_trip_count":{{"n":"0"}}}}', LOOP)
+    assert never.collectives[0].notes == ("not in the estimate: its loop does not run",)
+    asks = LOOP.replace(
+        "  ROOT c = pred[]", f"  p = {BIG} get-tuple-element(s), index=2\n  r = {REDUCE}\n  ROOT c = pred[]"
+    )
+    assert "the conditions of w communicate, which does not count" in inspected(WHILE, asks).notes
+
+
 CALLS = f"""  p = {BIG} parameter(0)
   a = {BIG} custom-call(p), custom_call_target="flash_mla"
   b = {BIG} custom-call(a), custom_call_target="flash_mla"
