@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jaxlib
 from jax.extend.mlir import hlo_to_stablehlo
 from jax.interpreters import mlir
+from jaxlib import version
 
 from dhelix.passes import jax_compat
 from dhelix.passes.analysis.collectives import KINDS, find_collective
@@ -227,7 +227,7 @@ def main() -> None:
         text = module_text((arguments.root / program).read_text())
         text = compiled(text) if arguments.compile else text
         row = {"repository": arguments.repository, **compare(program, text, HloModule.from_text(text))}
-        row["text"] = f"compiled by jaxlib {jaxlib.__version__}" if arguments.compile else "as it stands there"
+        row["text"] = f"compiled by jaxlib {version.__version__}" if arguments.compile else "as it stands there"
         print(json.dumps(row))
         rows.append(row)
         if arguments.out is not None:

@@ -170,7 +170,7 @@ class Costs(dict[Instruction, Cost]):
             key = self.operator_keys[instruction] or self._message_key(instruction)
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
-                cost = self._with_others(cost, instruction, key)
+                cost = self._with_others(cost, instruction) if isinstance(key, CollectiveKey) else cost
         if cost.lane is not Lane.COMPUTE:
             cost = replace(cost, communication=cost.seconds)
         self[instruction] = cost
@@ -184,13 +184,14 @@ class Costs(dict[Instruction, Cost]):
         permute = Collective("collective-permute", found.size, found.groups)
         return collective_key_of(permute, self.operator_keys.gpus_per_node, self.operator_keys.implementation)
 
-    def _with_others(self, cost: Cost, instruction: Instruction, key: Key) -> Cost:
+    def _with_others(self, cost: Cost, instruction: Instruction) -> Cost:
         """`cost` of the first of several collectives that begin together, with all that the others take."""
-        found = find_collective(instruction) if isinstance(key, CollectiveKey) else None
+        found = find_collective(instruction)
         if found is None or not found.others or self.estimator is None:
             return cost
-        keys = (collective_key_of(other, key.gpus_per_node, key.implementation) for other in found.others)
-        return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(k).seconds for k in keys))
+        keys = self.operator_keys
+        others = (collective_key_of(other, keys.gpus_per_node, keys.implementation) for other in found.others)
+        return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(key).seconds for key in others))
 
     def _kernel(self, instruction: Instruction) -> Kernel | None:
         """The kernel that an instruction is or counts as, where it is known what that takes; None for all else."""

@@ -10,7 +10,10 @@ from dhelix.passes.evaluation.timeline import CollectiveTime, simulate_module
 from dhelix.passes.evaluation.transfers import FROM_HOST, TO_HOST, Transfer, find_transfer
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles import roofline
+from dhelix.profiles.estimates import Estimator
 from dhelix.profiles.hardware import A100, H200
+from dhelix.profiles.keys import CollectiveKey
+from dhelix.profiles.profile import Profile, Section, Timing
 
 MIB = 2**20
 BIG, HOST = "f32[1048576]", "f32[1048576]{0:S(5)}"  # 4 MiB
@@ -164,3 +167,29 @@ def test_no_profile_knows_transfers_but_a_step_without_overlap_counts_them() -> 
         step = predict(program, Costs(H200))
         (counted,) = [o for o in step.operators if "transfer:" in str(o.key)]
         assert counted.key.sizes == (size,) and counted.seconds == Costs(H200)[named(program, name)].seconds  # type: ignore[union-attr]
+
+
+GROUPED = """grouped {
+  p = f32[1048576] parameter(0)
+  q = f32[1024] parameter(1)
+  x = f32[1048576] all-reduce(p), to_apply=add, replica_groups={{0,1}}, channel_id=1, use_global_device_ids=true
+  y = f32[2048] all-gather(q), dimensions={0}, replica_groups={{0,1}}, channel_id=2, use_global_device_ids=true
+  ROOT t = (f32[1048576], f32[2048]) tuple(x, y)
+}
+"""
+SUM = "add {\n  x = f32[] parameter(0)\n  y = f32[] parameter(1)\n  ROOT z = f32[] add(x, y)\n}\n"
+
+
+def test_collectives_that_begin_together_take_as_long_as_all_of_them() -> None:
+    start = "s = ((f32[1048576], f32[1024]), (f32[1048576], f32[2048])) async-start(p, q), calls=grouped"
+    program = module(
+        f"  p = {BIG} parameter(1)\n  q = f32[1024] parameter(2)\n  {start}\n"
+        "  ROOT e = (f32[1048576], f32[2048]) async-done(s)",
+        SUM + GROUPED,
+    )
+    reduce, gather = CollectiveKey("all-reduce", 4 * MIB, 2), CollectiveKey("all-gather", 8192, 2)
+    guess = Costs(H200)[named(program, "s")]
+    assert guess.seconds == sum(roofline.collective_seconds(k.kind, k.bytes, 2, 1, H200) for k in (reduce, gather))
+    section = Section("default", {}, {reduce: Timing(1.0), gather: Timing(2.0)})
+    profile = Profile("H200", "nvlink").with_section(section)
+    assert Costs(H200, Estimator(profile, H200))[named(program, "s")].seconds == 3.0
