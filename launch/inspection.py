@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.launch.dumps import Memory
+from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.instruction_words import Place, communicates, describe, moved, parts_of, place_notes, places_of
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit

@@ -168,11 +168,21 @@ class HloModule:
                 return cls.from_text(data.decode())
             except (UnicodeDecodeError, DhelixError) as error:
                 raise DhelixError(f"{path} does not parse as HLO text: {error}") from None
-        for candidate in (_hlo_proto_payload(data), data):
-            if candidate is not None and _looks_like_module(candidate):
-                return cls(candidate, str(path))
+        return cls.from_proto(data, str(path))
+
+    @classmethod
+    def from_proto(cls, data: bytes, origin: str = "the input") -> "HloModule":
+        """Reads a serialized HloModuleProto, or what XLA wraps one in: HloProto (`.hlo.pb`) or HloSnapshot.
+
+        Raises DhelixError when `data` is none of these, or is cut short.
+        """
+        candidate: bytes | None = data
+        while candidate is not None:
+            if _looks_like_module(candidate):
+                return cls(candidate, origin)
+            candidate = _first_field(candidate)
         raise DhelixError(
-            f"{path} holds no HLO module (not a serialized HloModuleProto or HloProto, or cut short); "
+            f"{origin} holds no HLO module (not a serialized HloModuleProto or HloProto, or cut short); "
             "dump again with --xla_dump_to=DIR --xla_dump_hlo_as_proto, or give the .txt file"
         )
 
@@ -372,8 +382,8 @@ def _needed_first[T: Computation | Instruction](
     return order
 
 
-def _hlo_proto_payload(data: bytes) -> bytes | None:
-    """The `hlo_module` (field 1) of an HloProto, which is what `--xla_dump_hlo_as_proto` writes."""
+def _first_field(data: bytes) -> bytes | None:
+    """What field 1 of a message holds: `hlo_module` of an HloProto, which is what `--xla_dump_hlo_as_proto` writes."""
     if data[:1] != b"\x0a":
         return None
     size, shift, start = 0, 0, 1

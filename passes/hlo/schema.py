@@ -23,7 +23,8 @@ _KINDS = {
 
 # message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "Layout": (("minor_to_major", 1, "int64*"), ("memory_space", 8, "int64")),
+    "Tile": (("dimensions", 1, "int64*"),),
+    "Layout": (("minor_to_major", 1, "int64*"), ("tiles", 6, "Tile*"), ("memory_space", 8, "int64")),
     "Shape": (
         ("element_type", 2, "int32"),
         ("dimensions", 3, "int64*"),
