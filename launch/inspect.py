@@ -22,7 +22,7 @@ from rich.table import Table
 from dhelix.errors import DhelixError
 from dhelix.launch import timeline_plot
 from dhelix.launch.inspecting import dumps, targets
-from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
+from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
 from dhelix.launch.units import Unit, size_unit, time_unit
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.step_time import predict
@@ -204,11 +204,16 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
         )
         for note in inspection.notes:
             console.print(f"  {note}", style="yellow")
+        if inspection.unknown_kernels:
+            console.print(f"  {unknown_text(inspection)}: {_unknown(inspection)}", style="yellow")
     console.print(_estimate(found))
     console.print(_totals(found))
     for inspection in found:
         name = f" of {inspection.picture.title}" if len(found) > 1 else ""
         console.print(_collectives(inspection, name, top))
+        for report in inspection.collectives[:top]:
+            for note in report.notes:
+                console.print(f"  * {report.instruction}: {note}", style="yellow")
         console.print(_copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}.")
 
 
@@ -246,6 +251,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
         ("communication, as it runs", [i.communication_ms for i in found]),
         ("  hidden under compute", [i.hidden_ms for i in found]),
         ("  exposed", [i.exposed_ms for i in found]),
+        ("  with the host's memory", [i.host_ms or None for i in found]),
         ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found]),
     ]
     sizes: list[tuple[str, list[float | None]]] = [
@@ -270,16 +276,17 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
     table = Table(title=f"Collectives{name}, most exposed first", title_justify="left", title_style="bold")
     for column in ("collective", "part", "in loops"):
         table.add_column(column, overflow="fold")
-    for column in ("runs", "size", "alone", "hidden", "exposed"):
+    for column in ("devices", "runs", "size", "alone", "hidden", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)
     unit = _time_unit([inspection])
     table.add_column(f"lies under ({unit.name} of each run)", overflow="fold")
     for report in inspection.collectives[:top]:
         table.add_row(
-            report.instruction,
+            report.instruction if report.kind in report.instruction else f"{report.instruction} ({report.kind})",
             report.part,
             " > ".join(report.loops) or "-",
-            f"{report.executions:,}",
+            f"{report.groups:,} x {report.devices:,}" if report.groups > 1 else f"{report.devices:,}",
+            f"{report.executions:,}" + ("*" if report.notes else ""),
             size_unit([report.bytes]).text(report.bytes),
             unit.text(report.alone_ms),
             unit.text(report.hidden_ms),
@@ -291,6 +298,13 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
         exposed = unit.text(sum(r.exposed_ms for r in hidden))
         table.caption = f"and {len(hidden)} more, {exposed} exposed (--top)"
     return table
+
+
+def _unknown(inspection: Inspection) -> str:
+    """The targets that take longest."""
+    unit = _time_unit([inspection])
+    named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
+    return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")
 
 
 def _under(report: CollectiveReport, unit: Unit) -> str:

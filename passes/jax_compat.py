@@ -12,15 +12,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config
 from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
-from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
+from jaxlib import _hlo, _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.errors import DhelixError
 
@@ -126,6 +127,20 @@ def replace_stablehlo_module(
     replaced = copy.copy(lowered)
     replaced._lowering = computation  # pyright: ignore[reportAttributeAccessIssue]
     return replaced
+
+
+def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """HLO text of a StableHLO program that is partitioned over `devices`, as their compiler leaves it; nothing is
+    loaded, so the devices need not exist."""
+    wanted = xla_client.CompileOptions()
+    wanted.num_replicas, wanted.num_partitions = 1, len(devices)
+    wanted.env_option_overrides = list(options.items())
+    build = wanted.executable_build_options
+    build.num_replicas, build.num_partitions, build.use_spmd_partitioning = 1, len(devices), True
+    build.use_shardy_partitioner = True
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(1, -1))
+    executable = devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), wanted)
+    return executable.hlo_modules()[0].to_string()
 
 
 def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:

@@ -28,6 +28,7 @@ class Hardware:
       intra_bandwidth: bus bandwidth that one collective reaches per GPU inside a node (NCCL's busbw).
       inter_bandwidth: the same per GPU across nodes; a group with k GPUs on each node has k network cards.
       intra_latency, inter_latency: start-up of a collective, for the kernel and per step of its ring.
+      host_bandwidth: of copies between device memory and pinned memory of the host, each way.
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
       compute_rate: how fast compute proceeds while a collective runs beside it; 1 is undisturbed.
       communication_rate: how fast the collective proceeds meanwhile.
@@ -55,6 +56,7 @@ class Hardware:
     inter_compute_rate: float = 0.9
     inter_communication_rate: float = 0.95
     like: str = ""
+    host_bandwidth: float = 55e9  # PCIe 5.0 x16: 63 GB/s, less what packets take
 
     def rates(self, between_nodes: bool) -> tuple[float, float]:
         """Of compute and of a collective beside each other, where nothing like them was measured."""
@@ -72,7 +74,8 @@ H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # H100 with N
 B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9)
 GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72)
 # NVLink 3, 12 links: 300 GB/s each way; 200 Gb/s of network per GPU (DGX A100, AMSP III-A).
-A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9)
+_PCIE4 = 25e9  # of 31.5 GB/s
+A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9, host_bandwidth=_PCIE4)
 # A server of four without a network. Its NVLink is the A100's; NCCL's all-reduce of 16 MiB, the one collective
 # that is published, takes 221 us (DistFuse table 1), and 120 GB/s follow from that.
 A100_40GB = replace(
@@ -91,6 +94,7 @@ A40 = Hardware(
     intra_latency=15e-6,
     compute_rate=0.9,
     communication_rate=0.8,
+    host_bandwidth=_PCIE4,
 )
 # NVLink of 400 Gb/s inside a node; 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
 A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwidth=11e9, intra_latency=8e-6)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch import cli, inspect, inspection
+from dhelix.launch import cli, inspect, instruction_words
 from dhelix.launch.inspecting import dumps
 from dhelix.launch.inspection import Inspection
 from dhelix.passes.hlo import HloModule
@@ -189,8 +189,8 @@ ENTRY main {
 )
 def test_a_fusion_without_a_name_is_what_it_fuses(name: str, part: str) -> None:
     fusion = HloModule.from_text(FUSION.replace("NAME", name)).entry.root
-    assert inspection.part_of(fusion) == part
-    assert inspection.describe(fusion) == "GEMM"
+    assert instruction_words.part_of(fusion) == part
+    assert instruction_words.describe(fusion) == "GEMM"
 
 
 def test_the_largest_module_of_a_folder_and_says_which(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
