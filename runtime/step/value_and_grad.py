@@ -18,11 +18,14 @@ Rules
    unmasked tokens when micro-batches differ in it. `strand_interleave(verify=True)` tells.
 4. An auxiliary output whose shape does not depend on the batch combines like the loss if it is floating
    point; if integer it is a count and adds up. One with the batch as leading axis is put together again.
+5. Objects of Flax NNX and modules of Equinox are differentiated as their own `value_and_grad`s do it
+   (`frameworks.gradients`). What the loss changes in NNX objects goes from one micro-batch to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -36,6 +39,7 @@ from jax.extend.core import get_opaque_trace_state
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.gradients import pipelined_sums
+from dhelix.runtime.step.frameworks import gradients
 
 REDUCTIONS = ("mean", "sum", "weighted")
 Weights = Callable[..., jax.Array | float]
@@ -60,6 +64,10 @@ class Microbatching:
     calls: int = 0
     results: list[Any] = field(default_factory=list)
     trace: Any = field(default_factory=get_opaque_trace_state)
+
+    @property
+    def splits(self) -> bool:
+        return self.pipeline is not None or self.microbatches > 1
 
     def called(self, result: Any) -> None:
         self.calls += 1
@@ -90,7 +98,7 @@ def microbatching(
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     *,
     batch_argnums: int | Sequence[int] | None = None,
@@ -102,7 +110,8 @@ def value_and_grad(
 
     Args:
       loss_fn: `loss_fn(*args, **kwargs) -> loss` or `-> (loss, aux)`; loss is a scalar.
-      argnums: positional arguments to differentiate by.
+      argnums: positional arguments to differentiate by, an int or several; `nnx.DiffState` where they are objects of
+        Flax NNX (rule 5).
       has_aux: whether `loss_fn` returns auxiliary outputs too (rule 4).
       batch_argnums: positional arguments to split (rule 1); by default all but those of `argnums` and
         `rng_argnums`. Every micro-batch gets the others, and keyword arguments, as they are.
@@ -117,9 +126,10 @@ def value_and_grad(
       DhelixError: a batch that M does not divide, an argument without a batch axis, an auxiliary output whose
         shape depends on the batch in another way, "weighted" without weights or the reverse.
     """
+    numbers = gradients.numbers_of(argnums)
     options = _Options(
-        _as_tuple(argnums),
-        isinstance(argnums, int),
+        _as_tuple(numbers) or (),
+        isinstance(numbers, int),
         has_aux,
         _as_tuple(batch_argnums),
         _as_tuple(rng_argnums) or (),
@@ -128,23 +138,38 @@ def value_and_grad(
     )
     if reduce is not None:
         check_reduction(reduce)
-    plain = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=has_aux)
+    of_arrays = _of_arrays(loss_fn, options)
 
     @functools.wraps(loss_fn)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         active = _active.get()
-        if active is None:
-            return plain(*args, **kwargs)
-        if active.pipeline is not None:
-            result = _Pipelined(loss_fn, active.pipeline, plain, options, active, args, kwargs).run()
-        elif active.microbatches == 1:
-            result = plain(*args, **kwargs)
+        objects = gradients.of_objects(loss_fn, argnums, has_aux, args, kwargs)
+        if objects is None:
+            result = of_arrays(*args, **kwargs)
         else:
-            result = _Loop(plain, options, active, args, kwargs).run()
-        active.called(result)
+            of_pure = functools.partial(_of_arrays, options=dataclasses.replace(options, has_aux=True))
+            result = objects.run(of_pure, active is not None and active.splits, args, kwargs)
+        if active is not None:
+            active.called(result)
         return result
 
     return value_and_grad_fn
+
+
+def _of_arrays(loss_fn: Callable[..., Any], options: _Options, carried: Any = None) -> Callable[..., Any]:
+    """The gradient function of arrays; with `carried`, of a loss of that keyword (`gradients.Differentiate`)."""
+    argnums = options.argnums[0] if options.single else options.argnums
+    plain = jax.value_and_grad(loss_fn, argnums=argnums, has_aux=options.has_aux)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        active = _active.get()
+        if active is None or not active.splits:
+            return plain(*args, **kwargs)
+        if active.pipeline is not None:
+            return _Pipelined(loss_fn, active.pipeline, plain, options, active, args, kwargs, carried).run()
+        return _Loop(plain, options, active, args, kwargs, carried).run()
+
+    return function
 
 
 def check_reduction(reduce: str) -> None:
@@ -155,7 +180,7 @@ def check_reduction(reduce: str) -> None:
 
 @dataclass(frozen=True)
 class _Options:
-    argnums: tuple[int, ...] | None
+    argnums: tuple[int, ...]
     single: bool  # whether argnums was a number: the gradients are those of one argument
     has_aux: bool
     batch_argnums: tuple[int, ...] | None
@@ -182,13 +207,22 @@ class _Sum:
 class _Loop:
     """One call of a gradient function over M micro-batches."""
 
-    def __init__(self, plain: Callable[..., Any], options: _Options, active: Microbatching, args: Any, kwargs: Any):
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        options: _Options,
+        active: Microbatching,
+        args: Any,
+        kwargs: Any,
+        carried: Any = None,
+    ):
         self.plain = plain
         self.options = options
         self.count = active.microbatches
         self.reduce = options.reduce or active.reduce
         self.args = args
         self.kwargs = kwargs
+        self.carried = carried
         if self.reduce == "weighted" and options.weights is None:
             raise DhelixError(
                 'reduce="weighted" needs value_and_grad(..., weights=): a function of the arguments of the'
@@ -196,7 +230,7 @@ class _Loop:
             )
         if self.reduce != "weighted" and options.weights is not None:
             raise DhelixError(f'weights= weighs nothing with reduce="{self.reduce}": take reduce="weighted"')
-        taken = {index % len(args) for index in (*(options.argnums or ()), *options.rng_argnums)}
+        taken = {index % len(args) for index in (*options.argnums, *options.rng_argnums)}
         rest = tuple(index for index in range(len(args)) if index not in taken)
         self.batch_argnums = rest if options.batch_argnums is None else options.batch_argnums
 
@@ -206,34 +240,45 @@ class _Loop:
         batches = jax.tree.map(self._split, batches)
         numbers = jnp.arange(self.count, dtype=jnp.uint32)
 
-        one = jax.eval_shape(self._microbatch, jax.tree.map(lambda x: x[0], (batches, numbers)))
+        one = jax.eval_shape(lambda xs: self._microbatch(xs, self.carried)[:2], _first((batches, numbers)))
         sums = self._plan(one)
         flat_sums, treedef = jax.tree.flatten(sums, is_leaf=lambda x: isinstance(x, _Sum))
 
         def body(carry: Any, xs: Any) -> Any:
-            totals, total_weight = carry
-            result, weight = self._microbatch(xs)
+            totals, total_weight, carried = carry
+            result, weight, carried = self._microbatch(xs, carried)
             values = treedef.flatten_up_to(result)
             totals = [
                 total if how.stacked else _add(total, value, how, weight)
                 for total, value, how in zip(totals, values, flat_sums, strict=True)
             ]
             stacked = [value if how.stacked else None for value, how in zip(values, flat_sums, strict=True)]
-            return (totals, None if weight is None else total_weight + weight), stacked
+            return (totals, None if weight is None else total_weight + weight, carried), stacked
 
         zeros = [None if how.stacked else _zeros(how.like, how.dtype) for how in flat_sums]
         no_weight = None if one[1] is None else _zeros(one[1], one[1].dtype)
-        (totals, weight), stacked = jax.lax.scan(body, (zeros, no_weight), (batches, numbers))
+        (totals, weight, carried), stacked = jax.lax.scan(body, (zeros, no_weight, self.carried), (batches, numbers))
         outputs = [
             self._join(rows) if how.stacked else self._finish(total, weight, how)
             for total, rows, how in zip(totals, stacked, flat_sums, strict=True)
         ]
-        return treedef.unflatten(outputs)
+        result = treedef.unflatten(outputs)
+        if self.carried is None:
+            return result
+        (value, aux), grads = result
+        return (value, (carried, aux)), grads
 
-    def _microbatch(self, xs: Any) -> tuple[Any, jax.Array | None]:
-        """Result of one micro-batch and its weight."""
+    def _microbatch(self, xs: Any, carried: Any) -> tuple[Any, jax.Array | None, Any]:
+        """Result of one micro-batch, its weight, and what the next one gets."""
         args = self._arguments(xs)
-        return self.plain(*args, **self.kwargs), self._weight(args)
+        result, carried = self._result(args, carried)
+        return result, self._weight(args), carried
+
+    def _result(self, args: Sequence[Any], carried: Any) -> tuple[Any, Any]:
+        if carried is None:
+            return self.plain(*args, **self.kwargs), None
+        (value, (carried, aux)), grads = self.plain(*args, carried=carried, **self.kwargs)
+        return ((value, aux), grads), carried
 
     def _arguments(self, xs: Any) -> list[Any]:
         """Those of one micro-batch."""
@@ -267,7 +312,7 @@ class _Loop:
             return jax.tree.map(floating, result)
         (value, aux), grads = result
         batches = {index: self.args[index] for index in self.batch_argnums}
-        (_, whole), _ = jax.eval_shape(lambda some: self.plain(*self._with(some), **self.kwargs), batches)
+        (_, whole), _ = jax.eval_shape(lambda some: self._result(self._with(some), self.carried)[0], batches)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(aux)
         sums = [
             self._plan_aux(path, like, of_batch)
@@ -340,11 +385,13 @@ class _Pipelined(_Loop):
         super().__init__(*rest)
         self.loss_fn = loss_fn
         self.fold = fold
+        if self.carried is not None:
+            raise DhelixError("pipeline=: split objects of Flax NNX, and differentiate by their state (nnx.split)")
 
     def run(self) -> Any:
         batches = {index: self.args[index] for index in self.batch_argnums}
         self._check(batches)
-        argnums = self.options.argnums or ()
+        argnums = self.options.argnums
         params, params_tree = jax.tree.flatten([self.args[i] for i in argnums])
         numbers = jnp.arange(self.count, dtype=jnp.uint32)
         batch, batch_tree = jax.tree.flatten((jax.tree.map(self._split, batches), numbers))
@@ -378,6 +425,10 @@ class _Pipelined(_Loop):
         gradients = [self._finish(x, weight, how) for x, how in zip(gradients, like, strict=True)]
         by_argument = params_tree.unflatten(gradients)
         return result, by_argument[0] if self.options.single else tuple(by_argument)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _check_numbers(outputs: Sequence[Any]) -> None:
