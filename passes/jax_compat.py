@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config
+from jax._src import config, pjit
 from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
@@ -187,6 +187,13 @@ def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Positions and names of the static arguments of what `jax.jit` returned."""
     info = jitted._jit_info
     return frozenset(info.static_argnums), frozenset(info.static_argnames)
+
+
+def with_compiler_options(jitted: Any, options: dict[str, Any]) -> Any:
+    """What `jax.jit` returned, as if it had been given these `compiler_options`, too."""
+    info = jitted._jit_info
+    given = (*info.compiler_options_kvs, *options.items())
+    return pjit._cpp_pjit(jitted._fun, info._replace(compiler_options_kvs=given))
 
 
 def program_key(lowered: jax.stages.Lowered) -> int:

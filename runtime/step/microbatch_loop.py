@@ -29,14 +29,16 @@ class Options:
     """Of one gradient function.
 
     Attributes:
-      plain: what `jax.value_and_grad` made of the loss function.
-      naming: which arguments are what.
+      loss: the loss function, of arrays.
+      plain: what `jax.value_and_grad` made of it.
+      naming: which arguments are what, as the user's own function calls them.
       single: whether argnums was a number: the gradients are those of one argument.
       has_aux, holomorphic: as in `jax.value_and_grad`.
       reduce: None: what the step says.
       weights: of the arguments of the loss function, for "weighted".
     """
 
+    loss: Callable[..., Any]
     plain: Callable[..., Any]
     naming: Naming
     single: bool
@@ -55,8 +57,14 @@ def check_reduction(reduce: str) -> None:
 class Loop:
     """One call of a gradient function over M micro-batches."""
 
-    def __init__(self, options: Options, microbatches: int, reduce: str, args: Any, kwargs: Any):
+    def __init__(self, options: Options, microbatches: int, reduce: str, args: Any, kwargs: Any, carried: Any = None):
+        """
+        Args:
+          carried: what the loss of the first micro-batch gets as its keyword `carried`, and each later one of the one
+            before it (`gradients.Differentiate`); None: nothing.
+        """
         self.options = options
+        self.carried = carried
         self.count = microbatches
         self.reduce = options.reduce or reduce
         if self.reduce == "weighted" and options.weights is None:
@@ -70,29 +78,32 @@ class Loop:
 
     def run(self) -> Any:
         xs = self.arguments.split_batch(), jnp.arange(self.count, dtype=jnp.uint32)
-        first = jax.make_jaxpr(lambda xs: self._microbatch(jax.tree.map(lambda x: x[0], xs)), return_shape=True)
+        first = jax.make_jaxpr(lambda xs: self._microbatch(_first(xs), self.carried)[:2], return_shape=True)
         jaxpr, (result, _) = first(xs)
         treedef = jax.tree.structure(result)
         likes, of_weight = jaxpr.out_avals[: treedef.num_leaves], jaxpr.out_avals[treedef.num_leaves :]
         plan = self._plan(likes, result)
 
         def body(carry: Any, xs: Any) -> Any:
-            totals, total_weight = carry
-            result, weight = self._microbatch(xs)
+            totals, total_weight, carried = carry
+            result, weight, carried = self._microbatch(xs, carried)
             values = treedef.flatten_up_to(result)
             totals = [
                 how.add(total, value, weight) if how.summed else None
                 for total, value, how in zip(totals, values, plan, strict=True)
             ]
             rows = [value if how.how is How.JOIN else None for value, how in zip(values, plan, strict=True)]
-            return (totals, None if weight is None else total_weight + weight), rows
+            return (totals, None if weight is None else total_weight + weight, carried), rows
 
         start = [how.start() if how.summed else None for how in plan]
         no_weight = Combination(of_weight[0], How.ADD).start() if of_weight else None
-        (totals, weight), rows = jax.lax.scan(body, (start, no_weight), xs)
-        return treedef.unflatten(
-            [self._finish(*parts, weight) for parts in zip(totals, rows, plan, strict=True)],
-        )
+        (totals, weight, carried), rows = jax.lax.scan(body, (start, no_weight, self.carried), xs)
+        outputs = [self._finish(*parts, weight) for parts in zip(totals, rows, plan, strict=True)]
+        result = treedef.unflatten(outputs)
+        if self.carried is None:
+            return result
+        (value, aux), grads = result
+        return (value, (carried, aux)), grads
 
     def _finish(self, total: Any, rows: Any, how: Combination, weight: jax.Array | None) -> Any:
         if how.how is How.NONE:
@@ -101,10 +112,17 @@ class Loop:
             return how.typed(self.arguments.join(rows))
         return how.finish(total, weight, self.count, self.reduce)
 
-    def _microbatch(self, xs: Any) -> tuple[Any, jax.Array | None]:
-        """Result of one micro-batch and its weight."""
+    def _microbatch(self, xs: Any, carried: Any) -> tuple[Any, jax.Array | None, Any]:
+        """Result of one micro-batch, its weight, and what the next one gets."""
         args, kwargs = self.arguments.with_batch(*xs)
-        return self.options.plain(*args, **kwargs), self._weight(args, kwargs)
+        result, carried = self._result(args, kwargs, carried)
+        return result, self._weight(args, kwargs), carried
+
+    def _result(self, args: Any, kwargs: Any, carried: Any) -> tuple[Any, Any]:
+        if carried is None:
+            return self.options.plain(*args, **kwargs), None
+        (value, (carried, aux)), grads = self.options.plain(*args, carried=carried, **kwargs)
+        return ((value, aux), grads), carried
 
     def _weight(self, args: Any, kwargs: Any) -> jax.Array | None:
         if self.reduce != "weighted":
@@ -129,7 +147,7 @@ class Loop:
 
         def whole(batch: Any) -> Any:
             args, kwargs = self.arguments.with_batch(batch)
-            (_, aux), _ = self.options.plain(*args, **kwargs)
+            ((_, aux), _), _ = self._result(args, kwargs, self.carried)
             return aux
 
         return jax.tree.leaves(jax.eval_shape(whole, self.arguments.batch))
@@ -143,6 +161,8 @@ class PipelinedLoop(Loop):
         self.fold = fold
         if options.holomorphic:
             raise DhelixError("pipeline=: holomorphic=True cannot be had; losses and parameters are real there")
+        if self.carried is not None:
+            raise DhelixError("pipeline=: split objects of Flax NNX, and differentiate by their state (nnx.split)")
 
     def run(self) -> Any:
         args = self.arguments.args
@@ -158,7 +178,7 @@ class PipelinedLoop(Loop):
             args, kwargs = self.arguments.with_batch(*batch_tree.unflatten(flat[len(params) :]))
             for index, value in zip(argnums, params_tree.unflatten(flat[: len(params)]), strict=True):
                 args[index] = value
-            outputs, tree = jax.tree.flatten(self.options.naming.function(*args, **kwargs))
+            outputs, tree = jax.tree.flatten(self.options.loss(*args, **kwargs))
             structure[:] = [tree, [jax.typeof(output) for output in outputs]]
             _check_numbers(structure[1])
             return outputs
@@ -177,6 +197,10 @@ class PipelinedLoop(Loop):
         result = structure[0].unflatten(map(finish, outputs, structure[1]))
         by_argument = params_tree.unflatten(map(finish, gradients, map(jax.typeof, params)))
         return result, by_argument[0] if self.options.single else tuple(by_argument)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _check_parameters(parameters: Sequence[Any]) -> None:

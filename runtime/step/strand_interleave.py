@@ -15,37 +15,30 @@ Nothing here touches a device before the first call: `jax.distributed.initialize
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
-import itertools
 import os
-import threading
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import jax
-from jax.core import Tracer
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.manager import Pass, Stage, say_once
+from dhelix.passes.manager import Pass
 from dhelix.passes.plans.pairing_plan import PairingPlan
-from dhelix.passes.report import Report
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
-from dhelix.runtime import registration
 from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.profiling import in_process
-from dhelix.runtime.profiling.session import Progress
-from dhelix.runtime.step import verification
 from dhelix.runtime.step.collective_matmul_pass import OFF
+from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
+from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
+from dhelix.runtime.step.frameworks.nnx_front import NnxFront, is_nnx_jitted
+from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.microbatch_loop import check_reduction
 from dhelix.runtime.step.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
-from dhelix.runtime.step.specialization import Specialization
-from dhelix.runtime.step.value_and_grad import Microbatching, microbatching
 
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 
@@ -121,9 +114,15 @@ def strand_interleave(
             collective_matmul=collective_matmul, strict=strict, verify=verify, passes=passes, disable=disable,
             dump_to=dump_to, **jit_options,
         )  # fmt: skip
-    _check_options(function, microbatches, reduce, jit_options)
+    step, front = function, None
+    if unwrapped := fixed_leaves.unwrap_filter_jit(function):
+        step, donated = unwrapped
+        front, jit_options = FixedLeavesFront, {**donated, **jit_options}
+    elif nnx_front.has_state_shardings(jit_options):
+        front = NnxFront
+    _check_options(step, microbatches, reduce, jit_options)
     collective_matmul = collective_matmul_of(collective_matmul, schedule, plan, passes)
-    if collective_matmul != OFF and not jax_compat.is_jitted(function):
+    if collective_matmul != OFF and not (jax_compat.is_jitted(step) or is_nnx_jitted(step)):
         given = jit_options.get("compiler_options") or {}
         jit_options["compiler_options"] = {**calls_outside_graphs(os.environ), **given}
     if pipeline is not None:
@@ -134,265 +133,9 @@ def strand_interleave(
         collective_matmul=collective_matmul, skew=skew,
     )  # fmt: skip
     even_on_one_device = strict or passes is not None
-    return InterleavedStep(function, microbatches, reduce, choice, verify, jit_options, even_on_one_device, pipeline)
-
-
-_numbers = itertools.count(1)  # of steps
-
-
-class InterleavedStep:
-    """A train step to call in place of the function that it wraps."""
-
-    __name__: str
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        microbatches: int | None,
-        reduce: str,
-        choice: Choice,
-        verify: bool,
-        jit_options: dict[str, Any],
-        even_on_one_device: bool = False,
-        pipeline: Fold | None = None,
-    ):
-        functools.update_wrapper(self, function)
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._number = next(_numbers)
-        self._choice = dataclasses.replace(choice, step=f"{self.__name__} {self._number}")
-        self._manager = choice.manager()  # of no program yet; what it refuses is said at decoration
-        self._verify = verify
-        self._even_on_one_device = even_on_one_device
-        self._microbatches = microbatches
-        self._reduce = reduce
-        self._function = function
-        self._jit_options = jit_options
-        self._pipeline = pipeline
-        if microbatches is not None:
-            self._jitted = self._jit_traced(microbatches)
-        else:
-            self._jitted = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
-        self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
-        self._splits = False  # whether it is known to call value_and_grad
-        self._specializations: dict[Hashable, Specialization] = {}
-        self._lock = threading.RLock()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _on():
-            return self._jitted(*args, **kwargs)
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            reason = "is called inside another transformation of JAX, and becomes part of it as it is"
-            say_once(f"{self.__name__} {reason}; decorate the outermost step", (self.__name__, reason))
-            return self._jitted(*args, **kwargs)
-        chosen = self._specialize(args, kwargs)
-        if self._verify and not chosen.verified:
-            self._compare(chosen, args, kwargs)
-            chosen.verified = True
-        return self._call(chosen, args, kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The transformed program before XLA; `jax.ShapeDtypeStruct`s do for arguments, as with `jax.jit`."""
-        if not _on():
-            return self._jitted.lower(*args, **kwargs)
-        return self._specialize(args, kwargs).lowered
-
-    def plan(self, *args: Any, **kwargs: Any) -> Report:
-        """What the passes decide for these arguments, without compiling: the LOWERED stage."""
-        return self._specialize(args, kwargs).plan() if _on() else self._report_off()
-
-    def report(self, *args: Any, **kwargs: Any) -> Report:
-        """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
-        return self._specialize(args, kwargs).report() if _on() else self._report_off()
-
-    def profile(
-        self,
-        *args: Any,
-        out: str | Path | None = None,
-        link: str | None = None,
-        pairs: bool = True,
-        again: bool = False,
-        progress: Progress | bool = True,
-        **kwargs: Any,
-    ) -> Profile:
-        """Measures what the step costs on the job's GPUs, as far as the profile's file does not say.
-
-        The operators of the step as it runs here, after its passes, are measured alone and, where it matters, two at
-        once, under the launch setting that this process was started with. Every batch of results goes into the file;
-        interrupted, the next call goes on. The arguments are not used up. All processes of a job call it together.
-
-        Args:
-          args, kwargs: those of the step; `jax.ShapeDtypeStruct`s do, and take no memory. With arrays the step is
-            traced, too, whose times count more than those of operators run alone.
-          out: the profile's file; by default the one that `dhelix profile` writes.
-          link: "nvlink" or "no-p2p"; by default what NCCL_P2P_DISABLE says.
-          pairs: False measures operators alone.
-          again: measures what is known, too.
-          progress: called with how many are done, of how many, and what comes next; True: lines in the log.
-
-        Returns:
-          What the file holds.
-
-        Raises:
-          DhelixError: no GPU, a process whose launch setting no profile describes, or a file of other hardware.
-          HostsDisagreeError: processes that have not the same to measure.
-        """
-        process = in_process.this_process(link, self._jit_options.get("compiler_options"))
-        lowered, compiled = self._compiled(args, kwargs)
-        _, arguments = self._separate(args, kwargs)
-        return in_process.profile(process, lowered, compiled, arguments, out, pairs, again, progress)
-
-    def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
-        """The program that a call with these arguments runs, before and after XLA."""
-        if not _on():
-            lowered = self._jitted.lower(*args, **kwargs)
-            return lowered, lowered.compile()
-        chosen = self._specialize(args, kwargs)
-        compiled = chosen.compile() or chosen.original.compile()
-        return chosen.lowered, compiled  # in this order: what does not compile is left alone
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """As a method of a class, like a function."""
-        return self if instance is None else _BoundStep(self, instance)
-
-    def _report_off(self) -> Report:
-        name = f"jit_{self.__name__}"
-        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, _OFF),))
-
-    def _jit_traced(self, microbatches: int, results: bool = False) -> Any:
-        """The function jitted with its batch split; with `results`, returns what value_and_grad returned."""
-
-        @functools.wraps(self._function)
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            with microbatching(microbatches, self._reduce, self._pipeline, self._number) as active:
-                output = self._function(*args, **kwargs)
-            self._check_used(active)
-            if results and len(active.results) < max(active.calls, 1):
-                reason = (
-                    "verify= compares micro-batches with the whole batch only where the step itself calls"
-                    " dhelix.value_and_grad, not inside of a shard_map, jax.jit or scan: that part is left out"
-                )
-                say_once(f"{self.__name__}: {reason}", (self.__name__, reason))
-            return active.results if results else output
-
-        dropped = {"donate_argnums", "donate_argnames", "out_shardings"} if results else set()
-        return jax.jit(traced, **{k: v for k, v in self._jit_options.items() if k not in dropped})
-
-    def _check_used(self, active: Microbatching) -> None:
-        self._splits |= active.calls > 0
-        if self._splits:  # or did so in a function that JAX has traced for this step before
-            return
-        reason = "microbatches= has no effect: the step does not call dhelix.value_and_grad"
-        if self._choice.strict:
-            raise DhelixError(reason)
-        say_once(f"{self.__name__}: {reason}", (self.__name__, reason))
-
-    def _specialize(self, args: Any, kwargs: Any) -> Specialization:
-        key = self._key(args, kwargs)
-        with self._lock:
-            if key is not None and key in self._specializations:
-                return self._specializations[key]
-            lowered = self._jitted.lower(*args, **kwargs)
-            same = ("program", jax_compat.program_key(lowered))
-            if same not in self._specializations:
-                self._specializations[same] = Specialization(
-                    self.__name__, self._choice, lowered, self._even_on_one_device
-                )
-            if key is not None:
-                self._specializations[key] = self._specializations[same]
-            return self._specializations[same]
-
-    def _call(self, chosen: Specialization, args: Any, kwargs: Any) -> Any:
-        compiled = chosen.compile()
-        if compiled is None:
-            return self._jitted(*args, **kwargs)
-        _, (args, kwargs) = self._separate(args, kwargs)
-        return compiled(*args, **kwargs)
-
-    def _key(self, args: Any, kwargs: Any) -> Hashable | None:
-        """What `jax.jit` tells programs apart by; None if an argument is none that it takes."""
-        static, dynamic = self._separate(args, kwargs)
-        leaves, treedef = jax.tree.flatten(dynamic)
-        try:
-            key = (jax_compat.trace_context(), static, treedef, tuple(map(_leaf_key, leaves)))
-            hash(key)
-            return key
-        except TypeError:  # jax.jit explains it better when it lowers
-            return None
-
-    def _separate(self, args: Any, kwargs: Any) -> tuple[Hashable, Any]:
-        """Static arguments, and the others."""
-        if not self._static_numbers and not self._static_names:
-            return (), (args, kwargs)
-        numbers = {number % len(args) for number in self._static_numbers if -len(args) <= number < len(args)}
-        static = (
-            tuple((i, type(args[i]), args[i]) for i in sorted(numbers)),
-            tuple((k, type(kwargs[k]), kwargs[k]) for k in sorted(kwargs) if k in self._static_names),
-        )
-        dynamic = (
-            tuple(arg for i, arg in enumerate(args) if i not in numbers),
-            {k: v for k, v in kwargs.items() if k not in self._static_names},
-        )
-        return static, dynamic
-
-    def _compare(self, chosen: Specialization, args: Any, kwargs: Any) -> None:
-        """Raises VerificationError unless the step computes what the plain one does, and says what was compared."""
-        lines = []
-        if (changed := chosen.compile()) is not None:
-            plain = jax_compat.apart(chosen.original).compile()
-            _, (dynamic, keywords) = self._separate(args, kwargs)
-            passes = ", ".join(entry.name for entry in chosen.report() if entry.changed)
-            found = verification.check_passes(plain, changed, chosen.original, dynamic, keywords, passes)
-            lines.append(f"all {found.leaves} results are those of the plain step: {found}")
-        if self._microbatches is not None:
-            whole, split = (self._jit_traced(count, results=True) for count in (1, self._microbatches))
-            found = verification.check_microbatches(
-                whole, split, chosen.original, args, kwargs, self._microbatches, self._reduce
-            )
-            if found is not None:
-                lines.append(f"losses and gradients ({found.leaves} leaves) are those of the whole batch: {found}")
-            whole.clear_cache()  # JAX would keep its executable
-        text = ". ".join(lines) or "nothing was compared, since the step runs as it is"
-        say_once(f"{self.__name__}, verified: {text}", (self._choice.step, text))
-
-
-class _BoundStep:
-    """A decorated method of one object: as the step, with the object as its first argument."""
-
-    def __init__(self, step: InterleavedStep, instance: object) -> None:
-        functools.update_wrapper(self, step)
-        self._step, self._instance = step, instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(self._instance, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._step.lower(self._instance, *args, **kwargs)
-
-    def plan(self, *args: Any, **kwargs: Any) -> Report:
-        return self._step.plan(self._instance, *args, **kwargs)
-
-    def report(self, *args: Any, **kwargs: Any) -> Report:
-        return self._step.report(self._instance, *args, **kwargs)
-
-    def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        return self._step.profile(self._instance, *args, **kwargs)
-
-
-_OFF = "DHELIX=off, jax.disable_jit, jax_debug_nans or jax_debug_infs"
-
-
-def _on() -> bool:
-    """Where JAX looks for NaNs it runs a step again, operation by operation; it can do so of its own programs alone."""
-    config = jax.config
-    return registration.enabled() and not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, jax.Array):
-        return leaf.aval, leaf.sharding, leaf.committed
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return type(leaf), jax.typeof(leaf)
+    return InterleavedStep(
+        step, microbatches, reduce, choice, verify, jit_options, even_on_one_device, pipeline, front=front
+    )
 
 
 def _check_pipeline(pipeline: Fold, microbatches: int | None, schedule: str, verify: bool) -> None:
@@ -420,9 +163,9 @@ def _check_options(
     check_reduction(reduce)
     for option in sorted(set(jit_options) - _JIT_OPTIONS):
         raise DhelixError(f"{option!r} is an option of neither strand_interleave nor jax.jit")
-    if jax_compat.is_jitted(function):
+    if jax_compat.is_jitted(function) or is_nnx_jitted(function):
         if jit_options:
-            raise DhelixError(f"{name} is jitted already: give {', '.join(sorted(jit_options))} to that jax.jit")
+            raise DhelixError(f"{name} is jitted already: give {', '.join(sorted(jit_options))} to that jit")
         if microbatches is not None:
             raise DhelixError(
                 f"{name} is jitted already, and may be traced: decorate the plain function with"
@@ -432,6 +175,6 @@ def _check_options(
         raise DhelixError(f"{name} is interleaved already: leave out one of the two strand_interleave around it")
     elif hasattr(function, "lower"):
         raise DhelixError(
-            f"{name} is a {type(function).__name__}, not a plain function: decorate the function itself; with"
-            " Flax NNX split the state and pass it (nnx.split, nnx.merge)"
+            f"{name} is neither a plain function nor the result of jax.jit, nnx.jit or eqx.filter_jit: decorate the"
+            " function itself"
         )

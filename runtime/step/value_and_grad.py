@@ -18,11 +18,14 @@ Rules
    point; if integer it is a count and adds up. One with the batch as leading axis is put together again.
 5. Flax's collections that are no sums have rules of their own: the mean of running statistics (BatchNorm), the largest
    of fp8 histories and scales.
+6. Objects of Flax NNX and modules of Equinox are differentiated as their own `value_and_grad`s do it
+   (`frameworks.gradients`). What the loss changes in NNX objects goes from one micro-batch to the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -35,6 +38,7 @@ from jax.extend.core import get_opaque_trace_state
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.batch_arguments import Naming, is_index
 from dhelix.runtime.step.combining import comparable
+from dhelix.runtime.step.frameworks import gradients
 from dhelix.runtime.step.microbatch_loop import Loop, Options, PipelinedLoop, Weights, check_reduction
 
 
@@ -57,6 +61,10 @@ class Microbatching:
     calls: int = 0
     returned: list[Any] = field(default_factory=list)
     trace: Any = field(default_factory=get_opaque_trace_state)
+
+    @property
+    def splits(self) -> bool:
+        return self.pipeline is not None or self.microbatches > 1
 
     def called(self, result: Any) -> None:
         self.calls += 1
@@ -92,7 +100,7 @@ def microbatching(
 
 def value_and_grad(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
@@ -109,7 +117,8 @@ def value_and_grad(
 
     Args:
       fun: the loss function, `fun(*args, **kwargs) -> loss` or `-> (loss, aux)`; loss is a scalar.
-      argnums: positional arguments to differentiate by; none of them is split.
+      argnums: positional arguments to differentiate by, an int or several; `nnx.DiffState` where they are objects of
+        Flax NNX (rule 6). None of them is split.
       has_aux: whether `fun` returns auxiliary outputs too (rules 4 and 5).
       holomorphic, allow_int, reduce_axes: as in `jax.value_and_grad`.
       batch_argnums: positional arguments to split (rule 1). Every micro-batch gets all others as they are.
@@ -130,23 +139,42 @@ def value_and_grad(
     """
     if reduce is not None:
         check_reduction(reduce)
-    plain = jax.value_and_grad(fun, argnums, has_aux, holomorphic, allow_int, reduce_axes)
-    naming = Naming.of(fun, argnums, batch_argnums, batch_argnames, rng_argnums, rng_argnames)
-    options = Options(plain, naming, is_index(argnums), has_aux, holomorphic, reduce, weights)
+    numbers = gradients.numbers_of(argnums)
+
+    def differentiated(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        return jax.value_and_grad(loss, numbers, has_aux, holomorphic, allow_int, reduce_axes)
+
+    naming = Naming.of(fun, numbers, batch_argnums, batch_argnames, rng_argnums, rng_argnames)
+    single = is_index(numbers)
+    options = Options(fun, differentiated(fun, has_aux), naming, single, has_aux, holomorphic, reduce, weights)
+
+    def of_pure(loss_fn: Callable[..., Any], carried: Any = None) -> Callable[..., Any]:
+        pure = dataclasses.replace(options, loss=loss_fn, plain=differentiated(loss_fn, True), has_aux=True)
+        return functools.partial(_of_arrays, pure, carried)
 
     @functools.wraps(fun)
     def value_and_grad_fn(*args: Any, **kwargs: Any) -> Any:
         active = _active.get()
-        if active is None:
-            return plain(*args, **kwargs)
-        passed = naming.argnums and all(-len(args) <= index < len(args) for index in naming.argnums)
-        if not passed or (active.pipeline is None and active.microbatches == 1):
-            result = plain(*args, **kwargs)  # which raises what JAX says of such positions
-        elif active.pipeline is not None:
-            result = PipelinedLoop(active.pipeline, options, active.microbatches, active.reduce, args, kwargs).run()
+        objects = gradients.of_objects(fun, argnums, has_aux, args, kwargs)
+        if objects is None:
+            result = _of_arrays(options, None, *args, **kwargs)
         else:
-            result = Loop(options, active.microbatches, active.reduce, args, kwargs).run()
-        active.called(result)
+            result = objects.run(of_pure, active is not None and active.splits, args, kwargs)
+        if active is not None:
+            active.called(result)
         return result
 
     return value_and_grad_fn
+
+
+def _of_arrays(options: Options, carried: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Value and gradients of a function of arrays; `carried` as of `gradients.Differentiate`."""
+    active = _active.get()
+    argnums = options.naming.argnums
+    passed = argnums and all(-len(args) <= index < len(args) for index in argnums)
+    if active is None or not active.splits or not passed:
+        given = {} if carried is None else {"carried": carried}
+        return options.plain(*args, **given, **kwargs)  # which raises what JAX says of positions that are not passed
+    if active.pipeline is not None:
+        return PipelinedLoop(active.pipeline, options, active.microbatches, active.reduce, args, kwargs, carried).run()
+    return Loop(options, active.microbatches, active.reduce, args, kwargs, carried).run()

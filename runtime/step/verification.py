@@ -96,7 +96,7 @@ def check_microbatches(
     """Raises VerificationError unless losses and gradients of micro-batches combine to those of the whole batch.
 
     Args:
-      whole, split: jitted functions of `*args, **kwargs` that return (value, gradients) of each call of
+      whole, split: functions of `*args, **kwargs` that return (value, gradients) of each call of
         `value_and_grad`: in one piece, and in micro-batches.
       lowered: the step.
 
@@ -106,7 +106,7 @@ def check_microbatches(
     relative = tolerance(lowered, LOOP_TOLERANCE)
     expected, noise = _result_and_noise(whole, lowered, args, kwargs)
     actual = split(*args, **kwargs)
-    advice = _why_microbatches_differ(expected, actual, whole.lower(*args, **kwargs), microbatches, reduce, relative)
+    advice = _why_microbatches_differ(expected, actual, lowered, microbatches, reduce, relative)
     found = []
     for wanted, given, random in zip(expected, actual, noise, strict=True):
         for part, what in enumerate(("loss", "gradient")):

@@ -27,7 +27,8 @@ from dhelix.runtime import deviceless, registration
 from dhelix.runtime.profiling import in_process, measure
 from dhelix.runtime.profiling.measure import Outcome, Sample
 from dhelix.runtime.profiling.session import Step
-from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
+from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime import steps
 
 WHERE = Provenance("NVIDIA H200", 2, "2026-01-31", nccl="2.28.9", jax=jax.__version__)

@@ -15,7 +15,8 @@ from dhelix.passes.report import CHANGED, REFUSED
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
-from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
+from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime import steps
 
 CONFIG: LlamaConfig = preset(

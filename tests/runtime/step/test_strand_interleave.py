@@ -19,7 +19,8 @@ from dhelix.passes import manager
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.runtime.profiling import in_process
-from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
+from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.step.value_and_grad import value_and_grad
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
@@ -299,7 +300,8 @@ def test_bad_options() -> None:
         (3, {}, "decorates a function, not int"),
         (jax.jit(step), {"donate_argnums": 0}, "jitted already: give donate_argnums"),
         (jax.jit(step), {"microbatches": 2}, "jitted already"),
-        (nnx.jit(step), {}, "nnx.split"),
+        (nnx.jit(step), {"donate_argnums": 0}, "jitted already: give donate_argnums"),
+        (jax.pmap(step), {}, "neither a plain function nor the result of jax.jit, nnx.jit or eqx.filter_jit"),
         (strand_interleave(step), {}, "step is interleaved already: leave out one"),
     ]
     for function, options, message in cases:

@@ -1,0 +1,98 @@
+"""`dhelix.value_and_grad` of functions of framework objects.
+
+Objects of Flax NNX: as `nnx.value_and_grad`, gradients of the variables that `nnx.DiffState` names, by default
+`nnx.Param`, and what the loss changes in the objects is changed (`nnx_gradients`).
+
+Trees with leaves that are no arrays, and modules of Equinox: as `eqx.filter_value_and_grad`, gradients of the inexact
+arrays, None for everything else. `jax.value_and_grad` raises there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from dhelix.runtime.step.batch_arguments import indices
+from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
+from dhelix.runtime.step.frameworks.nnx_gradients import NnxGradients
+
+
+class Differentiate(Protocol):
+    """`value_and_grad` of a function of arrays, or the loop over micro-batches in its place."""
+
+    def __call__(self, loss_fn: Callable[..., Any], carried: Any = None) -> Callable[..., Any]:
+        """
+        Args:
+          loss_fn: with auxiliary outputs; `loss_fn(*args, **kwargs)`, or with `carried` a function of the keyword
+            `carried`, too, whose auxiliary output is `(carried, aux)`.
+          carried: what the first micro-batch gets; each later one gets what the one before it returned.
+
+        Returns:
+          A function that returns `((loss, aux), gradients)`, where with `carried` the auxiliary output is the pair
+          that the last micro-batch returned the first part of.
+        """
+        ...
+
+
+def numbers_of(argnums: Any) -> Any:
+    """`argnums` with the positions that `nnx.DiffState`s name in their place."""
+    if isinstance(argnums, Sequence):
+        return tuple(map(numbers_of, argnums))
+    nnx = nnx_front.loaded()
+    return argnums.argnum if nnx is not None and isinstance(argnums, nnx.DiffState) else argnums
+
+
+def of_objects(
+    loss_fn: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any
+) -> NnxGradients | FilteredGradients | None:
+    """What differentiates functions of these arguments; None: `jax.value_and_grad` does."""
+    if nnx_front.has_objects((args, kwargs)):
+        return NnxGradients(loss_fn, argnums, has_aux)
+    numbers = indices(argnums)
+    differentiated = [args[number] for number in numbers if -len(args) <= number < len(args)]
+    if fixed_leaves.has_fixed_leaves(differentiated):
+        return FilteredGradients(loss_fn, numbers, has_aux)
+    return None
+
+
+class FilteredGradients:
+    """`eqx.filter_value_and_grad`, of all differentiated arguments."""
+
+    def __init__(self, loss_fn: Callable[..., Any], numbers: tuple[int, ...], has_aux: bool):
+        self._loss_fn = loss_fn
+        self._numbers = numbers
+        self._has_aux = has_aux
+
+    def run(self, differentiate: Differentiate, splits: bool, args: Any, kwargs: Any) -> Any:
+        del splits  # into micro-batches or not, it is the same
+        numbers = {number % len(args) for number in self._numbers}
+        taken = [i in numbers or fixed_leaves.has_fixed_leaves(arg) for i, arg in enumerate(args)]
+        differentiated = [
+            jax.tree.map(lambda leaf, i=i: leaf if i in numbers and _is_inexact(leaf) else None, arg) if take else arg
+            for i, (arg, take) in enumerate(zip(args, taken, strict=True))
+        ]
+
+        def pure(*some: Any, **kwargs: Any) -> Any:
+            whole = [_filled(x, arg) if take else x for x, arg, take in zip(some, args, taken, strict=True)]
+            result = self._loss_fn(*whole, **kwargs)
+            loss, aux = result if self._has_aux else (result, None)
+            return loss, jax.tree.map(_fixed_unless_number, aux)
+
+        (loss, aux), gradients = differentiate(pure)(*differentiated, **kwargs)
+        return (loss, fixed_leaves.free(aux)) if self._has_aux else loss, gradients
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return fixed_leaves.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _filled(some: Any, tree: Any) -> Any:
+    """`tree` with the leaves that `some` has in their place."""
+    return jax.tree.map(lambda x, leaf: leaf if x is None else x, some, tree, is_leaf=lambda x: x is None)
+
+
+def _fixed_unless_number(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, int | float | complex) else fixed_leaves.fixed(leaf)

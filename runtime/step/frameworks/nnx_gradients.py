@@ -1,0 +1,206 @@
+"""The loop over micro-batches of a loss that takes objects of Flax NNX and may change them.
+
+What becomes of the objects:
+1. A variable that the loss gives another value of the same shape and type (running statistics, counts of random
+   streams) goes from one micro-batch to the next, in their order, as if each were a call of its own.
+2. A new variable, or one that changes its shape (sown intermediates), is an auxiliary output and combines as one.
+3. The graph and static attributes are those after any one micro-batch.
+
+NNX keeps track of which object is which in an `nnx.update_context`: split outside of the traced loss, merge and split
+inside, merge outside. Variables have numbers, in the order in which the graph of all arguments is walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dhelix.runtime.step.frameworks import nnx_front
+
+_TAG = "dhelix.value_and_grad"
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Kept:
+    """In place of a value: that of the variable of this number among the arguments."""
+
+    number: int
+
+
+class _Object(NamedTuple):
+    """An object after the loss: its graph, and a value or a `_Kept` for each variable that is new in it."""
+
+    graph: Any
+    values: list[Any]
+
+
+class _Argument:
+    """An argument of the loss, taken apart.
+
+    Attributes:
+      differentiable: what a function of arrays gets in its place. Of an object among the leaves its state to
+        differentiate; None for an argument with objects that is not differentiated.
+    """
+
+    def __init__(self, context: Any, value: Any, wrt: Any):
+        """
+        Args:
+          context: an `nnx.SplitContext`.
+          wrt: which variables to differentiate by; None, none.
+        """
+        leaves, self._treedef = jax.tree.flatten(value, is_leaf=nnx_front.is_object)
+        self._graphs = [None] * len(leaves)
+        self._rest: list[tuple[Any, ...]] = [()] * len(leaves)
+        objects = [i for i, leaf in enumerate(leaves) if nnx_front.is_object(leaf)]
+        for index in objects:
+            whole = wrt is None or isinstance(leaves[index], nnx_front.loaded().Variable)
+            self._graphs[index], leaves[index], *rest = context.split(leaves[index], *(() if whole else (wrt, ...)))
+            self._rest[index] = tuple(rest)
+        self._closed = leaves if objects and wrt is None else None
+        self.differentiable = self._treedef.unflatten(leaves) if self._closed is None else None
+
+    def merged(self, context: Any, differentiable: Any) -> Any:
+        """The argument with new objects, in an `nnx.MergeContext`."""
+        leaves = self._treedef.flatten_up_to(differentiable) if self._closed is None else self._closed
+        merged = [
+            leaf if graph is None else context.merge(graph, leaf, *rest)
+            for graph, leaf, rest in zip(self._graphs, leaves, self._rest, strict=True)
+        ]
+        return self._treedef.unflatten(merged)
+
+
+class NnxGradients:
+    """`nnx.value_and_grad`, in a loop over micro-batches."""
+
+    def __init__(self, loss_fn: Callable[..., Any], argnums: Any, has_aux: bool):
+        self._loss_fn = loss_fn
+        self._argnums = argnums
+        self._has_aux = has_aux
+
+    def run(self, differentiate: Any, splits: bool, args: Any, kwargs: Any) -> Any:
+        """
+        Args:
+          differentiate: makes the loop (`gradients.Differentiate`).
+          splits: whether there are micro-batches.
+          args, kwargs: of the loss.
+        """
+        nnx = nnx_front.loaded()
+        if not splits:
+            whole = nnx.value_and_grad(self._loss_fn, argnums=self._argnums, has_aux=self._has_aux)
+            return whole(*args, **kwargs)
+        wrt = self._wrt(len(args))
+        with nnx.update_context(_TAG):
+            variables = _variables((args, kwargs))
+            values = [variable.get_raw_value() for variable in variables]
+            with nnx.split_context(_TAG) as context:
+                arguments = [_Argument(context, arg, wrt.get(i)) for i, arg in enumerate(args)]
+                objects = {name for name, arg in kwargs.items() if nnx_front.has_objects(arg)}
+                named = {name: _Argument(context, kwargs[name], None) for name in sorted(objects)}
+            pure = [argument.differentiable for argument in arguments]
+            arrays = {name: arg for name, arg in kwargs.items() if name not in objects}
+            loss = _Loss(self._loss_fn, self._has_aux, arguments, named)
+            carried = {number: values[number] for number in loss.changes(pure, arrays)}
+            (value, (carried, outputs)), gradients = differentiate(loss, carried=carried)(*pure, **arrays)
+            kept = [carried.get(number, value) for number, value in enumerate(values)]
+            with nnx.merge_context(_TAG, inner=False) as context:
+                *_, aux = jax.tree.map(lambda x: _restored(context, x, kept), outputs, is_leaf=_is_split)
+        return (value, aux) if self._has_aux else value, gradients
+
+    def _wrt(self, count: int) -> dict[int, Any]:
+        """By position which variables to differentiate by."""
+        nnx = nnx_front.loaded()
+        argnums = self._argnums if isinstance(self._argnums, Sequence) else (self._argnums,)
+        given = [x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, nnx.Param) for x in argnums]
+        return {x.argnum % count: x.filter for x in given}
+
+
+class _Loss:
+    """The loss as a function of arrays. Its auxiliary output is (carried, what became of all objects and outputs)."""
+
+    def __init__(
+        self, loss_fn: Callable[..., Any], has_aux: bool, arguments: list[_Argument], named: dict[str, _Argument]
+    ):
+        self.__name__ = getattr(loss_fn, "__name__", "loss")
+        self._loss_fn = loss_fn
+        self._has_aux = has_aux
+        self._arguments = arguments
+        self._named = named
+        self._changed: list[int] = []
+
+    def changes(self, differentiable: list[Any], arrays: dict[str, Any]) -> list[int]:
+        """Numbers of the variables that the loss gives another value of the same shape and type."""
+        jax.eval_shape(lambda: self(*differentiable, **arrays)[0])
+        return self._changed
+
+    def __call__(self, *differentiable: Any, carried: dict[int, Any] | None = None, **arrays: Any) -> Any:
+        nnx = nnx_front.loaded()
+        carried = carried or {}
+        with nnx.merge_context(_TAG, inner=True) as context:
+            args = [one.merged(context, x) for one, x in zip(self._arguments, differentiable, strict=True)]
+            objects = {name: one.merged(context, one.differentiable) for name, one in self._named.items()}
+        kwargs = {**arrays, **objects}
+        variables = _variables((args, kwargs))
+        for number, value in carried.items():
+            variables[number].set_raw_value(value)
+        before = [variable.get_raw_value() for variable in variables]
+
+        result = self._loss_fn(*args, **kwargs)
+        loss, aux = result if self._has_aux else (result, None)
+
+        after = [variable.get_raw_value() for variable in variables]
+        same = [_is_same(old, new) for old, new in zip(before, after, strict=True)]
+        self._changed = [n for n, is_same in enumerate(same) if not is_same and _is_alike(before[n], after[n])]
+        kept = {id(v): _Kept(n) for n, v in enumerate(variables) if same[n] or n in carried}
+        args, kwargs = jax.tree.map(
+            lambda x: x if nnx_front.is_object(x) else None, (args, kwargs), is_leaf=nnx_front.is_object
+        )
+        with nnx.split_context(_TAG) as context:
+            outputs = jax.tree.map(lambda x: _split(context, x, kept), (args, kwargs, aux), is_leaf=nnx_front.is_object)
+        return loss, ({number: after[number] for number in carried}, outputs)
+
+
+def _variables(tree: Any) -> list[Any]:
+    """All variables of the objects in a tree, each once, in an order that the graph alone decides."""
+    nnx = nnx_front.loaded()
+    return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
+
+
+def _split(context: Any, x: Any, kept: dict[int, _Kept]) -> Any:
+    if not nnx_front.is_object(x):
+        return x
+    graph, state = context.flatten(x)
+    is_variable = [isinstance(leaf, nnx_front.loaded().Variable) for leaf in state.leaves]
+    values = [
+        kept.get(id(leaf)) or (leaf.get_raw_value() if variable else leaf)
+        for leaf, variable in zip(state.leaves, is_variable, strict=True)
+    ]
+    return _Object(graph, values)
+
+
+def _is_split(x: Any) -> bool:
+    return isinstance(x, _Object)
+
+
+def _restored(context: Any, x: Any, kept: list[Any]) -> Any:
+    if not _is_split(x):
+        return x
+    values = [kept[value.number] if isinstance(value, _Kept) else value for value in x.values]
+    return context.unflatten(x.graph, values)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    leaves = jax.tree.leaves(old), jax.tree.leaves(new)
+    return jax.tree.structure(old) == jax.tree.structure(new) and all(a is b for a, b in zip(*leaves, strict=True))
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    """Whether a loop can carry it."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return False
+    leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return all(jnp.shape(a) == jnp.shape(b) and jax.typeof(a).dtype == jax.typeof(b).dtype for a, b in leaves)

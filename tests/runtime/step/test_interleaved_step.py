@@ -1,0 +1,119 @@
+"""What JAX and Python do to the result of `jax.jit`, done to a decorated step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.step.value_and_grad import value_and_grad
+from dhelix.tests.runtime.steps import batch, squared_error, weights
+
+
+@strand_interleave(microbatches=4, passes=[])
+def sgd(w: jax.Array, data: Any) -> tuple[jax.Array, jax.Array]:
+    """One step."""
+    loss, gradients = value_and_grad(squared_error)(w, data)
+    return w - gradients, loss
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def test_shapes_and_jaxprs() -> None:
+    arguments = weights(), batch()
+    expected = jax.eval_shape(jax.jit(sgd.__wrapped__), *arguments)
+    assert _abstract(sgd.eval_shape(*arguments)) == _abstract(expected)
+    assert _abstract(jax.eval_shape(sgd, *arguments)) == _abstract(expected)
+    assert "scan" in str(sgd.trace(*arguments).jaxpr) and "scan" in str(jax.make_jaxpr(sgd)(*arguments))
+
+
+def test_export() -> None:
+    assert isinstance(sgd, jax.stages.Wrapped)
+    exported = jax.export.export(sgd)(weights(), batch())
+    assert exported.fun_name == "sgd"
+    for want, got in zip(sgd(weights(), batch()), exported.call(weights(), batch()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_clear_cache_frees_programs() -> None:
+    step = strand_interleave(sgd.__wrapped__, microbatches=4, passes=[])
+    first = step(weights(), batch())[1]
+    programs = [weakref.ref(one) for one in set(step._specializations.values())]
+    step.clear_cache()
+    gc.collect()
+    assert programs and not any(one() for one in programs)
+    np.testing.assert_array_equal(step(weights(), batch())[1], first)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_copies_are_the_step_itself(how: Any) -> None:
+    assert how({"step": sgd})["step"] is sgd
+
+
+def test_it_says_what_it_is() -> None:
+    assert sgd.__name__ == "sgd" and sgd.__doc__ == "One step."
+    assert list(inspect.signature(sgd).parameters) == ["w", "data"]
+
+
+def test_partial_functions() -> None:
+    def step(rate: float, w: jax.Array, data: Any) -> Any:
+        loss, gradients = value_and_grad(squared_error)(w, data)
+        return w - rate * gradients, loss
+
+    outer = functools.partial(sgd, weights())
+    inner = strand_interleave(functools.partial(step, 1.0), microbatches=4, passes=[])
+    np.testing.assert_array_equal(outer(batch())[0], inner(weights(), batch())[0])
+    assert inner.__name__ == "step" and inner.report(weights(), batch()).module.startswith("jit_step")
+    assert list(inspect.signature(inner).parameters) == ["w", "data"]
+
+
+class Trainer:
+    rate = 1.0
+
+    @functools.partial(strand_interleave, microbatches=4, passes=[], static_argnums=0)
+    def method(self, w: jax.Array, data: Any) -> Any:
+        return self(w, data)
+
+    @classmethod
+    @functools.partial(strand_interleave, microbatches=4, passes=[], static_argnums=0)
+    def of_class(cls, w: jax.Array, data: Any) -> Any:
+        return cls()(w, data)
+
+    @staticmethod
+    @strand_interleave(microbatches=4, passes=[])
+    def static(w: jax.Array, data: Any) -> Any:
+        return Trainer()(w, data)
+
+    def __call__(self, w: jax.Array, data: Any) -> Any:
+        loss, gradients = value_and_grad(squared_error)(w, data)
+        return w - self.rate * gradients, loss
+
+
+def test_methods_and_callable_objects() -> None:
+    trainer = Trainer()
+    arguments = weights(), batch()
+    of_object = strand_interleave(trainer, microbatches=4, passes=[])
+    bound = strand_interleave(trainer.__call__, microbatches=4, passes=[])
+    for step in (trainer.method, trainer.of_class, trainer.static, Trainer.static, of_object, bound):
+        assert step.eval_shape(*arguments)[1].shape == ()
+        np.testing.assert_array_equal(step(*arguments)[0], sgd(*arguments)[0])
+    assert of_object.__name__ == "Trainer" and isinstance(Trainer.method, InterleavedStep)
+    method = copy.deepcopy(trainer.method)
+    assert list(inspect.signature(method).parameters) == ["w", "data"]
+    assert method.trace(*arguments).jaxpr and not method.report(*arguments).changed
+    method.clear_cache()
+    assert not Trainer.method._specializations
+    assert jnp.isfinite(method(*arguments)[1])
