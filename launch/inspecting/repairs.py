@@ -64,7 +64,7 @@ def read(text: str) -> Repaired:
             text, rounds = shorter, rounds + 1
             left_out[attribute] = None
         else:
-            return Repaired(_with_constants(HloModule(source, "the HLO text")), tuple(left_out))
+            return Repaired(_with_constants(HloModule.of_parsed_text(source, text)), tuple(left_out))
 
 
 def _without_refused(text: str, error: str) -> tuple[str, str]:

@@ -149,10 +149,16 @@ class HloModule:
     @classmethod
     def from_text(cls, text: str) -> "HloModule":
         """Parses HLO text as XLA prints it. Raises DhelixError with XLA's message when it does not parse."""
-        module = cls(jax_compat.parse_hlo_text(text), "the HLO text")
+        return cls.of_parsed_text(jax_compat.parse_hlo_text(text), text)
+
+    @classmethod
+    def of_parsed_text(cls, source: bytes, text: str) -> "HloModule":
+        """The module that XLA's parser made of `text`, with what the text says and the serialized form has no place
+        for."""
+        module = cls(source, "the HLO text")
         header = text[max(text.find("HloModule "), 0) :].partition("\n")[0]
         said = {name: int(number) for name, number in _COUNTS.findall(header)}
-        if said:  # the serialized form has no place for what the text says
+        if said:
             module.device_counts = said.get("replica_count", 1), said.get("num_partitions", 1)
         return module
 

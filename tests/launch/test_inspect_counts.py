@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dhelix.launch import cli
+from dhelix.launch.inspect import inspect_dump
 from dhelix.launch.inspection import Inspection, inspect_module, unknown_text
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.hlo import HloModule
@@ -152,6 +153,14 @@ def test_host_transfers_have_a_row_a_lane_and_a_total() -> None:
     assert [u.what for u in copy.under] == ["GEMM"]
     assert found.host_ms == pytest.approx(copy.alone_ms) and found.host_ms > 64 * MIB / 63e6
     assert "communication with the host" in found.picture.lanes
+
+
+def test_a_file_keeps_what_its_first_line_says(tmp_path: Path) -> None:
+    path = tmp_path / "m.hlo"
+    body = f"  p = {BIG} parameter(0)\n  ROOT r = {REDUCE.replace('[1,8]<=[8]', '{}')}"
+    path.write_text(text(body, header="num_partitions=64"))
+    (found,) = inspect_dump(path, "H200").collectives
+    assert found.devices == 64
 
 
 def test_tables_say_what_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
