@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-from jax._src import config
+from jax._src import config, distributed
 from jax.interpreters import mlir
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -93,6 +93,38 @@ def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Positions and names of the static arguments of what `jax.jit` returned."""
     info = jitted._jit_info
     return frozenset(info.static_argnums), frozenset(info.static_argnames)
+
+
+def xla_options(jitted: Any) -> dict[str, Any]:
+    """Options of XLA for one program, of what `jax.jit` returned."""
+    return dict(jitted._jit_info.compiler_options_kvs)
+
+
+def jit_settings(jitted: Any) -> dict[str, Any]:
+    """Further options of what `jax.jit` returned, as far as they are numbers and names."""
+    names = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "keep_unused", "inline")
+    return {name: getattr(jitted._jit_info, name) for name in names}
+
+
+def jit_shardings(jitted: Any) -> list[Any]:
+    """Shardings that `jax.jit` was told of arguments and results, among other things that have no devices."""
+    info = jitted._jit_info
+    return [*(info.in_shardings_leaves or ()), *(info.out_shardings_leaves or ())]
+
+
+def coordination_client() -> Any | None:
+    """The client of the job's key-value store; None without `jax.distributed.initialize()`. Starts no backend."""
+    return distributed.global_state.client
+
+
+def process_number() -> int:
+    """Of this process in its job, once `jax.distributed` is initialized. Starts no backend."""
+    return distributed.global_state.process_id
+
+
+def process_total() -> int:
+    """Processes of the job, once `jax.distributed` is initialized. Starts no backend."""
+    return distributed.global_state.num_processes
 
 
 def program_key(lowered: jax.stages.Lowered) -> int:

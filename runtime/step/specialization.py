@@ -15,7 +15,8 @@ from dhelix.passes.manager import Stage, say_once
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
-from dhelix.runtime import agreement, lowering, memory_need, registration
+from dhelix.runtime import lowering, memory_need, registration
+from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.step.schedules import Choice, alternatives
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
@@ -57,6 +58,9 @@ class Specialization:
         self._compiled: jax.stages.Compiled | None = None
         self._order: str | None = None
         self._refused: StageReport | None = None
+        self._job = first_run.of_program(original)
+        self._agreed = False
+        self._reason = ""
         runs = lowering.device_count(original) > 1 or even_on_one_device
         self._choice = choice.limited(original).weighed(original) if runs else choice
         self._session = self._begin(self._choice)
@@ -69,6 +73,10 @@ class Specialization:
     def compile(self) -> Callable[..., Any] | None:
         """The transformed program, to be called without static arguments; None if it is left alone."""
         with self._lock:
+            if not self._agreed:
+                why = self._reason if self.left_alone else None
+                first_run.check_choice(self._name, self._session.manager, self._choice.memory_limit, why, self._job)
+                self._agreed = True
             if self._compiled is None and not self.left_alone:
                 self._compile()
                 if self._compiled is not None and self._choice.plan is not None:
@@ -110,14 +118,15 @@ class Specialization:
     def _compile(self) -> None:
         try:
             with self._session.compiling():
-                self._compiled = self.lowered.compile()
+                compiled = self.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             # Processes that go on with different programs would wait for each other for ever.
-            if self._strict or jax.process_count() > 1:
+            if self._strict or self._job is not None:
                 raise
             self._leave_alone(f"the interleaved program does not compile: {error}")
         else:
-            self._order = agreement.check_compiled(self._compiled, self._session.marker)
+            self._order = first_run.check_order(self._name, compiled, self._session.marker, self._job)
+            self._compiled = compiled
 
     def _drop_refused_plan(self, plan: PairingPlan) -> None:
         """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
@@ -126,7 +135,7 @@ class Specialization:
         chosen = {one.name for one in alternatives(target.decomposed, target.row_parts, target.reduced)}
         put = any(entry.changed for entry in done if entry.name in chosen)
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
-        if not agreement.largest(int(put and refused)):
+        if not self._largest(int(put and refused), "drop a refused plan"):
             return
         self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
         self._choice = self._choice.without_plan()
@@ -149,7 +158,7 @@ class Specialization:
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
             plain = self.original.compile()
-            limit = max(limit, agreement.largest(memory_need.of_compiled(plain).allowed()))
+            limit = max(limit, self._largest(memory_need.of_compiled(plain).allowed(), "weigh the plain step's memory"))
         if needed <= limit:
             return
         would_do, gaps, refused = self._limit_that_would_do(needed)
@@ -173,7 +182,11 @@ class Specialization:
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:
         assert compiled is not None
-        return agreement.largest(memory_need.of_compiled(compiled).beside)
+        return self._largest(memory_need.of_compiled(compiled).beside, "weigh memory")
+
+    def _largest(self, value: int, purpose: str) -> int:
+        """Of all processes that run the step: what the compiler counts may differ, and all must decide alike."""
+        return agreement.largest(f"{purpose} of step {self._name!r}", value, self._job)
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
         """What the compiled program needs, or less if a pass has said so; what of it are gaps; whether one has."""
@@ -182,7 +195,7 @@ class Specialization:
         stages = (*self._session.report().stages, *filter(None, [self._refused]))
         notes = (note for stage in stages for entry in stage.passes for note in entry.notes)
         said = max((note.facts["needed"] for note in notes if "needed" in note.facts), default=0)
-        gaps, said = (agreement.largest(max(count, 0)) for count in (gaps, said))
+        gaps, said = (self._largest(max(count, 0), "weigh gaps in the memory") for count in (gaps, said))
         return min(needed, said + gaps) if said else needed, gaps, said > 0
 
     def _replace(self, module: bytes) -> None:
@@ -196,13 +209,14 @@ class Specialization:
     def _leave_alone(self, reason: str) -> None:
         self.left_alone = True
         self.lowered = self.original
-        first_line = reason.partition("\n")[0]
+        self._reason = first_line = reason.partition("\n")[0]
         say_once(f"{self._name} runs as it is: {first_line}", (self._name, first_line))
 
     def _say_nothing_changed(self) -> None:
         """One line in the log; where a pass refused or failed, the manager has written it."""
         self.left_alone = True
         entries = tuple(self.plan())
+        self._reason = "a pass refused or failed"
         if not any(entry.outcome in (report.REFUSED, report.FAILED) for entry in entries):
             notes = [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
             self._leave_alone("; ".join(notes) or "no pass found anything to do")

@@ -15,6 +15,7 @@ Nothing here touches a device before the first call: `jax.distributed.initialize
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -37,6 +38,7 @@ from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration
 from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.processes.first_run import FirstRun, decorating
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.step import verification
@@ -52,6 +54,7 @@ _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 def strand_interleave(function: Callable[..., Any], /, **options: Any) -> InterleavedStep: ...
 @overload
 def strand_interleave(**options: Any) -> Callable[[Callable[..., Any]], InterleavedStep]: ...
+@decorating()
 def strand_interleave(
     function: Callable[..., Any] | None = None,
     /,
@@ -170,19 +173,24 @@ class InterleavedStep:
         else:
             self._jitted = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
+        self._hosts = FirstRun(self.__name__, self._options(choice))
         self._number = next(_numbers)
         self._splits = False  # whether it is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _on():
-            return self._jitted(*args, **kwargs)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            reason = "is called inside another transformation of JAX, and becomes part of it as it is"
-            say_once(f"{self.__name__} {reason}; decorate the outermost step", (self.__name__, reason))
+            if _on():
+                reason = "is called inside another transformation of JAX, and becomes part of it as it is"
+                say_once(f"{self.__name__} {reason}; decorate the outermost step", (self.__name__, reason))
             return self._jitted(*args, **kwargs)
-        chosen = self._specialize(args, kwargs)
+        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+            chosen = self._specialize(args, kwargs) if on else None
+            if chosen is not None:
+                chosen.compile()
+        if chosen is None:
+            return self._jitted(*args, **kwargs)
         if self._verify and not chosen.verified:
             self._compare(chosen, args, kwargs)
             chosen.verified = True
@@ -200,7 +208,8 @@ class InterleavedStep:
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
-        return self._specialize(args, kwargs).report() if _on() else self._report_off()
+        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+            return self._specialize(args, kwargs).report() if on else self._report_off()
 
     def profile(
         self,
@@ -241,12 +250,21 @@ class InterleavedStep:
 
     def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
         """The program that a call with these arguments runs, before and after XLA."""
-        if not _on():
-            lowered = self._jitted.lower(*args, **kwargs)
-            return lowered, lowered.compile()
-        chosen = self._specialize(args, kwargs)
-        compiled = chosen.compile() or chosen.original.compile()
-        return chosen.lowered, compiled  # in this order: what does not compile is left alone
+        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+            if not on:
+                lowered = self._jitted.lower(*args, **kwargs)
+                return lowered, lowered.compile()
+            chosen = self._specialize(args, kwargs)
+            compiled = chosen.compile() or chosen.original.compile()
+            return chosen.lowered, compiled  # in this order: what does not compile is left alone
+
+    def _options(self, choice: Choice) -> dict[str, object]:
+        """What was asked for, as other processes must have been asked, too."""
+        asked = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
+        for name in ("dump_to", "compiler_options", "paired", "pipelined"):  # a host's own, or said otherwise
+            del asked[name]
+        more = {"microbatches": self._microbatches, "reduce": self._reduce, "pipeline": self._pipeline}
+        return {**more, **asked, "verify": self._verify}
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """As a method of a class, like a function."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dhelix.passes.fingerprint import collective_order
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime import agreement
-from dhelix.tests.runtime import processes
+from dhelix.tests.runtime import job
 
 PROCESS = """
 import json, sys
@@ -92,7 +92,7 @@ def test_order_of_a_compiled_step() -> None:
 
 
 def test_two_processes() -> None:
-    outcomes = [json.loads(output.splitlines()[-1]) for output in processes.outputs(PROCESS)]
+    outcomes = [json.loads(output.splitlines()[-1]) for output in job.outputs(PROCESS)]
     same, order, compiled, compiled_order, marker, largest, equal, *said = outcomes[0]
     assert outcomes[0] == outcomes[1]
     assert same is None
