@@ -30,7 +30,7 @@ from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration
 from dhelix.runtime.processes.records import Entry, Record, short
 
-_SWITCH_ADVICE = "Set DHELIX, and the options of JAX that stand for it, alike on every host"
+_SWITCH_ADVICE = "Set it alike on every host"
 _VERSION_ADVICE = "Install the same versions on every host"
 _OPTION_ADVICE = "Decorate the step alike on every host"
 _FLAG_ADVICE = "Give every process the same options of XLA"
@@ -85,14 +85,16 @@ def before_compiling(manager: PassManager, memory_limit: int | None, left_alone:
     ]
 
 
-def after_compiling(marker: str, order: str) -> Record:
-    """What is compared of the compiled step; the order of collectives decides, and the program may be the cause.
+def after_compiling(order: str, marker: str) -> Record:
+    """What must be alike before the compiled step runs.
+
+    Programs that differ in nothing else are no disagreement: one host may print, or have a number of its own.
 
     Args:
-      marker: fingerprint of the program, and of what else the passes were given.
       order: fingerprint of the order of collectives.
+      marker: fingerprint of the program, and of what else the passes were given.
     """
-    return [Entry("the program", marker), Entry("the order of collectives", order)]
+    return [Entry("the order of collectives", order, f"of program {marker}")]
 
 
 def versions() -> dict[str, str]:

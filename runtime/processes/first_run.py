@@ -17,7 +17,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,8 +27,8 @@ from dhelix.errors import HostsDisagreeError
 from dhelix.passes import fingerprint, jax_compat
 from dhelix.passes.manager import PassManager
 from dhelix.runtime.lowering import compiled_module
-from dhelix.runtime.processes import agreement, description, meetings, records
-from dhelix.runtime.processes.meetings import Job, Said
+from dhelix.runtime.processes import agreement, description, meetings
+from dhelix.runtime.processes.meetings import Job
 
 
 class FirstRun:
@@ -123,8 +123,6 @@ def check_choice(
 def check_order(name: str, compiled: jax.stages.Compiled, marker: str, job: Job | None) -> str | None:
     """Checks that all processes run the same collectives in the same order.
 
-    Programs that differ in nothing else are no disagreement: one host may print, or have a number of its own.
-
     Args:
       marker: fingerprint of what the passes were given, the program first of all.
 
@@ -137,14 +135,8 @@ def check_order(name: str, compiled: jax.stages.Compiled, marker: str, job: Job 
     if job is None:
         return None
     order = fingerprint.collective_fingerprint(compiled_module(compiled))
-    text = records.dumps(description.after_compiling(marker, order))
-    job.meet(f"run the compiled step {name!r}", text, _same_order)
+    agreement.check(f"run the compiled step {name!r}", description.after_compiling(order, marker), job)
     return order
-
-
-def _same_order(said: Sequence[Said]) -> str:
-    """Only where the orders differ anything is wrong, and then the first difference is its cause."""
-    return "" if len({records.loads(one.text)[-1].of("") for one in said}) == 1 else records.check(said)
 
 
 def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
