@@ -37,6 +37,7 @@ AT_WORK = 6
 
 _FIRST_REPORT = 10.0  # seconds of waiting after which the log says for whom; then each time three times as many
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 0.002, 0.25  # seconds between two looks at what has been said
+_LONGEST_CALL = 1.0  # seconds
 _NAMED = 4  # processes that a message names before it counts the others
 _LONGEST_ERROR = 400
 
@@ -192,7 +193,7 @@ class Job:
         waiting = _Waiting(patience)
         while True:
             try:
-                return json.loads(self.store.blocking_key_value_get(f"{folder}/verdict", 1000))
+                return json.loads(self.store.blocking_key_value_get(f"{folder}/verdict", waiting.milliseconds()))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -297,6 +298,11 @@ class _Waiting:
 
     def is_long(self) -> bool:
         return time.monotonic() - self._begin >= self._next_report
+
+    def milliseconds(self) -> int:
+        """Until there is something to say, or a user who breaks off may want an answer."""
+        end = self._begin + min(self._next_report, self._patience)
+        return max(1, int(1000 * min(_LONGEST_CALL, end - time.monotonic())))
 
     def report(self, missing: str, purpose: str) -> None:
         seconds = time.monotonic() - self._begin

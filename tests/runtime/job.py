@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+_TIMEOUT = 120.0  # seconds
 
 
 class Ended(NamedTuple):
@@ -52,7 +55,8 @@ def run(
         for number, environment in enumerate(environments)
     ]
     try:
-        results = [process.communicate(timeout=120) for process in processes]
+        with ThreadPoolExecutor(len(processes)) as pool:  # one that is not read stops at a full pipe, and then all do
+            results = list(pool.map(lambda process: process.communicate(timeout=_TIMEOUT), processes))
     finally:
         for process in processes:
             process.kill()

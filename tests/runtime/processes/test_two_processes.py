@@ -39,7 +39,8 @@ try:
 except DhelixError as error:
     found["together"] = str(error)
 found["largest"] = agreement.largest("compare numbers", process << 40)
-found["gathered"] = agreement.gathered("compare words", "größer " * 100_000 if process else "")
+words = agreement.gathered("compare words", "größer " * 100_000 if process else "")
+found["gathered"] = words == ["", "größer " * 100_000]
 
 def losses(step, rows=16):
     w, batch = job_steps.arguments(rows)
@@ -115,7 +116,7 @@ def test_what_processes_tell_each_other(found: list[dict[str, Any]]) -> None:
     for process in found:
         assert process["together"] == "no room in 1"
         assert process["largest"] == 1 << 40
-        assert process["gathered"] == ["", "größer " * 100_000]
+        assert process["gathered"]
 
 
 def test_a_step_of_one_process_waits_for_nobody(found: list[dict[str, Any]]) -> None:

@@ -52,7 +52,7 @@ def test_processes_of_a_job(tmp_path: Path) -> None:
     same, other, damaged = told[0]
     assert told[0] == told[1]
     assert same > 0
-    assert other.startswith("hosts disagree on the program, ")
+    assert other.startswith("hosts disagree on operators to measure: ")
     assert "1/damaged.json" in damaged, "where one cannot read its file, all stop"
     first, second = (storage.load(tmp_path / process / "same.json") for process in ("0", "1"))
     assert first == second
