@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ _FLAG_ADVICE = "Give every process the same options of XLA"
 _CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-# Of XLA's flags, parts of names of those that say where something is written or kept, and how fast it compiles.
-_OWN_FLAGS = ("dump", "cache", "cuda_data_dir", "parallel", "host_platform_device_count", "log")
+# Of XLA's flags, those that say where something is written or kept, and how many threads compile.
+_OWN_FLAGS = re.compile(
+    "dump|cache_(dir|file|mode)|cuda_data_dir|compilation_parallelism|parallel_codegen|host_platform_device_count"
+)
 
 
 def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
@@ -120,7 +123,7 @@ def xla_flags(flags: str) -> dict[str, str]:
     found = {}
     for word in flags.split():
         name, equals, value = word.partition("=")
-        if not any(part in name for part in _OWN_FLAGS):
+        if not _OWN_FLAGS.search(name):
             content = _read(value) if "/" in value else None
             found[name] = short(value if equals else "true") if content is None else _digest(content)
     return found

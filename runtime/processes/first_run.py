@@ -4,7 +4,7 @@
     with run.taking_part(on, jitted, args, kwargs) as enabled: # at each call; agrees at the first
         ...                                                    # lowered, transformed, compiled
     check_choice(...)                                          # once a program, before XLA compiles it
-    check_order(...)                                           # and after that
+    failure_of_any(...), check_order(...)                      # and after that
 
 Whoever fails inside says so to the others, and so does a process that ends with a decorated step. A step takes part
 whose arguments, or whose program, have devices of other processes; one of this process's own devices waits for nobody.
@@ -118,6 +118,14 @@ def check_choice(
     if job is not None:
         record = description.before_compiling(manager, memory_limit, left_alone)
         agreement.check(f"compile step {name!r}", record, job)
+
+
+def failure_of_any(name: str, why: str, job: Job | None) -> str:
+    """Why the first process that could not compile step `name` could not, "" if all could; `why` is this one's reason.
+
+    Processes that go on with different programs would wait for each other for ever.
+    """
+    return next(filter(None, agreement.gathered(f"say whether step {name!r} compiles", why, job)), "")
 
 
 def check_order(name: str, compiled: jax.stages.Compiled, marker: str, job: Job | None) -> str | None:

@@ -116,14 +116,17 @@ class Specialization:
             self._replace(lowering.hlo_bytes(self.original) if changed is None else changed)
 
     def _compile(self) -> None:
+        compiled, why = None, ""
         try:
             with self._session.compiling():
                 compiled = self.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            # Processes that go on with different programs would wait for each other for ever.
-            if self._strict or self._job is not None:
+            if self._strict:
                 raise
-            self._leave_alone(f"the interleaved program does not compile: {error}")
+            why = str(error)
+        why = first_run.failure_of_any(self._name, why, self._job)
+        if compiled is None or why:
+            self._leave_alone(f"the interleaved program does not compile: {why}")
         else:
             self._order = first_run.check_order(self._name, compiled, self._session.marker, self._job)
             self._compiled = compiled

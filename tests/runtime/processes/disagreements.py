@@ -66,12 +66,12 @@ TABLE: dict[str, Row] = {
     "strict": Row("strict: false on {0}; true on {1}", other={"strict": True}),
     "strict that raises": Row(
         f"{_FAILED}PassRefusal: pass refuses: this process has no room",
-        both={"strict": True, "passes": [RefusesIn(1)]},
+        both={"strict": True, "passes": [RefusesIn((1,))]},
         own=True,
     ),
     "left alone": Row(
         "what runs: transformed on {0}; as jax.jit runs it (a pass refused or failed) on {1}",
-        both={"passes": [RefusesIn(1)]},
+        both={"passes": [RefusesIn((1,))]},
     ),
     "verify": Row("verify: false on {0}; true on {1}", other={"verify": True}),
     "no plan": Row("plan: a step (", both={"plan": _PLAN}, other={"plan": None}),
@@ -118,12 +118,14 @@ TABLE: dict[str, Row] = {
 
 
 def try_all(process: int, arguments: tuple[Any, ...]) -> list[Told]:
-    """What this process is told, row by row."""
+    """What this process is told, row by row; then where both refuse, and where they order collectives differently."""
     found: list[Told] = []
     for row in TABLE.values():
         options = {**row.both, **(row.other if process else {})}
         with (row.around if process else nullcontext)(), told(found):
             decorated(**options)(*arguments)
+    with told(found):
+        decorated(strict=True, passes=[RefusesIn((0, 1))])(*arguments)
     with told(found):
         decorated(last=two_collectives(gather_first=process == 0))(*arguments)
     return found

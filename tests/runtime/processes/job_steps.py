@@ -27,15 +27,15 @@ type Told = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class RefusesIn:
-    """Strands, but not in one process."""
+    """Strands, but not in these processes."""
 
     name = "refuses"
     stage = Stage.LOWERED
 
-    process: int
+    processes: tuple[int, ...]
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        if jax.process_index() == self.process:
+        if jax.process_index() in self.processes:
             raise PassRefusal("this process has no room")
         return StrandDuplication().run(module, context)
 

@@ -23,8 +23,8 @@ def described(options: dict[str, Any], **jit_options: Any) -> dict[str, Any]:
 
 
 def test_flags_that_change_what_is_compiled(tmp_path: Path) -> None:
-    flags = "--xla_dump_to=/a --xla_gpu_kernel_cache_file=/b --xla_a=1 --xla_a=2 --xla_b"
-    assert description.xla_flags(flags) == {"--xla_a": "2", "--xla_b": "true"}
+    flags = "--xla_dump_to=/a --xla_gpu_kernel_cache_file=/b --xla_topology=t --xla_a=1 --xla_a=2 --xla_b"
+    assert description.xla_flags(flags) == {"--xla_topology": "t", "--xla_a": "2", "--xla_b": "true"}
     assert description.xla_flags("") == {}
     (tmp_path / "flags").write_text("--xla_c=3\n--xla_d=4\n")
     assert description.xla_flags(str(tmp_path / "flags")) == {"--xla_c": "3", "--xla_d": "4"}

@@ -21,6 +21,8 @@ SECONDS = 10.0  # within which all stop after the last one has come
 
 PROGRAM = """
 import json, os, sys
+from unittest import mock
+import jax
 process, port = int(sys.argv[1]), sys.argv[2]
 from dhelix.errors import DhelixError
 from dhelix.runtime.processes import agreement
@@ -50,6 +52,9 @@ def losses(step, rows=16):
         losses.append(float(loss))
     return losses
 
+def does_not(*_, **__):
+    raise jax.errors.JaxRuntimeError("INTERNAL: no such kernel")
+
 step = decorated()
 if process == 0:  # asks what nobody else asks
     step.lower(*given), step.plan(*given)
@@ -59,6 +64,8 @@ found["another program of the step"] = losses(step, 32)
 found["left alone by all"] = losses(decorated(passes=[]))
 os.environ["XLA_FLAGS"] += f" --xla_dump_to=/nowhere/{process}"
 found["what may differ"] = losses(decorated(last=lambda x: x + process, dump_to=None if process else sys.argv[3]))
+with mock.patch.object(jax.stages.Lowered, "compile", does_not if process else jax.stages.Lowered.compile):
+    found["does not compile in one"] = losses(decorated())
 os.environ["DHELIX"] = "off"
 found["all off"] = losses(decorated())
 del os.environ["DHELIX"]
@@ -92,6 +99,11 @@ def test_a_disagreement_stops_both(found: list[dict[str, Any]], number: int) -> 
         assert second.partition(": ")[0] != "HostsDisagreeError" and second in first
     else:
         assert second == first
+
+
+def test_what_both_refuse_is_no_disagreement(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        assert process["table"][-2][0] == "PassRefusal: pass refuses: this process has no room"
 
 
 def test_another_order_of_collectives_stops_both(found: list[dict[str, Any]]) -> None:
