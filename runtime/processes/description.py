@@ -37,6 +37,7 @@ _OPTION_ADVICE = "Decorate the step alike on every host"
 _FLAG_ADVICE = "Give every process the same options of XLA"
 _CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
 
+_ALWAYS = ("microbatches", "reduce", "pipeline")  # options that hold with DHELIX=off, too
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # Of XLA's flags, those that say where something is written or kept, and how many threads compile.
 _OWN_FLAGS = re.compile(
@@ -45,7 +46,7 @@ _OWN_FLAGS = re.compile(
 
 
 def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
-    """What must be alike before a step is traced; where dhelix is off, nothing else than that.
+    """What must be alike before a step is traced; where dhelix is off, only what splits the batch all the same.
 
     Args:
       enabled: whether passes may run.
@@ -55,14 +56,20 @@ def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) ->
     by_jax = not enabled and registration.enabled()
     note = "by jax_disable_jit, jax_debug_nans or jax_debug_infs" if by_jax else ""
     switch = Entry("DHELIX", "on" if enabled else "off", note, _SWITCH_ADVICE)
+    asked = {
+        name: Entry(name, _value(value), advice=_OPTION_ADVICE)
+        for name, value in options.items()
+        if enabled or name in _ALWAYS
+    }
     if not enabled:
-        return [switch]
+        return [switch, *asked.values()]
+    compiler_options = {str(name): _text(value) for name, value in jax_compat.xla_options(jitted).items()}
     return [
         switch,
         *(Entry(name, version, advice=_VERSION_ADVICE) for name, version in versions().items()),
-        *(Entry(name, _value(value), advice=_OPTION_ADVICE) for name, value in options.items()),
+        *asked.values(),
         Entry("options of jax.jit", _texts(jax_compat.jit_settings(jitted)), advice=_OPTION_ADVICE),
-        Entry("compiler_options", _texts(jax_compat.xla_options(jitted)), advice=_FLAG_ADVICE),
+        Entry("compiler_options", _shared_flags(compiler_options), advice=_FLAG_ADVICE),
         Entry("XLA_FLAGS", xla_flags(os.environ.get("XLA_FLAGS", "")), advice=_FLAG_ADVICE),
     ]
 
@@ -116,17 +123,22 @@ def versions() -> dict[str, str]:
 
 
 def xla_flags(flags: str) -> dict[str, str]:
-    """Those of XLA_FLAGS that change what is compiled; files by their content. The last of several counts."""
+    """Those of XLA_FLAGS that change what is compiled. The last of several counts."""
     flags = flags.strip()
     if flags and not flags.startswith("-") and (text := _read(flags)) is not None:
         flags = text.decode(errors="replace")  # XLA takes a file of flags, too
-    found = {}
-    for word in flags.split():
-        name, equals, value = word.partition("=")
-        if not _OWN_FLAGS.search(name):
-            content = _read(value) if "/" in value else None
-            found[name] = short(value if equals else "true") if content is None else _digest(content)
-    return found
+    parts = (word.partition("=") for word in flags.split())
+    return _shared_flags({name: value if equals else "true" for name, equals, value in parts})
+
+
+def _shared_flags(flags: Mapping[str, str]) -> dict[str, str]:
+    """Those that are no host's own; files by their content."""
+    shared = {name: value for name, value in flags.items() if not _OWN_FLAGS.search(name)}
+    contents = {name: _read(value) if "/" in value else None for name, value in shared.items()}
+    return {
+        name: short(value) if (content := contents[name]) is None else _digest(content)
+        for name, value in shared.items()
+    }
 
 
 def _value(value: object) -> str | dict[str, str]:

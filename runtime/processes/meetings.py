@@ -10,7 +10,7 @@ before any device does.
 
 Meetings are numbered, in each process by itself, and each says what it is for: processes that come to different ones
 are told so. A process that fails says so at the next meeting, where the others will look for it; so the numbers stay
-in step whether it goes on or not. With n processes a meeting takes about 4 n calls to the store, none of them large.
+in step whether or not it goes on. With n processes a meeting takes about 4 n calls to the store, none of them large.
 """
 
 from __future__ import annotations
@@ -115,15 +115,18 @@ class Job:
 
     def fail(self, why: str) -> None:
         """Says at the next meeting, without waiting for it, that this process does not come. Raises nothing."""
-        with self._lock:
-            folder = self._next()
-            try:
-                if self.leads:
-                    self._announce(folder, stopped=_failed(Said(self._own, self._hosts[self._own], "", "", why)))
-                else:
-                    self.store.key_value_set(f"{folder}/said/{self._own}", self._words(failed=why))
-            except jax.errors.JaxRuntimeError as error:
-                logging.warning("dhelix: the other processes could not be told that this one failed: %s", error)
+        if not self._lock.acquire(timeout=_LONGEST_CALL):
+            return  # another thread of this process is at a meeting
+        folder = self._next()
+        try:
+            if self.leads:
+                self._announce(folder, stopped=_failed(Said(self._own, self._hosts[self._own], "", "", why)))
+            else:
+                self.store.key_value_set(f"{folder}/said/{self._own}", self._words(failed=why))
+        except jax.errors.JaxRuntimeError as error:
+            logging.warning("dhelix: the other processes could not be told that this one failed: %s", error)
+        finally:
+            self._lock.release()
 
     def introduce(self) -> None:
         """Tells the others this process's host, so that they can name it if it does not come."""
@@ -317,7 +320,10 @@ def _check_purposes(said: Sequence[Said]) -> None:
     for one in said:
         purposes.setdefault(one.purpose, []).append((one.process, one.host))
     if len(purposes) > 1:
-        listed = "; ".join(f"{names_of(members)} is about to {purpose}" for purpose, members in purposes.items())
+        listed = "; ".join(
+            f"{names_of(members)} {'is' if len(members) == 1 else 'are'} about to {purpose}"
+            for purpose, members in purposes.items()
+        )
         raise HostsDisagreeError(
             f"hosts disagree on what comes next: {listed}. They would wait for each other for ever. Call the same"
             " decorated steps in the same order on every host"
@@ -330,6 +336,6 @@ def _failed(said: Said) -> str:
 
 def _stop_waiting(missing: str, purpose: str, patience: float) -> NoReturn:
     raise HostsDisagreeError(
-        f"{missing} did not come to {purpose} within {patience:g} s: it waits for something else, has ended, or runs"
-        f" without dhelix; see its log. {TIMEOUT}=SECONDS waits longer"
+        f"{missing} did not come to {purpose} within {patience:g} s. All processes must do so, and all with dhelix:"
+        f" look at the log there. {TIMEOUT}=SECONDS waits longer"
     )

@@ -81,7 +81,7 @@ def _message(what: str, name: str, entries: Sequence[Entry], said: Sequence[Said
         value = entry.of(name)
         members.setdefault(value, []).append((one.process, one.host))
         notes.setdefault(value, f" ({entry.note})" if entry.note else "")
-    listed = "; ".join(f"{value}{notes[value]} on {names_of(ones)}" for value, ones in members.items())
+    listed = "; ".join(f"{value}{notes[value]} in {names_of(ones)}" for value, ones in members.items())
     advice = next(entry.advice for entry in entries if entry.value != NOT_GIVEN)
     return (
         f"hosts disagree on {what}: {listed}. They are about to {said[0].purpose}, and would wait for each other for"

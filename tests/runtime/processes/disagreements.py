@@ -53,27 +53,27 @@ def _faked(**found: str) -> Callable[[], AbstractContextManager[Any]]:
 versions = fingerprint.versions()
 
 TABLE: dict[str, Row] = {
-    "off": Row("DHELIX: on on {0}; off on {1}", around=_environment(DHELIX="off")),
+    "off": Row("DHELIX: on in {0}; off in {1}", around=_environment(DHELIX="off")),
     "off by an option of JAX": Row(
-        "DHELIX: on on {0}; off (by jax_disable_jit, jax_debug_nans or jax_debug_infs) on {1}",
+        "DHELIX: on in {0}; off (by jax_disable_jit, jax_debug_nans or jax_debug_infs) in {1}",
         around=lambda: jax.debug_nans(True),
     ),
     "DHELIX that means nothing": Row(
         f"{_FAILED}DhelixError: DHELIX='of' means nothing; set it to on or off", around=_environment(DHELIX="of"),
         own=True,
     ),
-    "disable": Row("disable: none on {0}; strand-lockstep on {1}", other={"disable": ["strand-lockstep"]}),
-    "strict": Row("strict: false on {0}; true on {1}", other={"strict": True}),
+    "disable": Row("disable: none in {0}; strand-lockstep in {1}", other={"disable": ["strand-lockstep"]}),
+    "strict": Row("strict: false in {0}; true in {1}", other={"strict": True}),
     "strict that raises": Row(
         f"{_FAILED}PassRefusal: pass refuses: this process has no room",
         both={"strict": True, "passes": [RefusesIn((1,))]},
         own=True,
     ),
     "left alone": Row(
-        "what runs: transformed on {0}; as jax.jit runs it (a pass refused or failed) on {1}",
+        "what runs: transformed in {0}; as jax.jit runs it (a pass refused or failed) in {1}",
         both={"passes": [RefusesIn((1,))]},
     ),
-    "verify": Row("verify: false on {0}; true on {1}", other={"verify": True}),
+    "verify": Row("verify: false in {0}; true in {1}", other={"verify": True}),
     "no plan": Row("plan: a step (", both={"plan": _PLAN}, other={"plan": None}),
     "missing plan": Row(
         f"{_FAILED}at decoration, PlanError: /nowhere/plan.json: cannot be read", both={"plan": _PLAN},
@@ -82,34 +82,34 @@ TABLE: dict[str, Row] = {
     "other plan": Row(
         "plan: a step (", both={"plan": _PLAN}, other={"plan": dataclasses.replace(_PLAN, program="another step")}
     ),
-    "schedule": Row("schedule: dp on {0}; list on {1}", other={"schedule": "list"}),
-    "skew": Row("skew: 0 on {0}; 1 on {1}", other={"skew": 1}),
-    "microbatches": Row("microbatches: 2 on {0}; 4 on {1}", other={"microbatches": 4}),
+    "schedule": Row("schedule: dp in {0}; list in {1}", other={"schedule": "list"}),
+    "skew": Row("skew: 0 in {0}; 1 in {1}", other={"skew": 1}),
+    "microbatches": Row("microbatches: 2 in {0}; 4 in {1}", other={"microbatches": 4}),
     "passes": Row(
-        "passes: 1 strand-duplication on {0}; none on {1}", both={"passes": [StrandDuplication()]}, other={"passes": []}
+        "passes: 1 strand-duplication in {0}; none in {1}", both={"passes": [StrandDuplication()]}, other={"passes": []}
     ),
-    "profile": Row("profile: auto on {0}; H200 with link nvlink (", other={"profile": _PROFILE}),
+    "profile": Row("profile: auto in {0}; H200 with link nvlink (", other={"profile": _PROFILE}),
     "XLA_FLAGS": Row(
-        f"XLA_FLAGS --{_FAST}: not given on {{0}}; true on {{1}}", around=_environment(XLA_FLAGS=f"--{_FAST}=true")
+        f"XLA_FLAGS --{_FAST}: not given in {{0}}; true in {{1}}", around=_environment(XLA_FLAGS=f"--{_FAST}=true")
     ),
     "options of XLA": Row(
-        f"compiler_options {_FAST}: false on {{0}}; true on {{1}}",
+        f"compiler_options {_FAST}: false in {{0}}; true in {{1}}",
         both={"compiler_options": {_FAST: False}},
         other={"compiler_options": {_FAST: True}},
     ),
     "jax version": Row(
-        f"version of jax: {jax.__version__} on {{0}}; 0.12.9, installed as {jax.__version__} on {{1}}",
+        f"version of jax: {jax.__version__} in {{0}}; 0.12.9, installed as {jax.__version__} in {{1}}",
         around=lambda: mock.patch.object(jax, "__version__", "0.12.9"),
     ),
     "dhelix version": Row(
-        f"version of dhelix: {versions['dhelix']} on {{0}}; 77.0 on {{1}}", around=_faked(dhelix="77.0")
+        f"version of dhelix: {versions['dhelix']} in {{0}}; 77.0 in {{1}}", around=_faked(dhelix="77.0")
     ),
     "dhelix sources": Row(
-        f"sources of dhelix: {versions['dhelix sources']} on {{0}}; 0 on {{1}}",
+        f"sources of dhelix: {versions['dhelix sources']} in {{0}}; 0 in {{1}}",
         around=_faked(**{"dhelix sources": "0"}),
     ),
-    "memory limit": Row("memory_limit: none on {0}; 1000000 on {1}", other={"memory_limit": 1_000_000}),
-    "collective matmul": Row("collective_matmul: off on {0}; ring on {1}", other={"collective_matmul": "ring"}),
+    "memory limit": Row("memory_limit: none in {0}; 1000000 in {1}", other={"memory_limit": 1_000_000}),
+    "collective matmul": Row("collective_matmul: off in {0}; ring in {1}", other={"collective_matmul": "ring"}),
     "another step": Row(
         "what comes next: {0} is about to run step 'step'; {1} is about to run step 'evaluation'",
         other={"name": "evaluation"},

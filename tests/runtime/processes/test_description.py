@@ -51,6 +51,19 @@ def test_options_of_jit_and_of_xla() -> None:
     assert found["options of jax.jit"] != described({})["options of jax.jit"]
 
 
+def test_options_of_xla_that_are_a_hosts_own() -> None:
+    options = {"xla_dump_to": "/of/one/host", "xla_cpu_enable_fast_math": False}
+    assert described({}, compiler_options=options)["compiler_options"] == {"xla_cpu_enable_fast_math": "false"}
+
+
+def test_where_dhelix_is_off_only_what_splits_the_batch_counts() -> None:
+    options = {"microbatches": 2, "reduce": "sum", "schedule": "dp"}
+    record = description.before_tracing(False, options, jax.jit(lambda x: x))
+    assert [(entry.what, entry.value) for entry in record] == [
+        ("DHELIX", "off"), ("microbatches", "2"), ("reduce", "sum"),
+    ]  # fmt: skip
+
+
 def test_profiles_count_by_their_content() -> None:
     profile = storage.find("H200", "nvlink")
     assert profile is not None

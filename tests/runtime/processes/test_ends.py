@@ -67,7 +67,9 @@ def test_a_process_that_does_not_come_is_named() -> None:
     first, second = job.run(NEVER, environments=[{"DHELIX_AGREEMENT_TIMEOUT": "2"}] * 2)
     assert (first.status, second.status) == (0, -9)
     (late, *_), (killed, came, knew) = json.loads(first.output)
-    late_message = "HostsDisagreeError: process 1 did not come to run step 'of which one is late' within 2 s: it waits"
+    late_message = (
+        "HostsDisagreeError: process 1 did not come to run step 'of which one is late' within 2 s. All processes"
+    )
     assert re.sub(r" \(.*?\)", "", late).startswith(late_message)
     assert "process 1" in killed and "'of which one is killed' within 2 s" in killed
     assert knew - came < SECONDS

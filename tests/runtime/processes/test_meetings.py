@@ -159,8 +159,8 @@ def test_those_that_do_not_come_are_named(
         8: f"process 4 ({processes[0]._hosts[0]}), process 5, process 6, process 7 and 4 more did",
     }[len(missing)]
     assert {text for n, text in enumerate(found) if n not in missing} == {
-        f"{listed} not come to run step 'f' within 0.6 s: it waits for something else, has ended, or runs without"
-        " dhelix; see its log. DHELIX_AGREEMENT_TIMEOUT=SECONDS waits longer"
+        f"{listed} not come to run step 'f' within 0.6 s. All processes must do so, and all with dhelix: look at the"
+        " log there. DHELIX_AGREEMENT_TIMEOUT=SECONDS waits longer"
     }
     waits = [r.getMessage() for r in caplog.records if "waits for" in r.getMessage()]
     assert any(f"dhelix: waits for {listed.removesuffix(' did')} to run step 'f', for" in line for line in waits)

@@ -34,29 +34,29 @@ def test_equal_records() -> None:
 
 def test_the_first_difference_counts() -> None:
     one, other = (entries(schedule="dp", skew=skew, reduce=reduce) for skew, reduce in (("0", "sum"), ("1", "mean")))
-    assert difference(one, other) == "hosts disagree on skew: 0 on process 0 (a); 1 on process 1 (b)"
+    assert difference(one, other) == "hosts disagree on skew: 0 in process 0 (a); 1 in process 1 (b)"
 
 
 def test_of_several_values_the_first_name_that_differs() -> None:
     one, other = (entries(XLA_FLAGS=flags) for flags in ({"--b": "1", "--c": "2"}, {"--a": "3", "--b": "1"}))
-    assert difference(one, other) == "hosts disagree on XLA_FLAGS --a: not given on process 0 (a); 3 on process 1 (b)"
+    assert difference(one, other) == "hosts disagree on XLA_FLAGS --a: not given in process 0 (a); 3 in process 1 (b)"
     assert difference(entries(passes={}), entries(passes={"1 x": "{}"})).endswith(
-        "passes 1 x: not given on process 0 (a); {} on process 1 (b)"
+        "passes 1 x: not given in process 0 (a); {} in process 1 (b)"
     )
     assert difference(entries(passes="none"), entries(passes={"1 x": "{}", "2 y": "{}"})).endswith(
-        "passes: none on process 0 (a); 1 x, 2 y on process 1 (b)"
+        "passes: none in process 0 (a); 1 x, 2 y in process 1 (b)"
     )
 
 
 def test_an_entry_that_one_version_of_dhelix_lacks() -> None:
-    told = "hosts disagree on skew: not given on process 0 (a); 0 on process 1 (b)"
+    told = "hosts disagree on skew: not given in process 0 (a); 0 in process 1 (b)"
     assert difference(entries(schedule="dp"), entries(schedule="dp", skew="0")) == told
 
 
 def test_notes_and_many_processes() -> None:
     one, other = [Entry("DHELIX", "on")], [Entry("DHELIX", "off", "by an option of JAX")]
     assert difference(one, other, *[other] * 5) == (
-        "hosts disagree on DHELIX: on on process 0 (a); off (by an option of JAX) on process 1 (b), process 2 (c),"
+        "hosts disagree on DHELIX: on in process 0 (a); off (by an option of JAX) in process 1 (b), process 2 (c),"
         " process 3 (c), process 4 (c) and 2 more"
     )
 
