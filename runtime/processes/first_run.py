@@ -43,6 +43,7 @@ class FirstRun:
         self._name = name
         self._options = options
         self._agreed = False
+        self._job: Job | None = None
         _tell_at_exit()
         if (job := meetings.everyone()) is not None:
             job.introduce()
@@ -71,7 +72,7 @@ class FirstRun:
         except (HostsDisagreeError, GeneratorExit):
             raise
         except BaseException as error:
-            if (job := _of_arguments(jitted, args, kwargs)) is not None:
+            if (job := self._job or _of_arguments(jitted, args, kwargs)) is not None:
                 job.fail(meetings.one_line(error))
             raise
 
@@ -81,7 +82,7 @@ class FirstRun:
             job = of_program(jitted.lower(*args, **kwargs))
         record = description.before_tracing(enabled, self._options, jitted)
         agreement.check(f"run step {self._name!r}", record, job, times=1)
-        self._agreed = True
+        self._job, self._agreed = job, True
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ class Job:
         folder = self._next()
         try:
             if self.leads:
-                self._announce(folder, stopped=_failed(Said(self._own, self._hosts[self._own], "", "", why)))
+                self._announce(folder, stopped=self._failure(why))
             else:
                 self.store.key_value_set(f"{folder}/said/{self._own}", self._words(failed=why))
         except jax.errors.JaxRuntimeError as error:
@@ -142,6 +142,10 @@ class Job:
     def _words(self, **said: str) -> str:
         return json.dumps({"host": self._hosts[self._own], **said})
 
+    def _failure(self, why: str) -> str:
+        """As the others are told of it."""
+        return _failed(Said(self._own, self._hosts[self._own], "", "", why))
+
     def _announce(self, folder: str, **verdict: str) -> dict[str, str]:
         self.store.key_value_set(f"{folder}/verdict", json.dumps(verdict))
         return verdict
@@ -153,7 +157,7 @@ class Job:
         except HostsDisagreeError as error:
             return self._announce(folder, stopped=str(error))
         except BaseException as error:
-            self._announce(folder, stopped=_failed(Said(self._own, self._hosts[self._own], "", "", one_line(error))))
+            self._announce(folder, stopped=self._failure(one_line(error)))
             raise
         verdict = self._announce(folder, result=result)
         for number in range(self._first_kept, self._number):  # all have come here, so all have heard those

@@ -139,7 +139,7 @@ def test_processes_that_meet_for_something_else() -> None:
     found = each(jobs(3), lambda job, n: job.meet(f"run step {'ab'[n % 2]!r}", "", texts))
     assert len(set(found)) == 1
     named = found[0].partition(". They")[0]
-    assert "is about to run step 'b'" in named and "is about to run step 'a'" in named
+    assert "process 1" in named and "is about to run step 'b'" in named and " about to run step 'a'" in named
 
 
 @pytest.mark.parametrize("missing", [{0}, {3, 4}, set(range(4, MANY))])
