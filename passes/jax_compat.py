@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax._src import config, distributed
+from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
 from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -48,6 +49,23 @@ def stablehlo_to_hlo(module: mlir.ir.Module) -> bytes:
     return _jax.mlir.mlir_module_to_xla_computation(bytecode).as_serialized_hlo_module_proto()
 
 
+def refined(lowered: jax.stages.Lowered) -> mlir.ir.Module:
+    """The module with shapes that are all known, as `lowered.compile()` refines it: a function that was exported with
+    symbolic shapes and is called in the program holds unknown ones."""
+    state = _computation(lowered).compile_args.get("shape_poly_state")
+    module = stablehlo_module(lowered)
+    if state is None or not state.uses_dim_vars:
+        return module
+    refined = refine_polymorphic_shapes(
+        mlir_module=mlir.module_to_bytecode(module),
+        enable_shape_assertions=True,
+        validate_static_shapes=True,
+        enable_shardy=jax.config.jax_use_shardy_partitioner,
+    )
+    with module.context:
+        return mlir.ir.Module.parse(refined)
+
+
 def replace_stablehlo_module(
     lowered: jax.stages.Lowered, module: mlir.ir.Module, name: str | None
 ) -> jax.stages.Lowered:
@@ -60,6 +78,14 @@ def replace_stablehlo_module(
     replaced = copy.copy(lowered)
     replaced._lowering = computation  # pyright: ignore[reportAttributeAccessIssue]
     return replaced
+
+
+def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    """The same program, whose executable is freed when nothing holds it: JAX keeps one as long as its module."""
+    module = stablehlo_module(lowered)
+    with module.context:
+        copied = mlir.ir.Module.parse(mlir.module_to_bytecode(module))
+    return replace_stablehlo_module(lowered, copied, None)
 
 
 def _computation(lowered: jax.stages.Lowered) -> Any:

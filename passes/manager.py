@@ -85,6 +85,7 @@ class PassManager:
         disabled: Collection[str] = (),
         strict: bool = False,
         dump_to: str | Path | None = None,
+        step: str = "",
     ):
         """
         Args:
@@ -92,6 +93,7 @@ class PassManager:
           disabled: names of passes to drop.
           strict: raise where a pass would be dropped, and check that a pass that reports no change made none.
           dump_to: folder for the module before and after each pass that runs; "xla": that of `--xla_dump_to`.
+          step: whose programs these are. A reason is logged once for each step, not for each of its programs.
 
         Raises:
           UnknownPassError: a name in `disabled` that no pass has.
@@ -101,6 +103,7 @@ class PassManager:
         self.disabled = frozenset((disabled,) if isinstance(disabled, str) else disabled)
         self.strict = strict
         self.dump_to = dump_to
+        self.step = step
         names = [p.name for p in passes]
         for name in sorted(self.disabled - set(names)):
             raise UnknownPassError(f"no pass {name!r} to disable; the passes are {', '.join(names) or '(none)'}")
@@ -227,7 +230,7 @@ class _Attempt:
         where = f" (at {instruction})" if instruction else ""
         say_once(
             f"pass {self.one.name} left {self.module_name} as it was: {reason}{where}",
-            (self.one.name, reason),
+            (self.manager.step or fingerprint.unmark(self.module_name), self.one.name, reason),
         )
         return self._report(outcome, count, count, before)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,10 +124,8 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """Reads what `to_json` wrote. Raises DhelixError when `text` is something else or cut short."""
         try:
-            data = json.loads(text)
-            stages = tuple(_stage_from(stage) for stage in data.pop("stages"))
-            return cls(**data, stages=stages)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return _read(cls, json.loads(text), stages=_stage_from)
+        except (ValueError, TypeError, RecursionError) as error:
             raise DhelixError(
                 f"this is no dhelix report, or one of another version ({error}); delete it and compile again"
             ) from None
@@ -175,9 +173,36 @@ def _cells(entry: PassReport, stored: bool) -> tuple[str, ...]:
     )
 
 
-def _stage_from(data: dict[str, Any]) -> StageReport:
-    return StageReport(**{**data, "passes": tuple(_pass_from(entry) for entry in data["passes"])})
+def _stage_from(data: Any) -> StageReport:
+    return _read(StageReport, data, passes=_pass_from)
 
 
-def _pass_from(data: dict[str, Any]) -> PassReport:
-    return PassReport(**{**data, "notes": tuple(Note(**note) for note in data["notes"])})
+def _pass_from(data: Any) -> PassReport:
+    return _read(PassReport, data, notes=lambda note: _read(Note, note))
+
+
+_JSON_TYPES: dict[Any, tuple[type, ...]] = {
+    "str": (str,),
+    "str | None": (str, type(None)),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "Mapping[str, Any]": (dict,),
+}
+
+
+def _read[T](kind: type[T], data: Any, **parts: Callable[[Any], Any]) -> T:
+    """An object of a dataclass out of its JSON form; `parts` read the entries of its lists.
+
+    Raises TypeError for anything else: the file lies in a folder that others write to.
+    """
+    if not isinstance(data, dict):
+        raise TypeError(f"{type(data).__name__} in place of a {kind.__name__}")
+    types = {field.name: field.type for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    values = dict(data)
+    for name, value in data.items():
+        if not isinstance(value, (list,) if name in parts else _JSON_TYPES[types[name]] if name in types else ()):
+            raise TypeError(f"{kind.__name__}.{name} is {type(value).__name__}")
+        if name in parts:
+            values[name] = tuple(map(parts[name], value))
+    return kind(**values)

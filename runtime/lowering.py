@@ -31,7 +31,7 @@ class LoweringError(DhelixError):
 
 def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
     """The program of `lowered` as a serialized `HloModuleProto`, as XLA receives it (no XLA pass has run)."""
-    return jax_compat.stablehlo_to_hlo(jax_compat.stablehlo_module(lowered))
+    return jax_compat.stablehlo_to_hlo(jax_compat.refined(lowered))
 
 
 def module_name(lowered: jax.stages.Lowered) -> str:

@@ -25,6 +25,7 @@ import os
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from jax.extend import xla
 
 from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
-from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.manager import PassManager, Stage, say_once
 from dhelix.passes.report import Report, StageReport
 
 _HOOK_STAGES = {
@@ -45,7 +46,7 @@ _HOOK_STAGES = {
 GPU_PLATFORMS = ("cuda",)
 
 _lock = threading.RLock()
-_sessions: dict[str, Session] = {}
+_sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; a session lives as long as what it compiled
 _registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
 _temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # with what modules' names hold
 
@@ -64,6 +65,7 @@ class Session:
     Attributes:
       marker: fingerprint of the inputs, 16 hex digits.
       module_name: the name, marker included, under which the program must be compiled.
+      compiles: whether `compiling` is entered.
     """
 
     def __init__(
@@ -89,15 +91,18 @@ class Session:
         self._module = module
         self._stages: dict[Stage, StageReport] = {}
         self._error: Exception | None = None
+        self.compiles = False
         with _lock:
-            _sessions[self.marker] = self
+            _sessions.setdefault(self.marker, weakref.WeakSet()).add(self)
+        weakref.finalize(self, _forget, self.marker)
         for stage in _HOOK_STAGES:
             if manager.runs_at(stage):
                 register(stage, platforms)
 
     def run_lowered(self) -> bytes | None:
-        """Runs the LOWERED passes. Returns the new module, or None when nothing changed."""
-        changed, self._stages[Stage.LOWERED] = self.manager.run(Stage.LOWERED, self._module, self.module_name)
+        """Runs the LOWERED passes, once. Returns the new module, or None when nothing changed."""
+        module, self._module = self._module, b""  # a program may hold constants of any size
+        changed, self._stages[Stage.LOWERED] = self.manager.run(Stage.LOWERED, module, self.module_name)
         return changed
 
     def skip_lowered(self, reason: str) -> None:
@@ -107,18 +112,22 @@ class Session:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Around `lowered.compile()`: with `strict`, a pass's own error, not the XLA error around it."""
-        self._error = None
+        self._error, self.compiles = None, True
         try:
             yield
         except Exception:
             if self._error is not None:
                 raise self._error from None
             raise
+        finally:
+            self.compiles = False
 
     def run_hook(self, stage: Stage, module: bytes) -> bytes | None:
         """Called by the compiler. Raises only with `strict`."""
         try:
-            changed, self._stages[stage] = self.manager.run(stage, module, fingerprint.module_name(module))
+            changed, found = self.manager.run(stage, module, fingerprint.module_name(module))
+            for session in _sessions_of(self.marker):  # the same inputs, so the same passes
+                session._stages[stage] = found
             self._store()
             return changed
         except Exception as error:
@@ -126,6 +135,9 @@ class Session:
                 self._error = error
                 raise
             logging.vlog(1, "%s", traceback.format_exc())
+            reason = f"the {stage.value} passes failed: {type(error).__name__}: {error}"
+            name = fingerprint.unmark(self.module_name)
+            say_once(f"{name} keeps what XLA made: {reason}", (self.manager.step, reason))
             return None
 
     def report(self, collective_fingerprint: str | None = None) -> Report:
@@ -157,15 +169,35 @@ class Session:
             logging.vlog(1, "cannot store the report %s: %s", path, error)
 
     def _stored(self) -> dict[Stage, StageReport]:
+        """What lies beside the compilation cache. Others write there, too: what is damaged counts as missing."""
         path = _report_path(self.marker)
         try:
             if path is None or not path.is_file():
                 return {}
+            if path.stat().st_size > _LARGEST_REPORT:
+                raise DhelixError(f"it has more than {_LARGEST_REPORT >> 20} MiB")
             report = Report.from_json(path.read_text())
-        except (OSError, DhelixError) as error:
-            logging.vlog(1, "cannot read the report %s: %s", path, error)
+            if report.fingerprint != self.marker:
+                raise DhelixError("it is of another step")
+            return {Stage(s.stage): s for s in report.stages}
+        except (OSError, ValueError, DhelixError) as error:  # ValueError: no UTF-8, or a stage that does not exist
+            say_once(f"the stored report {path} is left out: {' '.join(str(error).split())}", ("stored", str(path)))
             return {}
-        return {Stage(s.stage): s for s in report.stages}
+
+
+_LARGEST_REPORT = 64 << 20  # bytes
+
+
+def _sessions_of(marker: str) -> list[Session]:
+    """Those of one program; first the one that compiles it, if any."""
+    with _lock:
+        return sorted(_sessions.get(marker, ()), key=lambda session: not session.compiles)
+
+
+def _forget(marker: str) -> None:
+    with _lock:
+        if not list(_sessions.get(marker, ())):
+            _sessions.pop(marker, None)
 
 
 def register(stage: Stage, platforms: Sequence[str]) -> None:
@@ -218,8 +250,8 @@ def temporary_hook(
 
 def _hook(stage: Stage, module: bytes) -> bytes | None:
     marker = fingerprint.marker_of(module)
-    session = None if marker is None else _sessions.get(marker)
-    changed = session.run_hook(stage, module) if session is not None and enabled() else None
+    sessions = [] if marker is None else _sessions_of(marker)
+    changed = sessions[0].run_hook(stage, module) if sessions and enabled() else None
     name = fingerprint.module_name(module) if _temporary else ""
     for transform in [transform for wanted, transform in list(_temporary) if wanted in name]:
         changed = transform(stage, changed or module) or changed

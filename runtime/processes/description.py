@@ -74,17 +74,17 @@ def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) ->
     ]
 
 
-def before_compiling(manager: PassManager, memory_limit: int | None, left_alone: str | None) -> Record:
+def before_compiling(manager: PassManager | None, memory_limit: int | None, left_alone: str | None) -> Record:
     """What must be alike before XLA compiles; of a step that is left alone, nothing else than that.
 
     Args:
-      manager: of the passes that run.
+      manager: of the passes that run; None if none do.
       left_alone: why, or None.
     """
     runs = Entry(
         "what runs", "transformed" if left_alone is None else "as jax.jit runs it", left_alone or "", _CHOICE_ADVICE
     )
-    if left_alone is not None:
+    if left_alone is not None or manager is None:
         return [runs]
     costs = _costs(manager.enabled)
     return [
@@ -95,15 +95,17 @@ def before_compiling(manager: PassManager, memory_limit: int | None, left_alone:
     ]
 
 
-def after_compiling(order: str, marker: str) -> Record:
+def after_compiling(order: str | None, marker: str) -> Record:
     """What must be alike before the compiled step runs.
 
     Programs that differ in nothing else are no disagreement: one host may print, or have a number of its own.
 
     Args:
-      order: fingerprint of the order of collectives.
+      order: fingerprint of the order of collectives; None of a step that is left alone.
       marker: fingerprint of the program, and of what else the passes were given.
     """
+    if order is None:
+        return [Entry("the order of collectives", "that of the plain step")]
     return [Entry("the order of collectives", order, f"of program {marker}")]
 
 

@@ -4,7 +4,7 @@
     with run.taking_part(on, jitted, args, kwargs) as enabled: # at each call; agrees at the first
         ...                                                    # lowered, transformed, compiled
     check_choice(...)                                          # once a program, before XLA compiles it
-    failure_of_any(...), check_order(...)                      # and after that
+    check_order(...)                                           # and after that; `Job.leave` where something fails
 
 Whoever fails inside says so to the others, and so does a process that ends with a decorated step. A step takes part
 whose arguments, or whose program, have devices of other processes; one of this process's own devices waits for nobody.
@@ -102,13 +102,13 @@ def of_program(lowered: jax.stages.Lowered) -> Job | None:
 
 
 def check_choice(
-    name: str, manager: PassManager, memory_limit: int | None, left_alone: str | None, job: Job | None
+    name: str, manager: PassManager | None, memory_limit: int | None, left_alone: str | None, job: Job | None
 ) -> None:
     """Checks that all processes run the same passes, or all leave the step alone; before XLA compiles.
 
     Args:
       name: of the step.
-      manager: of the passes.
+      manager: of the passes; None if there is none of a step that is left alone.
       memory_limit: bytes beside its arguments, if there is one.
       left_alone: why the step is left alone, or None.
       job: `of_program`.
@@ -121,29 +121,23 @@ def check_choice(
         agreement.check(f"compile step {name!r}", record, job)
 
 
-def failure_of_any(name: str, why: str, job: Job | None) -> str:
-    """Why the first process that could not compile step `name` could not, "" if all could; `why` is this one's reason.
-
-    Processes that go on with different programs would wait for each other for ever.
-    """
-    return next(filter(None, agreement.gathered(f"say whether step {name!r} compiles", why, job)), "")
-
-
-def check_order(name: str, compiled: jax.stages.Compiled, marker: str, job: Job | None) -> str | None:
+def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, job: Job | None) -> str | None:
     """Checks that all processes run the same collectives in the same order.
 
     Args:
+      compiled: the step; None if it is left alone.
       marker: fingerprint of what the passes were given, the program first of all.
 
     Returns:
-      The fingerprint of the order of collectives, or None without a job, where it is not computed.
+      The fingerprint of the order of collectives; None for a step that is left alone, and without a job, where it is
+      not computed.
 
     Raises:
       HostsDisagreeError: in every process.
     """
     if job is None:
         return None
-    order = fingerprint.collective_fingerprint(compiled_module(compiled))
+    order = None if compiled is None else fingerprint.collective_fingerprint(compiled_module(compiled))
     agreement.check(f"run the compiled step {name!r}", description.after_compiling(order, marker), job)
     return order
 

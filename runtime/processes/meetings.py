@@ -52,10 +52,15 @@ class Said(NamedTuple):
     purpose: str
     text: str
     failed: str = ""
+    leaves: str = ""
 
     @property
     def speaker(self) -> str:
         return name_of(self.process, self.host)
+
+
+class LeftAloneError(DhelixError):
+    """A process of the job leaves the step alone, so that all do."""
 
 
 class Job:
@@ -95,11 +100,35 @@ class Job:
         Raises:
           HostsDisagreeError: in every process: `judge` raised it, a process came for something else or failed, or one
             did not come in time.
+          LeftAloneError: in every process, one of which came to `leave`.
         """
+        return self._meet(purpose, judge, times, {"purpose": purpose, "text": text})
+
+    def leave(self, why: str, error: Exception) -> str:
+        """Comes to the next meeting, whatever it is for, so that all leave the step alone.
+
+        Args:
+          why: this process does.
+          error: the reason; LeftAloneError if another process has come to leave.
+
+        Returns:
+          The first process that leaves, and why.
+
+        Raises:
+          HostsDisagreeError: in every process: one has failed, or did not come in time.
+        """
+        if isinstance(error, LeftAloneError):
+            return str(error)
+        try:
+            return self._meet("compile the step", lambda _: why, AT_WORK, {"leaves": why})
+        except LeftAloneError as first:
+            return str(first)
+
+    def _meet(self, purpose: str, judge: Judge, times: int, words: dict[str, str]) -> str:
         with self._lock:
             folder, patience = self._next(), times * timeout()
             try:
-                self.store.key_value_set(f"{folder}/said/{self._own}", self._words(purpose=purpose, text=text))
+                self.store.key_value_set(f"{folder}/said/{self._own}", self._words(**words))
                 if self.leads:
                     verdict = self._lead(folder, purpose, judge, patience)
                 else:
@@ -111,6 +140,8 @@ class Job:
                 ) from None
         if "stopped" in verdict:
             raise HostsDisagreeError(verdict["stopped"])
+        if "left" in verdict:
+            raise LeftAloneError(verdict["left"])
         return verdict["result"]
 
     def fail(self, why: str) -> None:
@@ -153,13 +184,14 @@ class Job:
     def _lead(self, folder: str, purpose: str, judge: Judge, patience: float) -> dict[str, str]:
         try:
             said = self._gather(folder, purpose, patience)
-            result = judge(said)
+            left = next((f"{one.speaker}: {one.leaves}" for one in said if one.leaves), "")
+            verdict = {"left": left} if left else {"result": judge(said)}
         except HostsDisagreeError as error:
             return self._announce(folder, stopped=str(error))
         except BaseException as error:
             self._announce(folder, stopped=self._failure(one_line(error)))
             raise
-        verdict = self._announce(folder, result=result)
+        self._announce(folder, **verdict)
         for number in range(self._first_kept, self._number):  # all have come here, so all have heard those
             self.store.key_value_delete(f"{self._folder}/{number}/")
         self._first_kept = self._number
@@ -174,7 +206,7 @@ class Job:
             self._hosts |= {one.process: one.host for one in said}
             if failed := [one for one in said if one.failed]:
                 raise HostsDisagreeError(_failed(failed[0]))
-            _check_purposes(said)
+            _check_purposes([one for one in said if not one.leaves])
             if len(said) == len(self.processes):
                 return said
             if waiting.over() or waiting.is_long():

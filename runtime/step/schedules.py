@@ -159,7 +159,7 @@ class Choice:
     """What the user chose; the passes follow from it and from the program's GPUs.
 
     Attributes are options of `strand_interleave`, and those of XLA that the step is jitted with; and `paired`, what
-    `weighed` adds.
+    `weighed` adds, and `step`, what tells a step from others in the log.
     """
 
     schedule: str = DEFAULT
@@ -176,6 +176,7 @@ class Choice:
     collective_matmul: str | Form = OFF
     paired: tuple[Placed, ...] = ()
     skew: int = 0
+    step: str = ""
 
     @classmethod
     def of(
@@ -287,7 +288,7 @@ class Choice:
             passes = [one for one in passes if one.stage is not Stage.LOWERED]
         if self.passes is None:
             passes = (*self._collective_matmuls(lowered), *passes)
-        return PassManager(passes, self.disable, self.strict, self.dump_to)
+        return PassManager(passes, self.disable, self.strict, self.dump_to, self.step)
 
     def _collective_matmuls(self, lowered: jax.stages.Lowered | None) -> tuple[Pass, ...]:
         """First of all, since other passes change collectives and orders. The guard is for kernels that the user calls,

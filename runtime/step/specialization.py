@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from absl import logging
 
-from dhelix.errors import DhelixError
-from dhelix.passes import fingerprint, report
+from dhelix.errors import DhelixError, HostsDisagreeError
+from dhelix.passes import fingerprint, jax_compat, report
 from dhelix.passes.manager import Stage, say_once
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
+from dhelix.runtime.processes.meetings import Job
 from dhelix.runtime.step.schedules import Choice, alternatives
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
@@ -25,9 +29,9 @@ _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes
 class Specialization:
     """What to call for one kind of arguments, and the program behind it.
 
-    A job is never broken: where passes refuse, or their result does not lower or compile, the program is left
-    alone, which means that its caller runs the plain one, and a line in the log says why. With `strict` all of these
-    raise instead.
+    A job is never broken: where passes refuse, or anything fails before the step runs (its conversion to HLO and back,
+    a profile, the compilation of what passes made), the program is left alone, which means that its caller runs the
+    plain one, and a line in the log says why. With `strict` all of these raise instead.
 
     A plan that does not fit is only known to be refused when the compiler has come to the order, and what it puts in
     place of collectives has been made by then. Such a step is compiled again, without anything of the plan.
@@ -60,40 +64,49 @@ class Specialization:
         self._refused: StageReport | None = None
         self._job = first_run.of_program(original)
         self._agreed = False
-        self._reason = ""
-        runs = lowering.device_count(original) > 1 or even_on_one_device
-        self._choice = choice.limited(original).weighed(original) if runs else choice
-        self._session = self._begin(self._choice)
-        if runs:
-            self._transform()
-        else:
-            self._session.skip_lowered(_ONE_DEVICE)
-            self._leave_alone(_ONE_DEVICE)
+        self._choice = choice
+        self._session: registration.Session | None = None
+        self._why = ""
+        with self._left_alone_on_error():
+            if lowering.device_count(original) > 1 or even_on_one_device:
+                self._choice = choice.limited(original).weighed(original)
+                self._session = self._begin(self._choice)
+                self._transform()
+            else:
+                self._session = self._begin(choice)
+                self._session.skip_lowered(_ONE_DEVICE)
+                self._leave_alone(_ONE_DEVICE)
 
     def compile(self) -> Callable[..., Any] | None:
         """The transformed program, to be called without static arguments; None if it is left alone."""
         with self._lock:
             if not self._agreed:
-                why = self._reason if self.left_alone else None
-                first_run.check_choice(self._name, self._session.manager, self._choice.memory_limit, why, self._job)
+                why = (self._why or "a pass refused or failed") if self.left_alone else None
+                manager = None if self._session is None else self._session.manager
+                first_run.check_choice(self._name, manager, self._choice.memory_limit, why, self._job)
                 self._agreed = True
             if self._compiled is None and not self.left_alone:
-                self._compile()
-                if self._compiled is not None and self._choice.plan is not None:
-                    self._drop_refused_plan(self._choice.plan)
-                if self._compiled is not None and self._choice.memory_limit is not None:
-                    self._keep_memory(self._choice.memory_limit)
+                with self._left_alone_on_error(self._job):
+                    self._compile()
+                    if self._compiled is not None and self._choice.plan is not None:
+                        self._drop_refused_plan(self._choice.plan)
+                    if self._compiled is not None and self._choice.memory_limit is not None:
+                        self._keep_memory(self._choice.memory_limit)
+                    self._check_order()
             return self._compiled
 
     def plan(self) -> Report:
         """What the LOWERED passes decided."""
+        if self._session is None:
+            name = lowering.module_name(self.original)
+            return Report(name, "", (self._choice.manager().not_run(Stage.LOWERED, name, self._why),))
         whole = self._session.report()
         stages = tuple(stage for stage in whole.stages if stage.stage == Stage.LOWERED.value)
         return Report(whole.module, whole.fingerprint, stages)
 
     def report(self) -> Report:
         """What the passes of all stages did; compiles the program unless `lowered` was compiled already."""
-        if self.left_alone and self._compiled is None:
+        if self._session is None or (self.left_alone and self._compiled is None):
             return self.plan()
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
         if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
@@ -107,32 +120,51 @@ class Specialization:
         module = lowering.hlo_bytes(self.original)
         return registration.Session(choice.manager(self.original), module, fingerprint.module_name(module))
 
+    @contextlib.contextmanager
+    def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:
+        """Around everything that comes before the step runs: what fails there must not stop a job that runs without
+        dhelix. Where it fails in one process of `job`, all leave the step alone."""
+        try:
+            yield
+        except HostsDisagreeError:
+            raise
+        except Exception as error:
+            if self._strict:
+                if isinstance(error, DhelixError):
+                    raise
+                raise DhelixError(f"{self._name} cannot be interleaved: {_first_line(error)}") from error
+            logging.vlog(1, "%s", traceback.format_exc())
+            self._compiled = self._session = None  # nothing is left of what passes did
+            why = f"it cannot be interleaved: {_first_line(error)}"
+            self._leave_alone(why if job is None else job.leave(why, error))
+
     def _transform(self) -> None:
         """Runs the LOWERED passes."""
+        assert self._session is not None
         changed = self._session.run_lowered()
         if changed is None and self._session.manager.runs_at(Stage.LOWERED):
             self._say_nothing_changed()
         else:
-            self._replace(lowering.hlo_bytes(self.original) if changed is None else changed)
+            module = lowering.hlo_bytes(self.original) if changed is None else changed
+            self.lowered = lowering.with_hlo(self.original, module, self._session.module_name)
 
     def _compile(self) -> None:
-        compiled, why = None, ""
+        assert self._session is not None
         try:
             with self._session.compiling():
-                compiled = self.lowered.compile()
+                self._compiled = self.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            if self._strict:
-                raise
-            why = str(error)
-        why = first_run.failure_of_any(self._name, why, self._job)
-        if compiled is None or why:
-            self._leave_alone(f"the interleaved program does not compile: {why}")
-        else:
-            self._order = first_run.check_order(self._name, compiled, self._session.marker, self._job)
-            self._compiled = compiled
+            raise DhelixError(f"the interleaved program does not compile: {_first_line(error)}") from error
+
+    def _check_order(self) -> None:
+        """The last of what processes do together, so that all hear where one of them fails before."""
+        compiled = None if self.left_alone else self._compiled
+        marker = "" if self._session is None else self._session.marker
+        self._order = first_run.check_order(self._name, compiled, marker, self._job)
 
     def _drop_refused_plan(self, plan: PairingPlan) -> None:
         """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
+        assert self._session is not None
         done = self._session.report()
         target = plan.target
         chosen = {one.name for one in alternatives(target.decomposed, target.row_parts, target.reduced)}
@@ -147,7 +179,7 @@ class Specialization:
             "the plan is refused, so the step is compiled again without what it puts in place of collectives, as with"
             " schedule='xla'"
         )
-        say_once(f"{self._name}: {reason}", (self._name, reason))
+        say_once(f"{self._name}: {reason}", (self._choice.step, reason))
         self._transform()
         if not self.left_alone:
             self._compile()
@@ -160,7 +192,7 @@ class Specialization:
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
-            plain = self.original.compile()
+            plain = jax_compat.apart(self.original).compile()
             limit = max(limit, self._largest(memory_need.of_compiled(plain).allowed(), "weigh the plain step's memory"))
         if needed <= limit:
             return
@@ -181,7 +213,7 @@ class Specialization:
         if self._strict:
             raise DhelixError(f"{self._name}: {reason}")
         self._leave_alone(reason)
-        self._compiled = self.original.compile() if plain is None else plain
+        self._compiled = jax_compat.apart(self.original).compile() if plain is None else plain
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:
         assert compiled is not None
@@ -193,7 +225,7 @@ class Specialization:
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
         """What the compiled program needs, or less if a pass has said so; what of it are gaps; whether one has."""
-        assert self._compiled is not None
+        assert self._compiled is not None and self._session is not None
         gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).beside
         stages = (*self._session.report().stages, *filter(None, [self._refused]))
         notes = (note for stage in stages for entry in stage.passes for note in entry.notes)
@@ -201,25 +233,23 @@ class Specialization:
         gaps, said = (self._largest(max(count, 0), "weigh gaps in the memory") for count in (gaps, said))
         return min(needed, said + gaps) if said else needed, gaps, said > 0
 
-    def _replace(self, module: bytes) -> None:
-        try:
-            self.lowered = lowering.with_hlo(self.original, module, self._session.module_name)
-        except DhelixError as error:
-            if self._strict:
-                raise
-            self._leave_alone(str(error))
-
     def _leave_alone(self, reason: str) -> None:
         self.left_alone = True
-        self.lowered = self.original
-        self._reason = first_line = reason.partition("\n")[0]
-        say_once(f"{self._name} runs as it is: {first_line}", (self._name, first_line))
+        self.lowered = self.original  # what passes made of it is freed
+        self._why = reason
+        say_once(f"{self._name} runs as it is: {reason}", (self._choice.step, reason))
 
     def _say_nothing_changed(self) -> None:
         """One line in the log; where a pass refused or failed, the manager has written it."""
         self.left_alone = True
         entries = tuple(self.plan())
-        self._reason = "a pass refused or failed"
         if not any(entry.outcome in (report.REFUSED, report.FAILED) for entry in entries):
             notes = [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
             self._leave_alone("; ".join(notes) or "no pass found anything to do")
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, in one line: the compiler's own have pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else "no reason given"
+    return text if isinstance(error, DhelixError) else f"{type(error).__name__}: {text}"

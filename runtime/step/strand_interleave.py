@@ -159,7 +159,8 @@ class InterleavedStep:
     ):
         functools.update_wrapper(self, function)
         self.__name__ = getattr(function, "__name__", type(function).__name__)
-        self._choice = choice
+        self._number = next(_numbers)
+        self._choice = dataclasses.replace(choice, step=f"{self.__name__} {self._number}")
         self._manager = choice.manager()  # of no program yet; what it refuses is said at decoration
         self._verify = verify
         self._even_on_one_device = even_on_one_device
@@ -174,7 +175,6 @@ class InterleavedStep:
             self._jitted = function if jax_compat.is_jitted(function) else jax.jit(function, **jit_options)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
         self._hosts = FirstRun(self.__name__, self._options(choice))
-        self._number = next(_numbers)
         self._splits = False  # whether it is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
@@ -261,7 +261,7 @@ class InterleavedStep:
     def _options(self, choice: Choice) -> dict[str, object]:
         """What was asked for, as other processes must have been asked, too."""
         asked = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
-        for name in ("dump_to", "compiler_options", "paired", "pipelined"):  # a host's own, or said otherwise
+        for name in ("dump_to", "compiler_options", "paired", "pipelined", "step"):  # a host's own, or said otherwise
             del asked[name]
         more = {"microbatches": self._microbatches, "reduce": self._reduce, "pipeline": self._pipeline}
         return {**more, **asked, "verify": self._verify}
@@ -351,27 +351,24 @@ class InterleavedStep:
         return static, dynamic
 
     def _compare(self, chosen: Specialization, args: Any, kwargs: Any) -> None:
-        """Raises VerificationError unless the step computes what the plain one does."""
-        relative = verification.tolerance(chosen.original, verification.TOLERANCE)
-        expected, again = (
-            self._jitted(*verification.copy_arguments(args), **verification.copy_arguments(kwargs)) for _ in range(2)
-        )
-        actual = self._call(chosen, verification.copy_arguments(args), verification.copy_arguments(kwargs))
-        advice = "A pass changed what the step computes: report it, and set DHELIX=off or disable= meanwhile"
-        verification.compare(expected, actual, "output", relative, advice, again=again)
-        if self._microbatches is None:
-            return
-        relative = verification.tolerance(chosen.original, verification.LOOP_TOLERANCE)
-        whole = self._jit_traced(1, results=True)(*args, **kwargs)
-        split = self._jit_traced(self._microbatches, results=True)(*args, **kwargs)
-        advice = (
-            f"{self._microbatches} micro-batches do not combine to the whole batch: if micro-batches weigh"
-            ' differently (padding masks) take reduce="weighted", if the loss is a sum reduce="sum";'
-            " dropout must be off to verify"
-        )
-        for (value, gradients), (loop_value, loop_gradients) in zip(whole, split, strict=True):
-            verification.compare(value, loop_value, "loss", relative, advice)
-            verification.compare(gradients, loop_gradients, "gradient", relative, advice, one_scale=True)
+        """Raises VerificationError unless the step computes what the plain one does, and says what was compared."""
+        lines = []
+        if (changed := chosen.compile()) is not None:
+            plain = jax_compat.apart(chosen.original).compile()
+            _, (dynamic, keywords) = self._separate(args, kwargs)
+            passes = ", ".join(entry.name for entry in chosen.report() if entry.changed)
+            found = verification.check_passes(plain, changed, chosen.original, dynamic, keywords, passes)
+            lines.append(f"all {found.leaves} results are those of the plain step: {found}")
+        if self._microbatches is not None:
+            whole, split = (self._jit_traced(count, results=True) for count in (1, self._microbatches))
+            found = verification.check_microbatches(
+                whole, split, chosen.original, args, kwargs, self._microbatches, self._reduce
+            )
+            if found is not None:
+                lines.append(f"losses and gradients ({found.leaves} leaves) are those of the whole batch: {found}")
+            whole.clear_cache()  # JAX would keep its executable
+        text = ". ".join(lines) or "nothing was compared, since the step runs as it is"
+        say_once(f"{self.__name__}, verified: {text}", (self._choice.step, text))
 
 
 class _BoundStep:

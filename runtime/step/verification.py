@@ -1,20 +1,27 @@
 """One step against another: `strand_interleave(verify=True)`.
 
 Two comparisons, each on copies of the arguments, so that donated ones survive:
-1. The transformed step against the same step without passes. Passes do not reorder additions, so the outputs
-   are bit-equal or, where XLA fused differently, within `TOLERANCE` of each leaf's largest magnitude.
-2. With `microbatches=`: losses and gradients of the loop that `value_and_grad` built against those of the
-   whole batch. Here the order of additions differs, and this is where a `reduce` that does not fit shows.
+1. The transformed step against the same step without passes (`check_passes`). Passes do not reorder additions, so the
+   results are bit-equal or, where XLA fused differently, within `TOLERANCE` of each leaf's largest magnitude.
+2. With `microbatches=`: losses and gradients of the loop that `value_and_grad` built against those of the whole batch
+   (`check_microbatches`). Here the order of additions differs, and this is where a `reduce` that does not fit shows.
 
-In a program that computes in less than float32, both tolerances are at least two units of its narrowest type. A step
-that is not the same twice on the same arguments (atomic additions on GPUs: an embedding's gradient in bf16 was seen
-to differ by a sixth of its largest element) may differ from the plain one by `NOISE` times what that differs from
-itself by.
+In a program that computes in less than float32, both tolerances are at least two units of its narrowest type.
+
+Some leaves are nothing but rounding. The gradient of an attention key's bias is zero in exact arithmetic, and Adam
+divides that noise by its own size. Other steps are not the same twice on the same arguments (atomic additions on
+GPUs: an embedding's gradient in bf16 was seen to differ by a sixth of its largest element). So the plain step runs
+again, once on the same arguments and twice on arguments that are a last bit larger or smaller. What a leaf changes by
+then is its noise, and `NOISE` times that is allowed.
+
+The plain step's results are alive beside those of one other run at a time.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,10 +34,121 @@ TOLERANCE = 1e-6
 LOOP_TOLERANCE = 1e-5
 NOISE = 4.0
 _NARROW = {"bf16": 2.0**-7, "f16": 2.0**-10, "f8": 2.0**-2, "f4": 0.5}
+_RANDOM = re.compile(r"threefry|rng_bit_generator|stablehlo\.rng\b")
 
 
 class VerificationError(DhelixError):
     """The step computes something else than the plain one."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two pytrees that agree.
+
+    Attributes:
+      leaves: how many were compared.
+      largest: the largest difference, in units of its leaf's largest magnitude; of leaves that are not noise.
+      where: the name of that leaf.
+      noise: names of leaves that differ by more than `allowed`, as they do between two runs of the plain step.
+      allowed: largest difference, in the same units, of a leaf that is not noise.
+    """
+
+    leaves: int
+    largest: float
+    where: str
+    noise: tuple[str, ...]
+    allowed: float
+
+    def __str__(self) -> str:
+        where = f" in {self.where}" if self.largest else ""
+        noise = f"; {len(self.noise)} are rounding noise, such as {self.noise[0]}" if self.noise else ""
+        return f"the largest difference is {self.largest:.1e}{where}, where {self.allowed:.1e} is allowed{noise}"
+
+
+def check_passes(
+    plain: Callable[..., Any],
+    changed: Callable[..., Any],
+    lowered: jax.stages.Lowered,
+    args: Any,
+    kwargs: Any,
+    passes: str,
+) -> Agreement:
+    """Raises VerificationError unless both steps return the same.
+
+    Args:
+      plain, changed: the steps, to be called with `*args, **kwargs`.
+      lowered: the plain one.
+      passes: names of those that changed the program, for the message.
+    """
+    expected, noise = _result_and_noise(plain, lowered, args, kwargs)
+    advice = (
+        f"A pass changed what the step computes ({passes}): report it; meanwhile drop passes by name with disable=, or"
+        " set DHELIX=off"
+    )
+    given, keywords = copy_arguments((args, kwargs))
+    actual = changed(*given, **keywords)
+    return compare(expected, actual, "output", tolerance(lowered, TOLERANCE), advice, noise=noise)
+
+
+def check_microbatches(
+    whole: Any, split: Any, lowered: jax.stages.Lowered, args: Any, kwargs: Any, microbatches: int, reduce: str
+) -> Agreement | None:
+    """Raises VerificationError unless losses and gradients of micro-batches combine to those of the whole batch.
+
+    Args:
+      whole, split: jitted functions of `*args, **kwargs` that return (value, gradients) of each call of
+        `value_and_grad`: in one piece, and in micro-batches.
+      lowered: the step.
+
+    Returns:
+      What was compared; None where `value_and_grad` is called out of sight.
+    """
+    relative = tolerance(lowered, LOOP_TOLERANCE)
+    expected, noise = _result_and_noise(whole, lowered, args, kwargs)
+    actual = split(*args, **kwargs)
+    advice = _why_microbatches_differ(expected, actual, whole.lower(*args, **kwargs), microbatches, reduce, relative)
+    found = []
+    for wanted, given, random in zip(expected, actual, noise, strict=True):
+        for part, what in enumerate(("loss", "gradient")):
+            scale = {"noise": random[part], "one_scale": what == "gradient"}
+            found.append(compare(wanted[part], given[part], what, relative, advice, **scale))
+    if not found:
+        return None
+    worst = max(found, key=lambda one: one.largest)
+    noise = tuple(name for one in found for name in one.noise)
+    return replace(worst, leaves=sum(one.leaves for one in found), noise=noise)
+
+
+def _why_microbatches_differ(
+    whole: Any, split: Any, lowered: jax.stages.Lowered, microbatches: int, reduce: str, relative: float
+) -> str:
+    """What to do where they do: by what multiple they differ by, and by what the loss draws."""
+    start = f"{microbatches} micro-batches do not combine to the whole batch: "
+    for factor, right in ((microbatches, "sum"), (1 / microbatches, "mean")):
+        losses = [[_scaled(value, factor) for value, _ in split], [value for value, _ in whole]]
+        if reduce != right and _agree(*losses, relative):
+            kind = "the sum over the rows" if right == "sum" else "a mean over the rows"
+            return start + f'the loss is {kind}, so take reduce="{right}"'
+    if _RANDOM.search(lowered.as_text()):
+        return start + "the loss draws random numbers, such as dropout, which must be off to verify"
+    if reduce == "weighted":
+        return start + "weights= must return what the loss of a micro-batch is divided by"
+    return start + (
+        'if micro-batches weigh differently (padding masks) take reduce="weighted"; a loss that looks at the whole'
+        " batch at once (batch norm, contrastive losses) is another one in micro-batches"
+    )
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    return jax.tree.map(lambda x: x * factor if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x, value)
+
+
+def _agree(expected: Any, actual: Any, relative: float) -> bool:
+    try:
+        compare(expected, actual, "", relative, "")
+    except VerificationError:
+        return False
+    return True
 
 
 def copy_arguments(tree: Any) -> Any:
@@ -38,10 +156,39 @@ def copy_arguments(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
+def _result_and_noise(
+    function: Callable[..., Any], lowered: jax.stages.Lowered, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """What a function returns, and for each leaf of that how much it changes without a reason."""
+    expected = function(*copy_arguments(args), **copy_arguments(kwargs))
+    noise = [0.0] * len(jax.tree.leaves(expected))
+    unit = _narrowest_unit(lowered) / NOISE
+    for sign in (0, 1, -1):
+        given, keywords = _nudged((args, kwargs), sign, unit)
+        differences = _all_differences(expected, function(*given, **keywords))
+        noise = [max(most, here) for most, (here, _) in zip(noise, differences, strict=True)]
+    return expected, jax.tree.unflatten(jax.tree.structure(expected), noise)
+
+
+def _nudged(tree: Any, sign: int, unit: float) -> Any:
+    """Copies, of which every other floating-point leaf is one unit larger and the others one smaller."""
+    leaves, treedef = jax.tree.flatten(copy_arguments(tree))
+    for n, leaf in enumerate(leaves if sign else ()):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            step = sign * (-1) ** n * max(float(jnp.finfo(leaf.dtype).eps), unit)
+            leaves[n] = jax.device_put((leaf * jnp.asarray(1 + step, leaf.dtype)).astype(leaf.dtype), leaf.sharding)
+    return treedef.unflatten(leaves)
+
+
 def tolerance(lowered: jax.stages.Lowered, base: float) -> float:
     """`base`, or two units of the narrowest floating-point type that the program computes in."""
+    return max(base, 2 * _narrowest_unit(lowered))
+
+
+def _narrowest_unit(lowered: jax.stages.Lowered) -> float:
+    """The last bit of 1 in the narrowest floating-point type of a program; 0 where all are wider than 16 bits."""
     found = re.findall(r"[x<](bf16|f16|f8|f4)[A-Z0-9a-z]*>", lowered.as_text())
-    return max([base, *(2 * _NARROW[name] for name in set(found))])
+    return max((_NARROW[name] for name in set(found)), default=0.0)
 
 
 def compare(
@@ -51,9 +198,9 @@ def compare(
     relative: float,
     advice: str,
     *,
-    again: Any = None,
+    noise: Any = None,
     one_scale: bool = False,
-) -> None:
+) -> Agreement:
     """Raises VerificationError, naming the worst leaf, unless all leaves agree.
 
     Args:
@@ -61,29 +208,35 @@ def compare(
       what: names the trees in the message.
       relative: largest difference, in units of the leaf's largest finite magnitude. Integers must be equal.
       advice: last sentence of the message.
-      again: a second run of what gave `expected`, of which `NOISE` times the difference is allowed.
+      noise: how much each leaf of `expected` changes without a reason; `NOISE` times that is allowed.
       one_scale: take the largest magnitude of all leaves for each. For gradients: one that is zero but for
         rounding, such as that of an attention key's bias, has no scale of its own.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    names = [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     found = _all_differences(expected, actual)
-    noise = _all_differences(expected, expected if again is None else again)
-    largest = max((scale for _, scale in found), default=0.0)
-    worst: tuple[float, str, str] | None = None
-    for (path, want), (difference, scale), (random, _) in zip(leaves, found, noise, strict=True):
-        scale = largest if one_scale else scale
-        inexact = jnp.issubdtype(_numbers(want).dtype, jnp.inexact)
-        allowed = max(relative * scale, NOISE * random) if inexact else 0.0
-        excess = difference / allowed if allowed else (np.inf if difference else 0.0)
-        if difference > allowed and (worst is None or excess > worst[0]):
-            name = what + jax.tree_util.keystr(path)
-            worst = excess, name, f"differs by {difference:.3g}, where {allowed:.3g} is allowed"
-    if worst is not None:
-        raise VerificationError(f"{worst[1]} {worst[2]}. {advice}")
+    randoms = [0.0] * len(names) if noise is None else jax.tree.leaves(noise)
+    scales = [scale for _, scale in found]
+    if one_scale:
+        scales = [max(scales, default=0.0)] * len(scales)
+    largest, where, noisy = 0.0, "", []
+    worst: tuple[float, str] = (1.0, "")
+    for name, (difference, _), scale, random in zip(names, found, scales, randoms, strict=True):
+        allowed = max(relative * scale, NOISE * random)
+        if difference > allowed:
+            excess = difference / allowed if allowed else np.inf
+            text = f"{name} differs by {difference:.3g}, where {allowed:.3g} is allowed"
+            worst = max(worst, (excess, text), key=lambda one: one[0])
+        elif difference > relative * scale:
+            noisy.append(name)
+        elif scale and difference / scale > largest:
+            largest, where = difference / scale, name
+    if worst[1]:
+        raise VerificationError(f"{worst[1]}. {advice}")
+    return Agreement(len(names), largest, where, tuple(noisy), relative)
 
 
 def _all_differences(expected: Any, actual: Any) -> list[tuple[float, float]]:
-    """For each leaf the largest difference and the largest magnitude of `expected`."""
+    """For each leaf the largest difference and the largest magnitude of `expected`, which is 0 for integers."""
     wanted, given = (list(map(_numbers, jax.tree.leaves(tree))) for tree in (expected, actual))
     return [(float(pair[0]), float(pair[1])) for pair in jax.device_get(_differences(wanted, given))]
 
@@ -94,7 +247,7 @@ def _numbers(x: Any) -> jax.Array:
 
 
 @jax.jit
-def _differences(wanted: list[jax.Array], given: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+def _differences(wanted: Sequence[jax.Array], given: Sequence[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
     return [_difference(want, got) for want, got in zip(wanted, given, strict=True)]
 
 
@@ -104,7 +257,7 @@ def _difference(want: jax.Array, got: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.float32(0), jnp.float32(0)
     if not jnp.issubdtype(want.dtype, jnp.inexact):
         return jnp.max(want != got).astype(jnp.float32), jnp.float32(0)
-    wide = jnp.promote_types(want.dtype, jnp.float32)
+    wide = jnp.promote_types(want.dtype, jnp.float32) if jnp.finfo(want.dtype).bits > 8 else jnp.float32
     want, got = want.astype(wide), got.astype(wide)
     same = (want == got) | (jnp.isnan(want) & jnp.isnan(got))
     difference = jnp.where(same, 0, jnp.abs(want - got))

@@ -135,6 +135,38 @@ def test_a_failure_stops_the_others_and_the_numbers_stay_in_step(failing: int) -
     assert each(processes, lambda job, n: job.meet("speak", str(n), lambda said: str(len(said)))) == [str(MANY)] * MANY
 
 
+@pytest.mark.parametrize("leaving", [{0}, {5}, {2, 5}])
+def test_all_leave_alone_what_one_leaves_alone(leaving: set[int]) -> None:
+    processes = jobs()
+
+    def act(job: Job, number: int) -> str:
+        try:
+            if number in leaving:
+                raise ValueError("no room")
+            return job.meet("run the compiled step 'f'", "", texts)
+        except ValueError as error:
+            return job.leave(f"{error} in {number}", error)
+        except meetings.LeftAloneError as error:
+            return job.leave("the same", error)
+
+    (told,) = set(each(processes, act))
+    first = min(leaving)
+    assert told.startswith(f"process {first} (") and told.endswith(f"): no room in {first}")
+    assert each(processes, lambda job, n: job.meet("speak", str(n), lambda said: str(len(said)))) == [str(MANY)] * MANY
+
+
+def test_who_leaves_a_step_alone_is_stopped_where_another_one_fails() -> None:
+    def act(job: Job, number: int) -> str:
+        if number == 2:
+            job.fail("ValueError: no room")
+            raise DhelixError("failed")
+        return job.leave("too slow", TypeError()) if number == 1 else job.meet("run", "", texts)
+
+    found = each(jobs(3), act)
+    assert found.pop() == "failed"
+    assert all("stopped before all processes ran the step: ValueError: no room" in text for text in found)
+
+
 def test_processes_that_meet_for_something_else() -> None:
     found = each(jobs(3), lambda job, n: job.meet(f"run step {'ab'[n % 2]!r}", "", texts))
     assert len(set(found)) == 1

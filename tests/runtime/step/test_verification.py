@@ -51,9 +51,13 @@ def squared_rows(w: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
     ("loss", "reduce", "message"),
     [
         (squared_error, "mean", None),
-        (squared_error, "sum", "loss differs"),
+        (squared_error, "sum", 'the loss is a mean over the rows, so take reduce="mean"'),
         (lambda w, data: squared_error(w, data) * 128, "mean", None),
-        (lambda w, data: squared_rows(w, data).sum(), "mean", 'if the loss is a sum reduce="sum"'),
+        (
+            lambda w, data: squared_rows(w, data).sum(),
+            "mean",
+            'the loss is the sum over the rows, so take reduce="sum"',
+        ),
         (lambda w, data: squared_rows(w, data).sum(), "sum", None),
         (_masked, "mean", 'padding masks\\) take reduce="weighted"'),
         (_masked, "weighted", None),
@@ -108,13 +112,14 @@ def test_tolerance_follows_the_narrowest_type() -> None:
     assert narrow(jnp.float8_e4m3fn) == 0.5
 
 
-def test_what_the_plain_step_differs_from_itself_by_is_allowed() -> None:
-    plain, again = {"w": jnp.array([1.0, 2.0])}, {"w": jnp.array([1.0, 2.1])}
-    compare(plain, {"w": jnp.array([1.0, 2.3])}, "output", 1e-6, "", again=again)
+def test_noise_is_allowed_and_named() -> None:
+    plain, noise = {"b": jnp.array([1.0]), "w": jnp.array([1.0, 2.0])}, {"b": 0.0, "w": 0.1}
+    found = compare(plain, {"b": jnp.array([1.0]), "w": jnp.array([1.0, 2.3])}, "output", 1e-6, "", noise=noise)
+    assert found.noise == ("output['w']",) and found.leaves == 2 and found.largest == 0
     with pytest.raises(VerificationError, match=r"output\['w'\] differs by 1"):
-        compare(plain, {"w": jnp.array([1.0, 3.0])}, "output", 1e-6, "", again=again)
+        compare(plain, {**plain, "w": jnp.array([1.0, 3.0])}, "output", 1e-6, "", noise=noise)
     with pytest.raises(VerificationError):
-        compare(plain, {"w": jnp.array([1.0, 2.3])}, "output", 1e-6, "")
+        compare(plain, {**plain, "w": jnp.array([1.0, 2.3])}, "output", 1e-6, "")
 
 
 def test_where_gradients_are_taken_in_a_function_that_jax_traces_by_itself(caplog: pytest.LogCaptureFixture) -> None:
