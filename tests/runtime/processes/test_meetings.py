@@ -142,9 +142,9 @@ def test_all_leave_alone_what_one_leaves_alone(leaving: set[int]) -> None:
     def act(job: Job, number: int) -> str:
         try:
             if number in leaving:
-                raise ValueError("no room")
+                raise OSError("no room")
             return job.meet("run the compiled step 'f'", "", texts)
-        except ValueError as error:
+        except OSError as error:
             return job.leave(f"{error} in {number}", error)
         except meetings.LeftAloneError as error:
             return job.leave("the same", error)
