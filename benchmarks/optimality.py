@@ -19,7 +19,8 @@ from typing import Any
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_start
-from dhelix.passes.evaluation.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.collective_schedule import list_order

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from dhelix.benchmarks.optimality import CASES, compiled, layer_body
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.evaluation.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.collective_schedule import list_order

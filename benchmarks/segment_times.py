@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dhelix.benchmarks.strand_variants import GPU, SETTINGS
-from dhelix.passes.evaluation.costs import CostModel, Costs, Lane
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import flags
 from rich.console import Console
 from rich.table import Table
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, timeline_plot
-from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module
+from dhelix.launch import timeline_plot
+from dhelix.launch.inspecting import dumps, targets
+from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
 from dhelix.launch.units import Unit, size_unit, time_unit
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.step_time import predict
@@ -38,12 +40,12 @@ Reads a scheduled HLO module and says, for each collective, what lies under it a
 which large buffers are copied inside loops; and how much memory the step needs. Nothing runs: times are
 estimates, of a profile of the GPU where there is one, else of a roofline.
 
-DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt), or its folder: then the largest such
-module is taken. With --compare, DUMP is the program before and OTHER the one after."""
+DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt, packed by gzip or not), or its folder: then the
+largest such module is taken. With --compare, DUMP is the program before and OTHER the one after."""
 
 AUTO, NONE = "auto", "none"
 ROOFLINE = "roofline"
-_DEFAULT_GPU = "H200"
+_DEFAULT_GPU = targets.DEFAULT.name
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -52,7 +54,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "hardware",
         None,
         sorted(gpus.ALL),
-        f"GPU that times are estimated for (default: that of the dump, else {_DEFAULT_GPU})",
+        f"GPU that times are estimated for (default: that of the dump; {_DEFAULT_GPU} where nothing says)",
         flag_values=values,
     )
     flags.DEFINE_string(
@@ -98,7 +100,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
 
 def inspect_compiled(
     compiled: Any,
-    hardware: str = _DEFAULT_GPU,
+    hardware: str | None = None,
     title: str = "",
     source: str = "compiled step",
     profile: str = NONE,
@@ -107,7 +109,8 @@ def inspect_compiled(
     """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
 
     Args:
-      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`.
+      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`; by default the
+        one that the step is compiled for.
       title: of the picture; by default the module's name.
       source: what to call it in tables.
       profile, setting: whose costs, as of `inspect_dump`.
@@ -128,8 +131,11 @@ def inspect_compiled(
     module = compiled_module(compiled)
     if not module.is_scheduled:
         raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
-    costs, cost_model = _costs(module, _hardware(hardware), profile, setting)
-    return inspect_module(module, costs, cost_model, memory, source, title)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    kind = next((device.device_kind for sharding in shardings for device in sharding.device_set), "")
+    gpu, notes = (_hardware(hardware), ()) if hardware else targets.of_kind(kind)
+    costs, cost_model = _costs(module, gpu, profile, setting)
+    return inspect_module(module, costs, cost_model, memory, source, title, notes)
 
 
 def inspect_dump(
@@ -138,25 +144,21 @@ def inspect_dump(
     """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
 
     Args:
-      hardware: whose times are estimated; by default the GPU that the dump says.
+      hardware: whose times are estimated; by default those of the GPU that the dump describes (`targets.choose`).
       title: of the picture.
       profile: "none": the roofline's costs; "auto": those of a profile, where there is one of the hardware and the
         setting; or a profile's file.
       setting: launch setting of the profile.
 
     Raises:
-      DhelixError: nothing to read there, no HLO, not scheduled, no such hardware, or a profile without the setting.
+      DhelixError: nothing to read there, no HLO, not scheduled, not well formed, of another backend or of a GPU that
+        nothing describes, no such hardware, or a profile without the setting.
     """
-    file = dumps.find_module(path)
-    module = dumps.read_module(file)
-    notes = []
-    if Path(path).is_dir():
-        notes.append(f"{file.name} is the largest module of {path}")
-    if "cpu_after" in file.name:
-        notes.append("compiled for CPU, where no collective is asynchronous: compile for GPUs to see overlap")
-    gpu = _hardware(hardware or dumps.read_gpu(file, gpus.ALL) or _DEFAULT_GPU)
-    costs, cost_model = _costs(module, gpu, NONE if "cpu_after" in file.name else profile, setting)
-    return inspect_module(module, costs, cost_model, dumps.read_memory(file), str(file), title, tuple(notes))
+    found = dumps.read(path)
+    gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
+    costs, cost_model = _costs(found.module, gpu, NONE if "cpu_after" in found.file.name else profile, setting)
+    memory = dumps.read_memory(found.file)
+    return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, (*found.notes, *notes))
 
 
 def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) -> tuple[Costs, str]:
@@ -202,11 +204,16 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
         )
         for note in inspection.notes:
             console.print(f"  {note}", style="yellow")
+        if inspection.unknown_kernels:
+            console.print(f"  {unknown_text(inspection)}: {_unknown(inspection)}", style="yellow")
     console.print(_estimate(found))
     console.print(_totals(found))
     for inspection in found:
         name = f" of {inspection.picture.title}" if len(found) > 1 else ""
         console.print(_collectives(inspection, name, top))
+        for report in inspection.collectives[:top]:
+            for note in report.notes:
+                console.print(f"  * {report.instruction}: {note}", style="yellow")
         console.print(_copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}.")
 
 
@@ -244,6 +251,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
         ("communication, as it runs", [i.communication_ms for i in found]),
         ("  hidden under compute", [i.hidden_ms for i in found]),
         ("  exposed", [i.exposed_ms for i in found]),
+        ("  with the host's memory", [i.host_ms or None for i in found]),
         ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found]),
     ]
     sizes: list[tuple[str, list[float | None]]] = [
@@ -268,16 +276,17 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
     table = Table(title=f"Collectives{name}, most exposed first", title_justify="left", title_style="bold")
     for column in ("collective", "part", "in loops"):
         table.add_column(column, overflow="fold")
-    for column in ("runs", "size", "alone", "hidden", "exposed"):
+    for column in ("devices", "runs", "size", "alone", "hidden", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)
     unit = _time_unit([inspection])
     table.add_column(f"lies under ({unit.name} of each run)", overflow="fold")
     for report in inspection.collectives[:top]:
         table.add_row(
-            report.instruction,
+            report.instruction if report.kind in report.instruction else f"{report.instruction} ({report.kind})",
             report.part,
             " > ".join(report.loops) or "-",
-            f"{report.executions:,}",
+            f"{report.groups:,} x {report.devices:,}" if report.groups > 1 else f"{report.devices:,}",
+            f"{report.executions:,}" + ("*" if report.notes else ""),
             size_unit([report.bytes]).text(report.bytes),
             unit.text(report.alone_ms),
             unit.text(report.hidden_ms),
@@ -289,6 +298,13 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
         exposed = unit.text(sum(r.exposed_ms for r in hidden))
         table.caption = f"and {len(hidden)} more, {exposed} exposed (--top)"
     return table
+
+
+def _unknown(inspection: Inspection) -> str:
+    """The targets that take longest."""
+    unit = _time_unit([inspection])
+    named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
+    return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")
 
 
 def _under(report: CollectiveReport, unit: Unit) -> str:

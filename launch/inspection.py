@@ -12,31 +12,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.launch.dumps import Memory
+from dhelix.launch.inspecting.dumps import Memory
+from dhelix.launch.instruction_words import Place, communicates, describe, moved, parts_of, place_notes, places_of
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit
-from dhelix.passes.analysis.collectives import find_collective
-from dhelix.passes.evaluation.costs import Costs, Lane, sequence_of, trip_count
+from dhelix.passes.analysis.collectives import Collective
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.custom_calls import calls_of, family_of
+from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
+from dhelix.passes.evaluation.transfers import Transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.profiles.hardware import Hardware
 
 LARGE = 16 * 2**20  # bytes: copies of smaller buffers inside loops are not worth a line
-_LANES = {Lane.COMPUTE: COMPUTE, Lane.COMM: COMMUNICATION, Lane.COMM_INTER: f"{COMMUNICATION} between nodes"}
+_LANES = {
+    Lane.COMPUTE: COMPUTE,
+    Lane.COMM: COMMUNICATION,
+    Lane.COMM_INTER: f"{COMMUNICATION} between nodes",
+    Lane.HOST: f"{COMMUNICATION} with the host",
+}
 _SHORT = {
     "all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "all-to-all": "A2A",
     "ragged-all-to-all": "RA2A", "collective-permute": "CP", "collective-broadcast": "CB",
 }  # fmt: skip
-_MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
-_FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a computation runs: the loops around it, outermost first, and how often a step runs it."""
-
-    loops: tuple[str, ...]
-    executions: int
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,25 @@ class Under:
 
 @dataclass(frozen=True)
 class CollectiveReport:
-    """One collective of the program. Milliseconds are of all its executions in a step.
+    """One collective, message or host transfer of the program. Milliseconds are of all its executions in a step.
 
     Attributes:
-      bytes: of the whole buffer on one device: gathered, or before it is reduced.
-      devices: how many take part.
+      kind: HLO's name of a collective; `send`, `recv` or `send/recv`; `copy to host` or `copy from host`.
+      bytes: of the whole buffer on one device: gathered, or before it is reduced; of what several collectives move
+        that are one instruction, the sum.
+      devices: how many take part, in the largest group.
+      groups: how many groups communicate at the same time; pairs of a permute or a message.
       part: alpha, beta, forward, backward or other, as its name in the user's program says.
+      executions: in a step; 0 for what the estimate leaves out, as `notes` say.
       alone_ms: what it would take with nothing beside it; `hidden_ms + exposed_ms` is what it takes.
+      notes: what is not known of it: how often it runs, or between how many devices.
     """
 
     instruction: str
     kind: str
     bytes: int
     devices: int
+    groups: int
     part: str
     loops: tuple[str, ...]
     executions: int
@@ -70,6 +75,24 @@ class CollectiveReport:
     hidden_ms: float
     exposed_ms: float
     under: tuple[Under, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnknownKernel:
+    """Custom calls of one target of which nobody can see what they compute. Their times follow from what they move.
+
+    Attributes:
+      instructions: how many; `executions`: how often a step runs them, all together.
+      bytes: read and written by all executions.
+    """
+
+    target: str
+    family: str
+    instructions: int
+    executions: int
+    bytes: float
+    total_ms: float
 
 
 @dataclass(frozen=True)
@@ -93,7 +116,9 @@ class Inspection:
       slow_down_ms: what compute loses by running beside collectives; contained in `compute_ms`.
       communication_alone_ms: what the collectives would take with nothing beside them.
       communication_ms: what they take, hidden and exposed.
-      collectives: most exposed first.
+      host_ms: of `communication_ms`, what transfers to and from the host's memory take.
+      collectives: most exposed first; messages and host transfers among them.
+      unknown: kernels of unknown custom calls, longest first.
       copies: longest first; only inside loops, only buffers of LARGE bytes or more.
       memory: of one device; None where nothing says.
       picture: the timeline; not in the JSON.
@@ -111,7 +136,9 @@ class Inspection:
     communication_ms: float
     hidden_ms: float
     exposed_ms: float
+    host_ms: float
     collectives: tuple[CollectiveReport, ...]
+    unknown: tuple[UnknownKernel, ...]
     copies: tuple[CopyReport, ...]
     memory: Memory | None
     notes: tuple[str, ...]
@@ -121,10 +148,16 @@ class Inspection:
     def hidden_share(self) -> float:
         return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
 
+    @property
+    def unknown_kernels(self) -> int:
+        """How many instructions are unknown custom calls."""
+        return sum(u.instructions for u in self.unknown)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the picture, as JSON holds it."""
         fields = dataclasses.asdict(dataclasses.replace(self, picture=Picture("", "", ())))
         del fields["picture"]
+        fields["unknown_kernels"] = self.unknown_kernels
         if self.memory is not None:
             fields["memory"]["peak"] = self.memory.peak
         return {"estimated": True, **fields}
@@ -149,10 +182,19 @@ def inspect_module(
     """
     hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
-    places = dict(_places(module))
+    places = dict(places_of(module))
     instructions = {i.name: i for computation in places for i in computation.instructions}
-    parts = {i.name: part for computation in places for i, part in _parts(computation)}
-    reports = [_collective(c, instructions, parts, places, hardware) for c in timeline.collectives]
+    parts = {i.name: part for computation in places for i, part in parts_of(computation)}
+    reports = [
+        _collective(instructions[c.instruction], c, parts, places, hardware, instructions) for c in timeline.collectives
+    ]
+    seen = {c.instruction for c in timeline.collectives}
+    reports += [
+        _collective(i, None, parts, places, hardware, instructions)
+        for computation in places
+        for i in sequence_of(computation)
+        if i.name not in seen and communicates(i) is not None
+    ]
     inspection = Inspection(
         source=source or module.name,
         module=module.name,
@@ -166,10 +208,12 @@ def inspect_module(
         communication_ms=1e3 * timeline.communication,
         hidden_ms=1e3 * timeline.hidden,
         exposed_ms=1e3 * timeline.exposed,
+        host_ms=sum(r.hidden_ms + r.exposed_ms for r in reports if r.kind.endswith("host")),
         collectives=tuple(sorted(reports, key=lambda r: (-r.exposed_ms, -r.hidden_ms, r.instruction))),
+        unknown=_unknown(places, costs),
         copies=_copies(places, costs),
         memory=memory,
-        notes=notes,
+        notes=(*notes, *place_notes(places)),
         picture=Picture("", "", ()),
     )
     copied = {copy.instruction for copy in inspection.copies}
@@ -182,119 +226,78 @@ def inspect_module(
     return dataclasses.replace(inspection, picture=picture)
 
 
-def part_of(instruction: Instruction) -> str:
-    """alpha or beta for the strand that the operator's name carries; else forward, backward or other.
-
-    A fusion without a name of its own, or with one that tells nothing, is taken for what is inside.
-    """
-    for name in _op_names(instruction):
-        for strand in ("alpha", "beta"):
-            if f"strand_{strand}" in name:
-                return strand
-        if "jvp(" in name:
-            return "backward" if "transpose(" in name else "forward"
-    return "other"
-
-
-def _parts(computation: Computation) -> Iterator[tuple[Instruction, str]]:
-    """The part of each instruction; one that tells none is taken for what all others are, if they agree."""
-    parts = [(instruction, part_of(instruction)) for instruction in computation.instructions]
-    told = {part for _, part in parts} - {"other"}
-    default = told.pop() if len(told) == 1 and computation is not computation.module.entry else "other"
-    return ((instruction, default if part == "other" else part) for instruction, part in parts)
-
-
-def describe(instruction: Instruction) -> str:
-    """A word for people: all-gather, GEMM, attention, copy, or the operation in the user's program."""
-    collective = find_collective(instruction)
-    if collective is not None:
-        return collective.kind
-    inner = [instruction, *(i for called in _called(instruction) for i in called.instructions)]
-    targets = " ".join(i.proto.custom_call_target for i in inner)
-    if any(i.opcode == "dot" for i in inner) or "matmul" in targets or "gemm" in targets:
-        return "GEMM"
-    if "fmha" in targets or "cudnn" in targets:
-        return "attention"
-    if _moves(instruction) is not None:
-        return str(_moves(instruction))
-    return next(_op_names(instruction), instruction.opcode).rpartition("/")[2].removesuffix("-start")
-
-
-def _called(instruction: Instruction) -> Iterator[Computation]:
-    """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
-    if instruction.opcode in ("fusion", "async-start"):
-        for called in instruction.called:
-            yield called
-            yield from (c for i in called.instructions for c in _called(i))
-
-
-def _op_names(instruction: Instruction) -> Iterator[str]:
-    """Names in the user's program: of the instruction, then of what it fuses, results first."""
-    if instruction.op_name:
-        yield instruction.op_name
-    for called in _called(instruction):
-        yield from (inner.op_name for inner in reversed(called.instructions) if inner.op_name)
-
-
-def _places(module: HloModule) -> Iterator[tuple[Computation, Place]]:
-    """Computations whose instructions are kernels of the step: the entry and what loops and calls lead to."""
-    waiting = [(module.entry, Place((), 1))]
-    while waiting:
-        computation, place = waiting.pop()
-        yield computation, place
-        for instruction in sequence_of(computation):
-            if instruction.opcode == "while":
-                count = trip_count(instruction) or 1
-                inner = Place((*place.loops, instruction.name), place.executions * count)
-                waiting.append((instruction.called[0], inner))
-            elif instruction.opcode in ("call", "conditional"):
-                waiting.extend((called, place) for called in instruction.called)
-
-
 def _collective(
-    time: CollectiveTime,
-    instructions: dict[str, Instruction],
+    instruction: Instruction,
+    time: CollectiveTime | None,
     parts: dict[str, str],
     places: dict[Computation, Place],
     hardware: Hardware,
+    instructions: dict[str, Instruction],
 ) -> CollectiveReport:
-    instruction = instructions[time.instruction]
-    collective = find_collective(instruction)
-    assert collective is not None  # the timeline says it communicates
-    under = tuple(Under(n, describe(instructions[n]), 1e3 * s / time.count) for n, s in time.under)
+    """`time`: None for what the timeline does not run, in the shorter branch of a conditional."""
+    found = communicates(instruction)
+    assert found is not None  # the timeline says it communicates
+    together = (found, *found.others) if isinstance(found, Collective) else (found,)
+    place, notes = places[instruction.computation], ()
+    count, under = 0, ()
+    if time is None:
+        why = "the other branch takes longer" if place.executions else "its loop does not run"
+        notes = (f"not in the estimate: {why}",)
+    else:
+        count = time.count
+        under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
+    if len(together) > 1:
+        notes = (*notes, "together: " + ", ".join(f"{t.kind} of {t.size} bytes" for t in together))
+    if not found.groups and not getattr(found, "host", False):
+        notes = (*notes, f"the module does not say how many devices it has: {hardware.gpus_per_node} assumed")
     return CollectiveReport(
         instruction=instruction.name,
-        kind=collective.kind,
-        bytes=collective.size,
-        devices=collective.group_size(default=hardware.gpus_per_node),
+        kind=found.kind,
+        bytes=sum(t.size for t in together),
+        devices=_devices(found, hardware),
+        groups=max(len(found.groups), 1),
         part=parts[instruction.name],
-        loops=places[instruction.computation].loops,
-        executions=time.count,
-        alone_ms=1e3 * time.alone,
-        hidden_ms=1e3 * time.hidden,
-        exposed_ms=1e3 * time.exposed,
+        loops=place.loops,
+        executions=count,
+        alone_ms=1e3 * time.alone if time else 0.0,
+        hidden_ms=1e3 * time.hidden if time else 0.0,
+        exposed_ms=1e3 * time.exposed if time else 0.0,
         under=under,
+        notes=(*place.notes, *notes),
     )
 
 
-def _moves(instruction: Instruction) -> str | None:
-    """`copy` or `fill` for an instruction that only moves or writes whole buffers, else None."""
-    if instruction.opcode in ("copy", "copy-start"):
-        return "copy"
-    called = list(_called(instruction))
-    opcodes = {i.opcode for c in called for i in c.instructions} - {"fusion"}
-    if not opcodes:
-        return None
-    if "broadcast" in opcodes and opcodes <= _FILLS:
-        return "fill"
-    return "copy" if opcodes & {"copy", "transpose"} and opcodes <= _MOVES else None
+def _devices(found: Collective | Transfer, hardware: Hardware) -> int:
+    if isinstance(found, Transfer):
+        return 1 if found.host else 2
+    return found.group_size(default=hardware.gpus_per_node)
+
+
+def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKernel, ...]:
+    """Unknown custom calls of a step by their targets."""
+    found: dict[str, UnknownKernel] = {}
+    for computation, place in places.items():
+        for instruction in sequence_of(computation):
+            calls = [call for call in calls_of(instruction) if family_of(call).work == "unknown"]
+            if not calls or communicates(instruction) is not None:
+                continue
+            target, family = calls[0].proto.custom_call_target, family_of(calls[0]).name
+            known, cost = found.get(target, UnknownKernel(target, family, 0, 0, 0.0, 0.0)), costs[instruction]
+            found[target] = dataclasses.replace(
+                known,
+                instructions=known.instructions + 1,
+                executions=known.executions + place.executions,
+                bytes=known.bytes + place.executions * cost.bytes,
+                total_ms=known.total_ms + 1e3 * place.executions * cost.seconds,
+            )
+    return tuple(sorted(found.values(), key=lambda u: (-u.total_ms, u.target)))
 
 
 def _copies(places: dict[Computation, Place], costs: Costs) -> tuple[CopyReport, ...]:
     found = []
     for computation, place in places.items():
         for instruction in computation.instructions if place.loops else ():
-            kind = _moves(instruction)
+            kind = moved(instruction)
             size = shapes.byte_size(instruction.shape)
             if kind is None or size < LARGE:
                 continue
@@ -359,7 +362,18 @@ def _summary(inspection: Inspection) -> str:
         f"estimate: step {unit.text(inspection.step_ms)}",
         f"exposed communication {unit.text(inspection.exposed_ms)}",
     ]
+    if inspection.unknown_kernels:
+        words.append(unknown_text(inspection))
     if inspection.memory is not None:
         peak = inspection.memory.peak
         words.append(f"peak memory {size_unit([peak]).text(peak)}")
     return "  ·  ".join(words)
+
+
+def unknown_text(inspection: Inspection) -> str:
+    """How many kernels are unknown custom calls, in words; "" where there are none."""
+    count = inspection.unknown_kernels
+    if not count:
+        return ""
+    kernels = "1 kernel is an unknown custom call" if count == 1 else f"{count} kernels are unknown custom calls"
+    return f"{kernels}, counted by the bytes {'it moves' if count == 1 else 'they move'}"

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch import plan_measured, plan_picture, plan_step, plan_tables, profile_step, step_flags, trainer
-from dhelix.launch.dumps import Memory
+from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
@@ -67,7 +67,7 @@ def define_flags(values: flags.FlagValues) -> None:
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     step_flags.define(values, None, "tp over 4 GPUs")
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
-    choice("hardware", None, hardware.GPUS, f"which GPUs (default: those of the dump, else {_DEFAULT_GPU})")
+    choice("hardware", None, hardware.GPUS, f"which GPUs (default: the dump's, or {_DEFAULT_GPU})")
     number("gpus_per_node", None, "GPUs of a node (default: 8; with --link two-nodes half of the step's)")
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
@@ -147,8 +147,11 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
 
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
     options = None if arguments else step_flags.options(chosen)
-    dump = plan_step.of_dump(arguments[0]) if arguments else None
-    gpu = chosen["hardware"] or (dump and dump.hardware) or _DEFAULT_GPU
+    dump = plan_step.of_dump(arguments[0], chosen["hardware"]) if arguments else None
+    gpu = dump.hardware if dump else chosen["hardware"] or _DEFAULT_GPU
+    if dump:
+        for note in dump.notes:
+            say(console, f"{dump.name}: {note}.")
     gpus = profile_step.gpus_of_options(options) if options else dump.gpus if dump else 0
     models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
     if options is None:

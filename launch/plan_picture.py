@@ -18,7 +18,8 @@ from dhelix.launch import figures
 from dhelix.launch.plan_search import Candidate
 from dhelix.launch.timeline_plot import subtract
 from dhelix.passes.communication import exchange
-from dhelix.passes.evaluation.costs import Costs, Lane
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import Timeline, evaluate, settled
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.runtime.trace import Interval, merge

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch.dumps import Memory as Counted
+from dhelix.launch.inspecting.dumps import Memory as Counted
 from dhelix.launch.plan_step import Program
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import find_collective

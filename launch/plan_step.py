@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, profile_step, trainer
-from dhelix.launch.dumps import Memory
+from dhelix.launch import profile_step, trainer
+from dhelix.launch.inspecting import dumps
+from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.models import Training
 from dhelix.passes.communication.gradient_reduction import GradientReduction
@@ -45,37 +46,39 @@ class Program:
       name: for people.
       module: scheduled, serialized.
       gpus: how many it runs on.
-      hardware: the GPU it was compiled for; None if a dump does not say.
+      hardware: as of `CompiledStep`.
       memory: of one GPU, in XLA's order; None if a dump does not say.
       decomposed: collectives that others take the place of.
       skew: layers that the strands are apart.
       row_parts: of chains from a gather to a scatter where one strand runs; 0: whole.
       reduced: 1: gradients are reduced layer by layer.
       before: the module as passes before fusion see it, serialized; None of a dump.
+      notes: as of `CompiledStep`.
     """
 
     name: str
     module: bytes
     gpus: int
-    hardware: str | None
+    hardware: str
     memory: Memory | None
     decomposed: tuple[CollectiveKey, ...] = ()
     skew: int = 0
     row_parts: int = 0
     reduced: int = 0
     before: bytes | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
-        """As `of_preset` has it; the default of a dump that does not say."""
-        return profile_step.TARGET if self.hardware is None else self.hardware.lower()
+        """As `of_preset` has it."""
+        return self.hardware.lower()
 
 
-def of_dump(path: str | Path) -> Program:
+def of_dump(path: str | Path, gpu: str | None = None) -> Program:
     """The step in a file or a folder of `--xla_dump_to`, as it is. Raises DhelixError: see `profile_step.of_dump`."""
-    step = profile_step.of_dump(path)
+    step = profile_step.of_dump(path, gpu)
     memory = dumps.read_memory(dumps.find_module(path))
-    return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory)
+    return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory, notes=step.notes)
 
 
 def of_preset(

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dhelix.launch.dumps import Memory
+from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text

@@ -26,7 +26,8 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, profile_output, profile_processes, profile_step, step_flags
+from dhelix.launch import profile_output, profile_processes, profile_step, step_flags
+from dhelix.launch.inspecting import dumps
 from dhelix.launch.profile_job import Job
 from dhelix.launch.profile_recorded import Recorded, as_recorded
 from dhelix.launch.profile_step import CompiledStep
@@ -83,7 +84,10 @@ def define_flags(values: flags.FlagValues) -> None:
     switch("explain", False, "measure nothing, say what would be; what happens without GPUs")
     text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
     choice(
-        "hardware", None, hardware.GPUS, f"without GPUs: which ones (default: those of the dump, else {_DEFAULT_GPU})"
+        "hardware",
+        None,
+        hardware.GPUS,
+        f"without GPUs: which ones (default: the dump's, or {_DEFAULT_GPU})",
     )
     text("compare", None, "say how far the file agrees with this profile; without a step, that alone")
     switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
@@ -134,8 +138,8 @@ _GO_ON = "what was measured is in {path}, and the same command goes on from ther
 
 def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
     """Says what would be measured."""
-    step = _step(chosen, arguments)
-    gpu = chosen["hardware"] or (step.hardware if step else None) or _DEFAULT_GPU
+    step = _step(chosen, arguments, chosen["hardware"], console)
+    gpu = chosen["hardware"] or (step.hardware if step else _DEFAULT_GPU)
     job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
 
     def explain() -> None:
@@ -156,7 +160,7 @@ def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tup
 def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
     """Measurements come from another profile."""
     record = storage.load(chosen["recorded"])
-    step = _step(chosen, arguments)
+    step = _step(chosen, arguments, record.hardware, console)
     assert step is not None  # _check
     chosen["link"] = record.link
     job = _job(chosen, record.hardware, step.gpus, step)
@@ -180,7 +184,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
     gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
     if gpu is None:
         raise DhelixError("nvidia-smi does not say which GPUs these are; name them by --hardware")
-    step = profile_step.of_dump(arguments[0]) if arguments else None
+    step = _of_dump(arguments[0], gpu, console) if arguments else None
     needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) * chosen["pp"] or count
     if needed > count and step is None:
         raise DhelixError(f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or a dump")
@@ -308,14 +312,22 @@ def _options(chosen: dict[str, Any]) -> Options:
     return step_flags.options(chosen, plain=not chosen["interleave"])
 
 
-def _step(chosen: dict[str, Any], arguments: list[str]) -> CompiledStep | None:
+def _step(chosen: dict[str, Any], arguments: list[str], gpu: str | None, console: Console) -> CompiledStep | None:
     """The step, compiled without GPUs; None if none is asked for."""
     if arguments:
-        return profile_step.of_dump(arguments[0])
+        return _of_dump(arguments[0], gpu, console)
     if not chosen["preset"]:
         return None
     target = (chosen["hardware"] or _DEFAULT_GPU).lower()  # of others, a like program for estimates
     return profile_step.of_preset(_options(chosen), target if target in deviceless.targets() else profile_step.TARGET)
+
+
+def _of_dump(path: str, gpu: str | None, console: Console) -> CompiledStep:
+    """The step of a dump, after what there is to say about it."""
+    step = profile_step.of_dump(path, gpu)
+    for note in step.notes:
+        say(console, f"{step.name}: {note}.")
+    return step
 
 
 def _folder(path: Path) -> Path:

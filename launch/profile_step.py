@@ -19,7 +19,8 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
-from dhelix.launch import dumps, trainer
+from dhelix.launch import trainer
+from dhelix.launch.inspecting import dumps, targets
 from dhelix.models import Training
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule
@@ -41,25 +42,33 @@ class CompiledStep:
       name: for people.
       module: scheduled.
       gpus: how many it runs on.
-      hardware: the GPU it was compiled for, a name in `hardware.ALL`; None if the dump does not say.
+      hardware: the GPU whose times count: that it was compiled for, unless another was asked for.
+      notes: what there is to say about reading it, and about whose times count.
     """
 
     name: str
     module: HloModule
     gpus: int
-    hardware: str | None
+    hardware: str
+    notes: tuple[str, ...] = ()
 
 
-def of_dump(path: str | Path) -> CompiledStep:
+def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
     """The step in a file or a folder of `--xla_dump_to`.
 
-    Raises DhelixError: nothing to read there, not scheduled, or not compiled for GPUs.
+    Args:
+      gpu: whose times count; None: that of the dump.
+
+    Raises DhelixError: nothing to read there, not scheduled, not compiled for GPUs, or for one that nothing describes.
     """
     file = dumps.find_module(path)
     if "cpu_after" in file.name:
         raise DhelixError(f"{file} was compiled for CPU, and profiles are of GPUs; compile the step for GPUs")
-    module = dumps.read_module(file)
-    return CompiledStep(str(file), module, gpus_of(module), dumps.read_gpu(file, hardware.ALL))
+    dump = dumps.read(file)
+    described, notes = targets.choose(file, dump.module, hardware.describe(gpu) if gpu else None)
+    if gpu is None and described.name not in hardware.ALL:
+        raise DhelixError(f"{file} was compiled for {described.name}, {targets.ASK}")
+    return CompiledStep(str(file), dump.module, gpus_of(dump.module), described.name, (*dump.notes, *notes))
 
 
 def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:

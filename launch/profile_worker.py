@@ -22,8 +22,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
+from dhelix.launch.inspecting import dumps
 from dhelix.launch.profile_step import build, gpus_of
-from dhelix.passes.hlo import HloModule
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
@@ -137,7 +137,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     setting = SETTINGS[request.setting]
     lowered, make_arguments = None, None
     if request.module:
-        step = Step(HloModule.from_file(request.module))
+        step = Step(dumps.read(request.module).module)
     else:
         assert request.preset is not None
         _tell(done=0, total=0, what="compiles the step")

@@ -295,8 +295,9 @@ def utilization(run: Run, seconds: float) -> float | None:
     """
     peak = run.options.peak_tflops and run.options.peak_tflops * 1e12
     kind = run.training.mesh.devices.flat[0].device_kind
-    peak = peak or next((h.peak_flops for name, h in hardware.ALL.items() if name in kind), None)
-    if peak is None:
+    known = hardware.ALL.get(hardware.gpu_name(kind))
+    peak = peak or (known and known.peak_flops)
+    if not peak:
         return None
     flops = run.training.config.flops_per_token(run.seq) * run.tokens_per_step
     return flops / (seconds * peak * run.training.mesh.size)

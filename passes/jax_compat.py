@@ -7,30 +7,79 @@ Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; wha
 from __future__ import annotations
 
 import copy
+import os
 import re
-from collections.abc import Hashable
+import signal
+import subprocess
+import sys
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config, distributed
+from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
-from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
+from jaxlib import _hlo, _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]
 
 from dhelix.errors import DhelixError
 
 _UNREADABLE = re.compile(r"( all-reduce-start\(.*?), output_to_operand_aliasing=\{\{.*?\)\}")
+_NO_HLO = 3  # exit status of _PARSE: the text does not parse, and stdout says why
+_PARSE = f"""
+import sys
+from jaxlib import _hlo
+try:
+    result = _hlo.hlo_module_from_text(sys.stdin.buffer.read().decode()).as_serialized_hlo_module_proto()
+except Exception as error:
+    sys.stdout.write(str(error))
+    sys.exit({_NO_HLO})
+sys.stdout.buffer.write(result)
+"""
 
 
 def parse_hlo_text(text: str) -> bytes:
-    """HLO text as XLA prints it -> serialized HloModuleProto. Raises DhelixError with XLA's message."""
+    """HLO text as this XLA prints it -> serialized HloModuleProto. Raises DhelixError with XLA's message."""
     try:
-        # XLA prints an attribute of asynchronous all-reduces that its own parser refuses; it only informs.
-        readable = _UNREADABLE.sub(r"\1", text)
-        return _hlo.hlo_module_from_text(readable).as_serialized_hlo_module_proto()
+        return _hlo.hlo_module_from_text(_readable(text)).as_serialized_hlo_module_proto()
     except Exception as error:  # XlaRuntimeError, whose module differs between jaxlib versions
         message = " ".join(str(error).split())
         raise DhelixError(f"not HLO text that this jaxlib reads: {message[:300]}") from None
+
+
+def parse_foreign_hlo_text(text: str) -> bytes:
+    """The same for text that another program wrote. XLA's parser ends the process on some of it (a late operand, a
+    parameter number out of range), so it runs in one of its own.
+
+    Raises:
+      DhelixError: with the whole of XLA's message where the text does not parse.
+      ParserStopped: XLA's parser ended its process.
+    """
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _PARSE],
+        input=_readable(text).encode(),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    if done.returncode == 0:
+        return done.stdout
+    if done.returncode == _NO_HLO:
+        raise DhelixError(done.stdout.decode(errors="replace"))
+    said = done.stderr.decode(errors="replace")
+    found = re.search(r"RET_CHECK failure \(\S+\) (.*)|Check failed: (.*)", said)
+    end = signal.strsignal(-done.returncode) if done.returncode < 0 else f"exit status {done.returncode}"
+    raise ParserStopped(next(filter(None, found.groups())).strip() if found else str(end))
+
+
+class ParserStopped(DhelixError):
+    """XLA's parser did not come back; the message is its last word."""
+
+
+def _readable(text: str) -> str:
+    """Without an attribute that XLA prints and its own parser refuses; it only informs."""
+    return _UNREADABLE.sub(r"\1", text)
 
 
 def hlo_text(module: bytes) -> str:
@@ -80,6 +129,20 @@ def replace_stablehlo_module(
     return replaced
 
 
+def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """HLO text of a StableHLO program that is partitioned over `devices`, as their compiler leaves it; nothing is
+    loaded, so the devices need not exist."""
+    wanted = xla_client.CompileOptions()
+    wanted.num_replicas, wanted.num_partitions = 1, len(devices)
+    wanted.env_option_overrides = list(options.items())
+    build = wanted.executable_build_options
+    build.num_replicas, build.num_partitions, build.use_spmd_partitioning = 1, len(devices), True
+    build.use_shardy_partitioner = True
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(1, -1))
+    executable = devices[0].client.compile(module, _jax.DeviceList(tuple(devices)), wanted)
+    return executable.hlo_modules()[0].to_string()
+
+
 def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
     """The same program, whose executable is freed when nothing holds it: JAX keeps one as long as its module."""
     module = stablehlo_module(lowered)
@@ -108,6 +171,11 @@ def context_on_mesh(equation: Any, mesh: jax.sharding.AbstractMesh) -> Any:
     """What an equation of a jaxpr keeps of where it was traced (`jex_core.JaxprEqn.ctx`), under another mesh."""
     with equation.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return type(equation.ctx)()
+
+
+def convert_element_type(value: Any, dtype: Any, weak_type: bool) -> Any:
+    """`jax.lax.convert_element_type`, to a type that may be weak."""
+    return _lax._convert_element_type(value, dtype, weak_type=weak_type)
 
 
 def is_jitted(function: object) -> bool:

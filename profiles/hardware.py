@@ -28,6 +28,7 @@ class Hardware:
       intra_bandwidth: bus bandwidth that one collective reaches per GPU inside a node (NCCL's busbw).
       inter_bandwidth: the same per GPU across nodes; a group with k GPUs on each node has k network cards.
       intra_latency, inter_latency: start-up of a collective, for the kernel and per step of its ring.
+      host_bandwidth: of copies between device memory and pinned memory of the host, each way.
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
       compute_rate: how fast compute proceeds while a collective runs beside it; 1 is undisturbed.
       communication_rate: how fast the collective proceeds meanwhile.
@@ -55,6 +56,7 @@ class Hardware:
     inter_compute_rate: float = 0.9
     inter_communication_rate: float = 0.95
     like: str = ""
+    host_bandwidth: float = 55e9  # PCIe 5.0 x16: 63 GB/s, less what packets take
 
     def rates(self, between_nodes: bool) -> tuple[float, float]:
         """Of compute and of a collective beside each other, where nothing like them was measured."""
@@ -66,8 +68,14 @@ class Hardware:
 # NVLink 4, 18 links: 450 GB/s each way, of which NCCL reaches about 330; 400 Gb/s of network per GPU.
 H200 = Hardware("H200", 989e12, 4.8e12, 141e9, 330e9, 45e9)
 H100 = Hardware("H100", 989e12, 3.35e12, 80e9, 330e9, 45e9, like="H200")  # the SXM card; memory alone is another
+H800 = replace(H100, name="H800", intra_bandwidth=147e9, like="")  # H100 with NVLink cut to 400 GB/s (200 each way)
+# NVLink 5, 18 links: 900 GB/s each way, of which the share that NCCL reaches is taken to be H100's. 400 Gb/s of network
+# per GPU. Peaks of HGX B200 and of GB200 NVL72 without sparsity; in the latter, NVLink joins 72 GPUs.
+B200 = Hardware("B200", 2250e12, 8e12, 180e9, 660e9, 45e9)
+GB200 = Hardware("GB200", 2500e12, 8e12, 186e9, 660e9, 45e9, gpus_per_node=72)
 # NVLink 3, 12 links: 300 GB/s each way; 200 Gb/s of network per GPU (DGX A100, AMSP III-A).
-A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9)
+_PCIE4 = 25e9  # of 31.5 GB/s
+A100 = Hardware("A100", 312e12, 2.04e12, 80e9, 230e9, 22e9, host_bandwidth=_PCIE4)
 # A server of four without a network. Its NVLink is the A100's; NCCL's all-reduce of 16 MiB, the one collective
 # that is published, takes 221 us (DistFuse table 1), and 120 GB/s follow from that.
 A100_40GB = replace(
@@ -86,9 +94,14 @@ A40 = Hardware(
     intra_latency=15e-6,
     compute_rate=0.9,
     communication_rate=0.8,
+    host_bandwidth=_PCIE4,
 )
 # NVLink of 400 Gb/s inside a node; 2 x 400 Gb/s per node of 8 (Lagom 4.1, cluster A).
 A40_NVLINK = replace(A40, name="A40-nvlink", intra_bandwidth=40e9, inter_bandwidth=11e9, intra_latency=8e-6)
+# Ada and Ampere cards for PCIe, links and network as of A40: NVIDIA's peaks without sparsity (A10G: AWS's G5).
+L40S = replace(A40, name="L40S", peak_flops=362e12, memory_bandwidth=0.864e12, memory_bytes=48e9)
+L4 = replace(A40, name="L4", peak_flops=121e12, memory_bandwidth=0.3e12, memory_bytes=24e9)
+A10G = replace(A40, name="A10G", peak_flops=70e12, memory_bandwidth=0.6e12, memory_bytes=24e9)
 
 
 def _no_p2p(gpu: Hardware) -> Hardware:
@@ -106,7 +119,10 @@ def _two_nodes(gpu: Hardware) -> Hardware:
 H200_NO_P2P, H100_NO_P2P = _no_p2p(H200), _no_p2p(H100)
 H200_TWO_NODES, H100_TWO_NODES = _two_nodes(H200), _two_nodes(H100)
 
-_ALL = (H200, H200_NO_P2P, H200_TWO_NODES, H100, H100_NO_P2P, H100_TWO_NODES, A100, A100_40GB, A800, A40, A40_NVLINK)
+_ALL = (
+    *(H200, H200_NO_P2P, H200_TWO_NODES, H100, H100_NO_P2P, H100_TWO_NODES, H800, B200, GB200),
+    *(A100, A100_40GB, A800, A40, A40_NVLINK, L40S, L4, A10G),
+)
 ALL: dict[str, Hardware] = {h.name: h for h in _ALL}
 
 LINKS = ("nvlink", "no-p2p", "two-nodes")

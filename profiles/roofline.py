@@ -26,6 +26,11 @@ def attention_seconds(flops: float, bytes_moved: float, hardware: Hardware) -> f
     return max(arithmetic + hardware.kernel_seconds, memory_seconds(bytes_moved, hardware))
 
 
+def host_seconds(bytes_moved: float, hardware: Hardware) -> float:
+    """A copy between device memory and the host's, by a copy engine; nothing for no bytes."""
+    return bytes_moved / hardware.host_bandwidth + hardware.kernel_seconds if bytes_moved else 0.0
+
+
 def wire_bytes(kind: str, size: float, group: int) -> float:
     """Bytes that each device sends.
 

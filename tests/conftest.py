@@ -17,7 +17,12 @@ os.environ["JAX_PLATFORMS"] = "cpu,cuda" if _plugin else "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 # Two workers keep both cores busy: a program for CPU in one piece compiles in 8 % less time than in 32. A flag that the
 # caller gives stands last, and so wins.
-_flags = "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "
+# XLA makes one function of a loop that touches little memory, and on some processors products in it round otherwise:
+# strands, whose loops are larger, would then differ in the last bit.
+_flags = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_disable_hlo_passes=small-while-loop-hoisting "
+)
 os.environ["XLA_FLAGS"] = _flags + os.environ.get("XLA_FLAGS", "")
 if _plugin and not list(Path("/dev").glob("nvidia[0-9]*")):
     # Machine code of GPU kernels takes two thirds of a compilation, and most programs share most of theirs: it is made

@@ -164,6 +164,9 @@ class Buffers:
             return self._leaves[operands[0]][offset : offset + leaf_count(instruction.shape)]
         if opcode in _RENAMES or opcode == "while":
             return list(self._leaves[operands[0]])
+        if opcode in ("recv-done", "send-done"):  # of (data, context, token), also where a loop hands them on
+            leaves = self._leaves[operands[0]]
+            return [*leaves[:-2], leaves[-1]] if opcode == "recv-done" else leaves[-1:]
         if is_done(instruction):
             start = start_of(instruction)
             offset = _result_offset(start)
@@ -172,6 +175,9 @@ class Buffers:
             leaves = self._define_start(instruction)
         else:
             leaves = self._new(instruction.shape)
+        if opcode == "send":  # what it sends stays where it is
+            given = self._leaves[operands[0]]
+            leaves = [*given, *leaves[len(given) :]]
         if opcode in ("call", "conditional"):
             self._unite_alike(leaves, [b for o in operands for b in self._leaves[o]])
         for output, operand, offset in _in_place(instruction):
@@ -375,6 +381,8 @@ def _hands_on(instruction: Instruction, leaf: int) -> bool:
 
     So are the invariants of a loop, and the operands that the shape of a start repeats.
     """
+    if instruction.opcode == "send":
+        return leaf < leaf_count(instruction.operands[0].shape)
     if is_start(instruction):
         return leaf < _result_offset(instruction) or (instruction.opcode == "copy-start" and leaf == 1)
     if instruction.opcode != "while":

@@ -2,13 +2,24 @@
 
 XLA writes a collective plain (`all-gather`), as a pair (`async-start` around it and `async-done`, or the
 older `all-gather-start` and `all-gather-done`), or inside a fusion that is itself plain or async (Triton
-collectives). It writes the devices in one of four forms: lists, a reshaped and transposed iota, and both
-again as axes of a mesh. This module reads all of them.
+collectives). An async pair may hold several, which NCCL runs as one group. It writes the devices in one of four
+forms: lists, a reshaped and transposed iota, and both again as axes of a mesh; nothing at all means all devices. What
+the numbers count is said elsewhere: replicas, partitions, or devices (`flattened_groups`). This module reads all of
+them.
+
+Bytes follow from the operands, since what stands beside the result differs from spelling to spelling:
+
+    all-reduce-start    f32[8], (f32[8], f32[8])                              the results alone, one or several
+    all-gather-start    (f32[8], f32[64]), ((f32[8], f32[8]), (f32[64], f32[64]))      operands, then results
+    permute-start       (f32[8], f32[8]), (f32[8], f32[8], u32[], u32[])      and contexts
+    async-start         ((f32[8]), f32[64]), ((f32[8]), f32[64], u32[])       operands, result, and contexts
+
+Messages (`send`, `recv`) and transfers to the host's memory are no collectives: see `evaluation.transfers`.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +34,7 @@ GROUP_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups
 
 Groups = tuple[tuple[int, ...], ...]
 _COMBINER_KEY = "combiner_key"  # a frontend attribute of XLA's: collectives with different ones are not combined
+_OVER_BOTH = frozenset(("all-gather", "all-reduce", "reduce-scatter"))
 _KERNEL, _PEERS = "mosaic_gpu", b"uses_xla_collective_metadata = true"
 
 
@@ -32,13 +44,17 @@ class Collective:
 
     Attributes:
       kind: HLO's name, such as `all-gather`.
-      size: bytes of the whole buffer on one device: gathered, or before it is reduced.
-      groups: devices that communicate with each other; pairs for `collective-permute`. Empty: all devices.
+      size: bytes of the whole buffer on one device: gathered, or before it is reduced. Of a ragged all-to-all the
+        buffer that is sent from; how much of it is sent, the data say.
+      groups: devices that communicate with each other; pairs for `collective-permute`. Empty: all devices, of which
+        the module does not say how many there are.
+      others: further ones that begin with it, of another kind or over other groups.
     """
 
     kind: str
     size: int
     groups: Groups
+    others: tuple["Collective", ...] = ()
 
     def group_size(self, default: int) -> int:
         return max(map(len, self.groups), default=default)
@@ -82,34 +98,85 @@ def free_channel(module: HloModule) -> int:
 
 
 def find_collective(instruction: Instruction) -> Collective | None:
-    """The collective that begins at `instruction`, or None. The `-done` of a pair begins none."""
-    found = _payload(instruction)
-    if found is None:
+    """The collective that begins at `instruction`, or None. The `-done` of a pair begins none.
+
+    Where several begin, those of one kind and the same groups count as one of their size together, and what is left
+    are the largest one's `others`.
+    """
+    sizes: dict[tuple[str, Groups], int] = {}
+    for found in _payloads(instruction):
+        alike = found.opcode.removesuffix("-start"), flattened_groups(found)
+        sizes[alike] = sizes.get(alike, 0) + _size(found)
+    if not sizes:
         return None
-    kind = found.opcode.removesuffix("-start")
-    if found is instruction and is_start(found):  # its shape holds the operands and the result
-        size = max(map(_bytes, (*found.operands, *found.shape.tuple_shapes[1:2])))
-    else:
-        size = max(sum(map(_bytes, found.operands)), _bytes(found))
-    return Collective(kind, size, device_groups(found))
+    first, *others = sorted((Collective(kind, size, groups) for (kind, groups), size in sizes.items()), key=_by_size)
+    return replace(first, others=tuple(others)) if others else first
 
 
-def _bytes(value: Any) -> int:
-    return shapes.byte_size(value.shape if isinstance(value, Instruction) else value)
+def _by_size(collective: Collective) -> tuple[int, str, Groups]:
+    return -collective.size, collective.kind, collective.groups
 
 
-def _payload(instruction: Instruction) -> Instruction | None:
+def _size(collective: Instruction) -> int:
+    kind, operands = collective.opcode.removesuffix("-start"), collective.operands
+    if kind == "ragged-all-to-all" or any(shapes.is_tuple(o.shape) for o in operands):
+        operands = operands[:1]  # others say where to write and how much, as of a permute that updates in place
+    size = sum(shapes.byte_size(o.shape) for o in operands)
+    if kind != "all-gather":
+        return size
+    pair = is_start(collective) and shapes.is_tuple(collective.shape)
+    gathered = collective.shape.tuple_shapes[1] if pair else collective.shape
+    return max(size, shapes.byte_size(gathered))
+
+
+def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instruction]:
+    """Collectives that are one instruction of a schedule. `inside`: of a pair or of a fusion, where calls are no
+    control flow."""
     opcode = instruction.opcode
     if opcode.removesuffix("-start") in KINDS:
-        return instruction
-    if opcode in ("async-start", "fusion"):
-        inside = (_payload(i) for called in instruction.called for i in called.instructions)
-        return next((found for found in inside if found is not None), None)
-    return None
+        yield instruction
+    elif opcode in ("async-start", "fusion") or (inside and opcode == "call"):
+        for called in instruction.called:
+            for inner in called.instructions:
+                yield from _payloads(inner, True)
+
+
+def flattened_groups(collective: Instruction) -> Groups:
+    """`device_groups`, with devices numbered as a step's mesh numbers them: replica r and partition p of P is r P + p.
+
+        channel   use_global_device_ids   numbers are of
+        no        no                      replicas; the partitions communicate apart
+        yes       no                      partitions; for reductions and all-gathers, of replicas with all partitions
+        yes       yes                     devices
+
+    Groups stay as they are where the module does not say how many devices it has, and where numbers are too high for
+    what they should count.
+    """
+    proto, groups = collective.proto, device_groups(collective)
+    replicas, partitions = collective.computation.module.device_counts
+    if not replicas * partitions:
+        return groups
+    if proto.channel_id and proto.use_global_device_ids:
+        return groups or (tuple(range(replicas * partitions)),)
+    by_replica = not proto.channel_id or collective.opcode.removesuffix("-start") in _OVER_BOTH
+    counted = replicas if by_replica else partitions
+    groups = groups or (tuple(range(counted)),)
+    if any(number >= counted for group in groups for number in group):
+        return groups
+    if not by_replica:
+        return groups if replicas == 1 else _apart(groups, 1, replicas, partitions)
+    if not proto.channel_id:
+        return groups if partitions == 1 else _apart(groups, partitions, partitions, 1)
+    return tuple(tuple(r * partitions + p for r in group for p in range(partitions)) for group in groups)
+
+
+def _apart(groups: Groups, stride: int, copies: int, shift: int) -> Groups:
+    """Each group `copies` times, its numbers times `stride` and `shift` further each time."""
+    return tuple(tuple(n * stride + copy * shift for n in group) for group in groups for copy in range(copies))
 
 
 def device_groups(collective: Instruction) -> Groups:
-    """Groups of device ids, in whichever form XLA wrote them; empty means all devices in one group."""
+    """Groups of ids, in whichever form XLA wrote them; empty means all devices in one group."""
     proto = collective.proto
     if proto.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in proto.source_target_pairs)

@@ -43,7 +43,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.collective_matmul.collective_matmul import Forms, executed, find_all
 from dhelix.passes.collective_matmul.pattern import Placed
-from dhelix.passes.evaluation.costs import CostModel, Kernel, sequence_of
+from dhelix.passes.evaluation.costs import CostModel, Kernel
+from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.evaluation.operator_work import work_of
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.hlo import Computation, HloModule, Instruction

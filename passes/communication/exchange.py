@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, find_collective
-from dhelix.passes.evaluation.costs import CostModel, Costs, trip_count
+from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, device_groups, find_collective
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.instruction_costs import trip_count
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys, collective_key
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
 from dhelix.passes.manager import PassContext, Stage
@@ -109,7 +110,7 @@ def why_not(collective: Instruction) -> str:
     found = find_collective(collective)
     dimension = collective.proto.dimensions[0]
     sizes = [collective.operands[0].shape.dimensions[dimension], collective.shape.dimensions[dimension]]
-    if found is None or found.group_size(default=0) * min(sizes) != max(sizes):
+    if found is None or not device_groups(collective) or found.group_size(default=0) * min(sizes) != max(sizes):
         return "its groups do not say how many parts there are"
     return ""
 

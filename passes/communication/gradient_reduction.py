@@ -33,7 +33,8 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.communication.exchange import UNMEASURED
-from dhelix.passes.evaluation.costs import CostModel, Lane
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants, tied

@@ -1,8 +1,4 @@
-"""What each HLO instruction costs on a GPU, and on which lane it runs.
-
-Scheduled GPU programs are what this is made for: GEMMs and attention are custom calls or Triton fusions,
-elementwise work is fused, collectives are async pairs whose whole cost stands at the start. Lowered programs
-get costs too, coarser ones: what XLA will fuse counts by what it writes, or nothing.
+"""What each HLO instruction costs on a GPU: `instruction_costs`, with what was measured in its place.
 
 Without a profile every cost is the roofline's (`dhelix.profiles.roofline`), so a guess. With one,
 `Costs(hardware, Estimator(profile, hardware, setting))`, times of scheduled programs are what was measured or
@@ -12,22 +8,22 @@ what follows from it, and `Cost.source` says which; `Costs.rates` is what two in
     CollectiveSchedule(model=CostModel.find("H200", "nvlink", "connections1"))
 """
 
-import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
 from dhelix.errors import DhelixError
-from dhelix.passes.analysis.collectives import exclusive_kernel, find_collective, is_done
+from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_of
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES, OperatorKeys
-from dhelix.passes.evaluation.operator_work import Work, backend_config, work_of
-from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import proved_trip_count
-from dhelix.profiles import collective_matmul_times, roofline, storage
+from dhelix.passes.evaluation.instruction_costs import FREE, Cost, Lane, constant_rates, instruction_cost
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.evaluation.operator_keys import collective_key as collective_key_of
+from dhelix.passes.evaluation.transfers import SENDS, find_transfer
+from dhelix.passes.hlo import Instruction
+from dhelix.profiles import collective_matmul_times, storage
 from dhelix.profiles.collective_matmul import Form, Site, Times
 from dhelix.profiles.collective_matmul_estimates import collective_key, estimate, gemm_key
 from dhelix.profiles.contention import MIN_RATE
@@ -35,42 +31,6 @@ from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import SETTINGS, Profile
-
-
-class Lane(enum.Enum):
-    """What runs one thing at a time: the SMs, the links inside a node, the network between nodes."""
-
-    COMPUTE = "compute"
-    COMM = "comm"
-    COMM_INTER = "comm-inter"
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One execution of an instruction that runs alone.
-
-    Attributes:
-      seconds: for a loop, a call or a conditional the sum over everything inside, nothing overlapped.
-      bytes: of device memory read and written; for a collective, what each device sends.
-      source: what `seconds` rests on; of a sum, its least certain part.
-      launch: seconds for which compute stands still before a collective begins.
-      communication: seconds of `seconds` in which it communicates; of a kernel that also multiplies, what its
-        collective takes alone.
-    """
-
-    seconds: float
-    flops: float = 0.0
-    bytes: float = 0.0
-    lane: Lane = Lane.COMPUTE
-    source: Source = Source.GUESS
-    launch: float = 0.0
-    communication: float = 0.0
-
-
-FREE = Cost(0.0, source=Source.MEASURED)
-
-# Not kernels of their own once XLA has fused.
-_FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +167,31 @@ class Costs(dict[Instruction, Cost]):
         if (kernel := self._kernel(instruction)) is not None:
             cost = self.in_step.kernel(cost, kernel)
         elif self.estimator is not None and instruction.computation.module.is_scheduled:
-            key = self.operator_keys[instruction]
+            key = self.operator_keys[instruction] or self._message_key(instruction)
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
+                cost = self._with_others(cost, instruction) if isinstance(key, CollectiveKey) else cost
         if cost.lane is not Lane.COMPUTE:
             cost = replace(cost, communication=cost.seconds)
         self[instruction] = cost
         return cost
+
+    def _message_key(self, instruction: Instruction) -> CollectiveKey | None:
+        """A permute of a message's size and pairs, which is what NCCL does with one."""
+        found = find_transfer(instruction) if instruction.opcode in SENDS else None
+        if found is None or found.host:
+            return None
+        permute = Collective("collective-permute", found.size, found.groups)
+        return collective_key_of(permute, self.operator_keys.gpus_per_node, self.operator_keys.implementation)
+
+    def _with_others(self, cost: Cost, instruction: Instruction) -> Cost:
+        """`cost` of the first of several collectives that begin together, with all that the others take."""
+        found = find_collective(instruction)
+        if found is None or not found.others or self.estimator is None:
+            return cost
+        keys = self.operator_keys
+        others = (collective_key_of(other, keys.gpus_per_node, keys.implementation) for other in found.others)
+        return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(key).seconds for key in others))
 
     def _kernel(self, instruction: Instruction) -> Kernel | None:
         """The kernel that an instruction is or counts as, where it is known what that takes; None for all else."""
@@ -276,7 +254,7 @@ class Costs(dict[Instruction, Cost]):
     ) -> tuple[float, float]:
         if compute in self.instead or exclusive_kernel(compute) is not None:
             return MIN_RATE, 1.0
-        constants = self.hardware.rates(self[collective].lane is Lane.COMM_INTER)
+        constants = constant_rates(self.hardware, self[collective].lane)
         if self.estimator is None or not compute.computation.module.is_scheduled:
             return constants
         own, its = self.operator_keys[compute], self.operator_keys[collective]
@@ -363,76 +341,3 @@ class CostModel:
 def costs_of(hardware: Hardware, model: CostModel | None) -> Costs:
     """What the options of a scheduler say: the model's costs, or without one the roofline's of `hardware`."""
     return Costs(hardware) if model is None else model.costs()
-
-
-def instruction_cost(
-    instruction: Instruction, hardware: Hardware, inner: Callable[[Instruction], Cost] | None = None
-) -> Cost:
-    """The roofline's cost of `instruction`; `inner` gives costs of instructions inside what it calls, where
-    they are known."""
-    inner = inner or (lambda i: instruction_cost(i, hardware))
-    opcode = instruction.opcode
-    if opcode in FREE_OPCODES or is_done(instruction):
-        return FREE
-    if opcode in CONTROL_FLOW:
-        return _calls_cost(instruction, inner)
-    collective = find_collective(instruction)
-    if collective is not None:
-        group = collective.group_size(default=hardware.gpus_per_node)
-        nodes = collective.nodes(hardware.gpus_per_node)
-        seconds = roofline.collective_seconds(collective.kind, collective.size, group, nodes, hardware)
-        sent = roofline.wire_bytes(collective.kind, collective.size, group)
-        return Cost(seconds, 0.0, sent, Lane.COMM_INTER if nodes > 1 else Lane.COMM)
-    if opcode == "async-start":
-        return inner(instruction.called[0].root)
-    if instruction.computation.module.is_scheduled or opcode in ("fusion", "dot", "custom-call"):
-        return _work_cost(work_of(instruction), hardware)
-    moved = 0 if opcode in _FUSED_AWAY else shapes.byte_size(instruction.shape)
-    return Cost(roofline.memory_seconds(moved, hardware) - hardware.kernel_seconds, 0.0, moved)
-
-
-def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a `while` runs: as the compiler noted it, or proved from constants; else None."""
-    known = backend_config(loop).get("known_trip_count")
-    if known is not None:
-        return int(known["n"])
-    return proved_trip_count(loop)
-
-
-def sequence_of(computation: Computation) -> list[Instruction]:
-    """The order in which a computation runs: its schedule, or where it has none, as it stands."""
-    return computation.module.schedule.get(computation, computation.instructions)
-
-
-def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
-    """A loop's body times its trip count (once if unknown), a call's callee, the longest branch."""
-    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
-    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-    longest = max((_sum([inner(i) for i in c.instructions]) for c in called), key=lambda c: c.seconds, default=FREE)
-    return replace(
-        longest,
-        seconds=count * longest.seconds,
-        flops=count * longest.flops,
-        bytes=count * longest.bytes,
-        communication=count * longest.communication,
-    )
-
-
-def _sum(costs: list[Cost]) -> Cost:
-    return Cost(
-        sum(c.seconds for c in costs),
-        sum(c.flops for c in costs),
-        sum(c.bytes for c in costs),
-        source=max((c.source for c in costs), key=lambda s: s.rank, default=Source.MEASURED),
-        communication=sum(c.communication for c in costs),
-    )
-
-
-def _work_cost(work: Work, hardware: Hardware) -> Cost:
-    if work.unit == "product":
-        seconds = roofline.gemm_seconds(work.flops, work.bytes, hardware, work.bits)
-    elif work.unit == "attention":
-        seconds = roofline.attention_seconds(work.flops, work.bytes, hardware)
-    else:
-        seconds = roofline.memory_seconds(work.bytes, hardware)
-    return Cost(seconds, work.flops, work.bytes)

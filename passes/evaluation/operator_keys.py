@@ -19,8 +19,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective, is_done
+from dhelix.passes.evaluation.custom_calls import family_of
 from dhelix.passes.evaluation.fusion_form import first, form_of, in_memory
 from dhelix.passes.evaluation.operator_work import backend_config, payload, work_of
+from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction, shapes
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 
@@ -29,6 +31,13 @@ FREE_OPCODES = frozenset(
     partition-id replica-id domain async-update""".split()
 )
 CONTROL_FLOW = frozenset(("while", "call", "conditional"))
+_KINDS = {
+    "product": "gemm",
+    "convolution": "gemm",
+    "attention": "attention",
+    "attention backward": "attention-backward",
+}
+"""Kinds of keys by the work of a custom call's family; the others' are of the kind "other"."""
 _LIBRARIES = {"__cublas$gemm": "cublas", "__cublas$lt$matmul": "cublaslt", "__cublas$lt$groupedMatmul": "cublaslt"}
 
 
@@ -45,8 +54,8 @@ class OperatorKeys(dict[Instruction, Key | None]):
 
 
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
-    """The key under which a profile knows `instruction`, or None if it takes no time of its own, or waits for its peers
-    and cannot be measured alone.
+    """The key under which a profile knows `instruction`, or None if it takes no time of its own, waits for its peers
+    and cannot be measured alone, or moves data outside of collectives (`transfers`).
 
     Args:
       gpus_per_node: devices 0 .. n-1 are node 0, and so on.
@@ -58,6 +67,8 @@ def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str
     collective = find_collective(instruction)
     if collective is not None:
         return collective_key(collective, gpus_per_node, "triton" if _is_triton(instruction) else implementation)
+    if opcode in SENDS or find_transfer(instruction) is not None:
+        return None
     if opcode == "async-start":
         return key_of(instruction.called[0].root, gpus_per_node, implementation)
     kind, family, sizes = _identity(instruction)
@@ -143,9 +154,12 @@ def _call(call: Instruction) -> _Identity:
         return _gemm(call, gemm)
     if grouped := config.get("grouped_gemm_backend_config"):
         return _grouped_gemm(call, grouped["gemm_backend_config"])
-    form = form_of(call)
+    form, kind = form_of(call), _KINDS.get(family_of(call).work, "other")
     config_digest = blake2b(call.proto.backend_config, digest_size=4).hexdigest()
-    return _Identity("other", f"{'_'.join(target.split())}:{form.digest}:{config_digest}", form.sizes)
+    family = f"{'_'.join(target.split())}:{form.digest}:{config_digest}"
+    return _Identity(
+        kind, family if kind == "other" else f"{shapes.type_name(call.operands[0].shape)}:{family}", form.sizes
+    )
 
 
 def _gemm(call: Instruction, config: dict[str, Any]) -> _Identity:

@@ -1,9 +1,9 @@
 """Floating-point operations and bytes of device memory of one HLO instruction, counted from its shapes.
 
 What a GPU program is made of: matrix products (cuBLAS and cuDNN custom calls, Triton fusions), attention custom
-calls, and everything else, which moves memory. A slice of a buffer counts as the slice, an update in place as the
-update, the workspace of a library call as nothing. Both the roofline in `costs` and the keys of profiles
-(`operator_keys`) use these counts.
+calls, and everything else, which moves memory. Custom calls count by their family (`custom_calls`). A slice of a
+buffer counts as the slice, an update in place as the update, the workspace of a library call as nothing. Both the
+roofline in `costs` and the keys of profiles (`operator_keys`) use these counts.
 """
 
 import json
@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from dhelix.passes.analysis.collectives import is_exclusive
+from dhelix.passes.evaluation.custom_calls import attention_flops, convolution_flops, family_of, product_flops
 from dhelix.passes.hlo import Computation, Instruction, shapes
 
 SLICES = frozenset("dynamic-slice slice gather".split())
@@ -81,12 +82,12 @@ def _fusion_work(fused: Computation) -> Work:
 def fusion_bytes(fused: Computation) -> int:
     """What a fused kernel reads and writes; a slice of a parameter or of the result counts as a slice."""
     users = fused.users()
-    moved = sum(_read(p, users) for p in fused.instructions if p.opcode == "parameter")
+    moved = sum(read_bytes(p, users) for p in fused.instructions if p.opcode == "parameter")
     outputs = fused.root.operands if fused.root.opcode == "tuple" else [fused.root]
-    return moved + sum(_written(o) for o in outputs)
+    return moved + sum(written_bytes(o) for o in outputs)
 
 
-def _read(value: Instruction, users: dict[Instruction, list[Instruction]]) -> int:
+def read_bytes(value: Instruction, users: dict[Instruction, list[Instruction]]) -> int:
     """Bytes read of `value`: of its slices where it is only sliced, none where it is updated in place."""
     whole = shapes.byte_size(value.shape)
     total = 0
@@ -94,13 +95,13 @@ def _read(value: Instruction, users: dict[Instruction, list[Instruction]]) -> in
         if user.opcode in SLICES and user.operands[0] is value:
             total += shapes.byte_size(user.shape)
         elif user.opcode in ("bitcast", "get-tuple-element"):
-            total += _read(user, users)
+            total += read_bytes(user, users)
         elif user.opcode not in ("dynamic-update-slice", "scatter") or user.operands[0] is not value:
             return whole
     return min(total, whole)
 
 
-def _written(output: Instruction) -> int:
+def written_bytes(output: Instruction) -> int:
     while output.opcode in ("bitcast", "copy", "convert") and output.operands[0].opcode in (
         "bitcast",
         "dynamic-update-slice",
@@ -138,7 +139,19 @@ def _custom_call_work(call: Instruction) -> Work:
     if attention := config.get("cudnn_fmha_backend_config"):
         flops = _attention_flops(result, attention, "Backward" in target)
         return Work(flops, touched_bytes(call), "attention")
-    return Work(0.0, touched_bytes(call))
+    return _family_work(call)
+
+
+def _family_work(call: Instruction) -> Work:
+    """By the family of the target, from shapes alone: no configuration says more."""
+    work, moved = family_of(call).work, touched_bytes(call)
+    if work == "product":
+        return Work(product_flops(call), moved, "product", _bits(call.operands[0].shape))
+    if work == "convolution" and len(call.operands) > 1 and call.operands[1].shape.dimensions:
+        return Work(convolution_flops(call), moved, "product", _bits(call.operands[0].shape))
+    if work in ("attention", "attention backward"):
+        return Work(attention_flops(call, work == "attention backward"), moved, "attention")
+    return Work(0.0, 0 if work == "nothing" else moved)
 
 
 def _collective_matmul_work(call: Instruction, result: Any) -> Work:

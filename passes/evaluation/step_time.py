@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key
-from dhelix.passes.evaluation.costs import Costs, sequence_of, trip_count
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
+from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates import Source
 from dhelix.profiles.keys import CollectiveKey, Key
@@ -127,7 +129,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
     operators: dict[Key, OperatorTime] = {}
     unknown: dict[str, None] = {}
     for instruction, count in _executions(module.entry, 1, costs, unknown):
-        key = costs.operator_keys[instruction] or kernel_key(instruction)
+        key = costs.operator_keys[instruction] or kernel_key(instruction) or transfer_key(instruction)
         if key is None:
             continue
         known = operators.get(key)

@@ -35,8 +35,8 @@ collective; a collective takes longer, since it waits for the last of its GPUs. 
 the clock is lower where a step leaves the GPU little rest. That follows from the step as a whole (`settled`), so it is
 known of whole modules (`simulate_module`); schedulers compare orders at the full clock, which profiles are of.
 
-Collectives on both lanes do not slow each other, as their links differ; compute beside both proceeds at the
-lower of its two rates.
+Collectives on different lanes do not slow each other, as their links differ; compute beside several proceeds at the
+lowest of its rates. Messages (send and recv) run as collectives do, transfers to and from the host on their own lane.
 
 Async compute (fusions on further streams) shares the SMs with the rest, and so counts as compute at its
 start. A collective that is no pair, or that XLA will make synchronous, is a start and a done at one place.
@@ -49,7 +49,9 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_start, start_of
-from dhelix.passes.evaluation.costs import BY_THEMSELVES, Cost, Costs, Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane, constant_rates, sequence_of, trip_count
+from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
 
@@ -232,7 +234,7 @@ class Player:
         if isinstance(costs, Costs) and costs.estimator is not None:
             self.rates, self.in_step = costs.rates, costs.in_step
         self.now = self.compute = self.compute_alone = self.hidden = self.exposed = self.idle = 0.0
-        self.lanes: dict[Lane, deque[Flight]] = {Lane.COMM: deque(), Lane.COMM_INTER: deque()}
+        self.lanes: dict[Lane, deque[Flight]] = {lane: deque() for lane in Lane if lane is not Lane.COMPUTE}
         self._queues = tuple(self.lanes.values())
         self.under_way: dict[Instruction, Flight] = {}
         self.spans: list[tuple[Instruction, Lane, float, float]] = []  # of intervals, but those of loops
@@ -292,7 +294,7 @@ class Player:
         flight = Flight(instruction, cost.lane, cost.seconds + self.in_step.wait, tally)
         self.lanes[cost.lane].append(flight)
         self.under_way[instruction] = flight
-        if not is_start(instruction):
+        if not is_start(instruction) and not begins_pair(instruction):
             self._wait(instruction)
 
     def _wait(self, start: Instruction) -> None:
@@ -406,7 +408,7 @@ class Player:
     def _constant_rates(
         self, compute: Instruction, collective: Instruction, first: bool, running: bool
     ) -> tuple[float, float]:
-        return self.hardware.rates(self.costs[collective].lane is Lane.COMM_INTER)
+        return constant_rates(self.hardware, self.costs[collective].lane)
 
     def timeline(self) -> Timeline:
         collectives = tuple(

@@ -17,6 +17,8 @@ ELEMENTWISE = frozenset(
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 TO_LOCAL, TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
 """Around the call that a `shard_map` is: marked as if they had effects, so that nobody takes one of them away alone."""
+SHARDING = "Sharding"
+"""A sharding constraint: one that leaves a sum over devices open (`unreduced`) is marked as if it had an effect."""
 
 
 def has_side_effect(instruction: Instruction) -> bool:
@@ -35,7 +37,8 @@ def has_side_effect(instruction: Instruction) -> bool:
 
 
 def _has_effect(call: Instruction) -> bool:
-    return call.proto.custom_call_has_side_effect and call.proto.custom_call_target not in (TO_LOCAL, TO_GLOBAL)
+    annotates = call.proto.custom_call_target in (TO_LOCAL, TO_GLOBAL, SHARDING)
+    return call.proto.custom_call_has_side_effect and not annotates
 
 
 def copy_called(instruction: Instruction) -> list[Computation]:

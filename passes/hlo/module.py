@@ -19,6 +19,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.hlo import schema, shapes
 
+_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")  # in the first line of a text
+
 NEW = -1  # id of an instruction that the module has not been written with yet; 0 is a valid id
 
 
@@ -102,7 +104,11 @@ class Computation:
 
 
 class HloModule:
-    """A parsed module. `schedule` maps computations to instruction sequences; empty before scheduling."""
+    """A parsed module. `schedule` maps computations to instruction sequences; empty before scheduling.
+
+    Attributes:
+      device_counts: of how many replicas, and of how many partitions each; both 0 where the module does not say.
+    """
 
     def __init__(self, source: bytes, origin: str = "the input") -> None:
         try:
@@ -112,6 +118,8 @@ class HloModule:
         self._source = source
         self._source_rewritten: bytes | None = None
         self._names: dict[str, int] | None = None
+        assigned = self.proto.device_assignment
+        self.device_counts: tuple[int, int] = assigned.replica_count, assigned.computation_count
         self.computations = [Computation(proto, self) for proto in self.proto.computations]
         del self.proto.computations[:]  # the objects hold them from here on
         self._last_computation = max((c.id for c in self.computations), default=0)
@@ -141,7 +149,12 @@ class HloModule:
     @classmethod
     def from_text(cls, text: str) -> "HloModule":
         """Parses HLO text as XLA prints it. Raises DhelixError with XLA's message when it does not parse."""
-        return cls(jax_compat.parse_hlo_text(text), "the HLO text")
+        module = cls(jax_compat.parse_hlo_text(text), "the HLO text")
+        header = text[max(text.find("HloModule "), 0) :].partition("\n")[0]
+        said = {name: int(number) for name, number in _COUNTS.findall(header)}
+        if said:  # the serialized form has no place for what the text says
+            module.device_counts = said.get("replica_count", 1), said.get("num_partitions", 1)
+        return module
 
     @classmethod
     def from_file(cls, path: str | Path) -> "HloModule":
@@ -155,11 +168,21 @@ class HloModule:
                 return cls.from_text(data.decode())
             except (UnicodeDecodeError, DhelixError) as error:
                 raise DhelixError(f"{path} does not parse as HLO text: {error}") from None
-        for candidate in (_hlo_proto_payload(data), data):
-            if candidate is not None and _looks_like_module(candidate):
-                return cls(candidate, str(path))
+        return cls.from_proto(data, str(path))
+
+    @classmethod
+    def from_proto(cls, data: bytes, origin: str = "the input") -> "HloModule":
+        """Reads a serialized HloModuleProto, or what XLA wraps one in: HloProto (`.hlo.pb`) or HloSnapshot.
+
+        Raises DhelixError when `data` is none of these, or is cut short.
+        """
+        candidate: bytes | None = data
+        while candidate is not None:
+            if _looks_like_module(candidate):
+                return cls(candidate, origin)
+            candidate = _first_field(candidate)
         raise DhelixError(
-            f"{path} holds no HLO module (not a serialized HloModuleProto or HloProto, or cut short); "
+            f"{origin} holds no HLO module (not a serialized HloModuleProto or HloProto, or cut short); "
             "dump again with --xla_dump_to=DIR --xla_dump_hlo_as_proto, or give the .txt file"
         )
 
@@ -182,7 +205,9 @@ class HloModule:
         return sum(len(c.instructions) for c in self.computations)
 
     def clone(self) -> "HloModule":
-        return HloModule(self.to_bytes())
+        copy = HloModule(self.to_bytes())
+        copy.device_counts = self.device_counts
+        return copy
 
     def unique_name(self, base: str) -> str:
         """`base`, trailing numbers dropped, with a number that nothing of that name in the module has."""
@@ -357,8 +382,8 @@ def _needed_first[T: Computation | Instruction](
     return order
 
 
-def _hlo_proto_payload(data: bytes) -> bytes | None:
-    """The `hlo_module` (field 1) of an HloProto, which is what `--xla_dump_hlo_as_proto` writes."""
+def _first_field(data: bytes) -> bytes | None:
+    """What field 1 of a message holds: `hlo_module` of an HloProto, which is what `--xla_dump_hlo_as_proto` writes."""
     if data[:1] != b"\x0a":
         return None
     size, shift, start = 0, 0, 1

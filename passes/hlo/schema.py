@@ -23,7 +23,8 @@ _KINDS = {
 
 # message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
-    "Layout": (("minor_to_major", 1, "int64*"),),
+    "Tile": (("dimensions", 1, "int64*"),),
+    "Layout": (("minor_to_major", 1, "int64*"), ("tiles", 6, "Tile*"), ("memory_space", 8, "int64")),
     "Shape": (
         ("element_type", 2, "int32"),
         ("dimensions", 3, "int64*"),
@@ -49,6 +50,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("lhs_batch_dimensions", 3, "int64*"),
         ("rhs_batch_dimensions", 4, "int64*"),
     ),
+    "ConvolutionDimensionNumbers": (("kernel_output_feature_dimension", 4, "int64"),),
     "SliceDimensions": (("start", 1, "int64"), ("limit", 2, "int64"), ("stride", 3, "int64")),
     "ReplicaGroup": (("replica_ids", 1, "int64*"),),
     "SourceTarget": (("source", 1, "int64"), ("target", 2, "int64")),
@@ -86,6 +88,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("fusion_kind", 11, "string"),
         ("tuple_index", 13, "int64"),
         ("dimensions", 14, "int64*"),
+        ("convolution_dimension_numbers", 16, "ConvolutionDimensionNumbers"),
         ("slice_dimensions", 17, "SliceDimensions*"),
         ("dynamic_slice_sizes", 20, "int64*"),
         ("channel_id", 26, "int64"),
@@ -97,6 +100,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("called_computation_ids", 38, "int64*"),
         ("sharding", 40, "OpSharding"),
         ("backend_config", 43, "bytes"),
+        ("is_host_transfer", 47, "bool"),
         ("replica_groups", 49, "ReplicaGroup*"),
         ("source_target_pairs", 52, "SourceTarget*"),
         ("comparison_direction", 63, "string"),

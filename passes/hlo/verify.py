@@ -116,6 +116,10 @@ def _check_computation(
             owner = owners.setdefault(called, instruction)
             if owner is not instruction:
                 raise _error(instruction, f"shares {called.name} with {owner.name}; it needs a copy")
+        if len(instruction.operands) < _LEAST.get(instruction.opcode, 0):
+            raise _error(
+                instruction, f"has {len(instruction.operands)} operands, and needs {_LEAST[instruction.opcode]}"
+            )
         if instruction.opcode in _CHECKS:
             _check_instruction(instruction, *_CHECKS[instruction.opcode])
         seen.add(instruction)
@@ -184,6 +188,16 @@ def _check_passed(instruction: Instruction, arguments: list[Instruction], callee
         _expect(instruction, argument.shape, parameter.shape, f"{argument.name} for {callee.name}")
 
 
+def _check_dot(instruction: Instruction) -> None:
+    of, (lhs, rhs, *_) = instruction.proto.dot_dimension_numbers, instruction.operands
+    for side, numbers in (
+        (lhs, (*of.lhs_contracting_dimensions, *of.lhs_batch_dimensions)),
+        (rhs, (*of.rhs_contracting_dimensions, *of.rhs_batch_dimensions)),
+    ):
+        if any(not 0 <= number < len(side.shape.dimensions) for number in numbers):
+            raise _error(instruction, f"contracts dimensions {list(numbers)} of {shapes.text(side.shape)}")
+
+
 def _check_barrier(instruction: Instruction) -> None:
     _expect(instruction, instruction.operands[0].shape, instruction.shape, "its operand")
 
@@ -197,6 +211,15 @@ def _error(instruction: Instruction, message: str) -> HloVerifyError:
     return HloVerifyError(f"{instruction.name} ({instruction.opcode}) {message}")
 
 
+_PAIRS = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv", "async")
+# opcode -> operands that it has at least
+_LEAST = {
+    **{"dot": 2, "dynamic-update-slice": 2, "scatter": 3, "async-update": 1},
+    **{f"{opcode}-done": 1 for opcode in _PAIRS},
+    **dict.fromkeys(("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute"), 1),
+    **dict.fromkeys(("collective-broadcast", "ragged-all-to-all", "send", "copy", "copy-start"), 1),
+    **dict.fromkeys(("all-gather-start", "all-reduce-start", "collective-permute-start"), 1),
+}
 _OWNERS = ("while", "fusion")  # each has bodies of its own
 
 # opcode -> number of operands, number of called computations (None: any), further check
@@ -207,5 +230,6 @@ _CHECKS: dict[str, tuple[int | None, int | None, Callable[[Instruction], None]]]
     "call": (None, 1, _check_call),
     "fusion": (None, 1, _check_call),
     "conditional": (None, None, _check_conditional),
+    "dot": (None, 0, _check_dot),
     "opt-barrier": (1, 0, _check_barrier),
 }

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.passes.evaluation.costs import Cost, Lane
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.ordering.orders import Limits

@@ -27,7 +27,8 @@ from functools import partial
 
 from dhelix.passes.analysis.buffers import LiveSet
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.evaluation.costs import Cost, CostModel, Lane, costs_of
+from dhelix.passes.evaluation.costs import CostModel, costs_of
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player, simulate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
@@ -183,7 +184,7 @@ class _Layer:
         self.parked: list[int] = []  # positions, beyond the window
         self.free: list[int] = []  # positions; they take no time
         self.dones: list[Instruction] = []
-        self.starts: dict[Lane, list[Key]] = {Lane.COMM: [], Lane.COMM_INTER: []}
+        self.starts: dict[Lane, list[Key]] = {lane: [] for lane in Lane if lane is not Lane.COMPUTE}
         self.compute: list[Key] = []
 
     def lay(self) -> list[Instruction] | None:

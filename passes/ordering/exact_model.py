@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.passes.evaluation.costs import Lane
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import Timeline
 from dhelix.passes.ordering.exact_problem import Meeting, Problem
 

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.passes.evaluation.costs import Cost
+from dhelix.passes.evaluation.instruction_costs import Cost
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.ordering.exact_bound import least_makespan

@@ -31,7 +31,8 @@ from itertools import pairwise
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_exclusive, is_start, start_of
-from dhelix.passes.evaluation.costs import Costs, Lane
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.orders import dependencies

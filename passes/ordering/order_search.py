@@ -22,7 +22,7 @@ from functools import cached_property
 
 from dhelix.passes.analysis.buffers import LiveSet
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.evaluation.costs import Cost, Lane
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.ordering.order_timing import Order, OrderTiming, States, Step

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
-from dhelix.passes.evaluation.costs import Cost, Costs, Lane
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.evaluation.timeline import Timeline, guessed_overlap, simulate, simulate_module
 from dhelix.passes.hlo import Computation, HloModule, Instruction

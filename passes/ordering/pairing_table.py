@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.evaluation.costs import Lane
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.ordering.strand_sequences import Operator
 
 SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]
@@ -99,7 +99,8 @@ class _Bounds:
     """Seconds that the busiest lane works in two segments."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
-        self.lanes = [[_running_sums(o.busy(lane) for o in strand) for strand in (first, second)] for lane in Lane]
+        lanes = ([_running_sums(o.busy(lane) for o in strand) for strand in (first, second)] for lane in Lane)
+        self.lanes = [lane for lane in lanes if any(sums[-1] for sums in lane)]
 
     def busy(self, i: int, i_end: int, j: int, j_end: int) -> float:
         most = 0.0

@@ -19,7 +19,8 @@ slower, or it would be no baseline; an order that needs more memory than allowed
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.evaluation.costs import Cost, CostModel, costs_of
+from dhelix.passes.evaluation.costs import CostModel, costs_of
+from dhelix.passes.evaluation.instruction_costs import Cost
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.order_search import OrderSearch

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from dhelix.errors import DhelixError
-from dhelix.passes.evaluation.costs import Cost, CostModel, costs_of
+from dhelix.passes.evaluation.costs import CostModel, costs_of
+from dhelix.passes.evaluation.instruction_costs import Cost
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.manager import PassContext, Stage

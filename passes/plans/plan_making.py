@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.evaluation.costs import CostModel, Costs, Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of, trip_count
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import Timeline, evaluate, guessed_overlap, settled

@@ -23,6 +23,7 @@ from hashlib import blake2b
 from dhelix.passes.analysis.collectives import is_done, start_of
 from dhelix.passes.evaluation.collective_matmul_kernels import FAMILY, kernel_key
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.strands.strand_partition import BACKWARD_NAME
 from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key, OperatorKey
@@ -183,7 +184,7 @@ def _as_computed(key: Key) -> Key:
 
 
 def _key(instruction: Instruction, keys: OperatorKeys) -> Key | None:
-    return keys[instruction] or kernel_key(instruction)
+    return keys[instruction] or kernel_key(instruction) or transfer_key(instruction)
 
 
 def is_work(text: str) -> bool:

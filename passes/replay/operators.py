@@ -31,7 +31,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Buffers
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_start
-from dhelix.passes.evaluation.costs import sequence_of
+from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.edit import has_side_effect

@@ -15,13 +15,15 @@ Contract
               another; results of calls; what a loop carries and moves or adds to, by what it starts as; slices and
               updates of these, and dimensions of one element that come or go.
     Makes     their operand in their place.
-    Leaves    all others, such as one that has weights gathered before a product, or says where a product is summed.
+    Leaves    all others, such as one that has weights gathered before a product, or says where a product is summed, or
+              that a sum over devices is still open (`unreduced`): without it the partitioner would close the sum there.
 
 Why it is legal: a constraint is its operand. The partitioner spreads what is known along the same edges, from the
 constraint that stays.
 Cost: linear in instructions. No paper: it is JAX's way of writing programs.
 """
 
+import re
 from collections.abc import Collection
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph, shapes
@@ -30,8 +32,8 @@ from dhelix.passes.hlo.loops import is_sharding_constraint
 
 _SHARDING = "xla.sdy.sharding"
 
-type Known = tuple[str, tuple[str, ...]]
-"""A mesh, and for each dimension what it is split over: as text."""
+type Known = tuple[str, tuple[str, ...], str]
+"""A mesh, for each dimension what it is split over, and over what its sum is still open (`unreduced`): as text."""
 
 
 def fold_constraints(module: HloModule) -> int:
@@ -69,11 +71,14 @@ class _Shardings:
         self.known: dict[Instruction, Known | None] = {}
 
     def says_nothing_new(self, constraint: Instruction) -> bool:
+        if shapes.is_tuple(constraint.shape):
+            return False
+        stated, operand = _stated(constraint), self.of(constraint.operands[0])
+        if _is_open(stated) or _is_open(operand):
+            return stated == operand and is_sharding_constraint(constraint.operands[0])
         if not constraint.shape.dimensions:
-            return not shapes.is_tuple(constraint.shape)
-        stated = _stated(constraint)
-        carried = self._carried_as(constraint)
-        return stated is not None and stated in (self.of(constraint.operands[0]), carried)
+            return True
+        return stated is not None and stated in (operand, self._carried_as(constraint))
 
     def of(self, value: Instruction) -> Known | None:
         if value not in self.known:
@@ -131,12 +136,19 @@ class _Shardings:
 def _stated(value: Instruction) -> Known | None:
     """What the program says of a single array: `...<@mesh, [{"dp"}, {}]>...`."""
     text = value.proto.frontend_attributes.map.get(_SHARDING, "")
-    if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("[{") != 1:
+    if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("<@") != 1:
         return None
     mesh, _, rest = text.rpartition("<")[2].partition(", [")
-    dimensions = tuple(part.strip(" {}") for part in rest.partition("]")[0].split("}"))[:-1]
+    split, _, rest = rest.partition("]")
+    dimensions = tuple(part.strip(" {}") for part in split.split("}"))[:-1]
     dimensions = tuple(part.lstrip(", {") for part in dimensions)
-    return (mesh, dimensions) if len(dimensions) == len(value.shape.dimensions) else None
+    still_open = re.search(r"unreduced=\{[^}]*\}", rest)
+    known = mesh, dimensions, still_open[0] if still_open else ""
+    return known if len(dimensions) == len(value.shape.dimensions) else None
+
+
+def _is_open(known: Known | None) -> bool:
+    return known is not None and bool(known[2])
 
 
 def _of_part(source: Known | None, part: Instruction) -> Known | None:
@@ -146,8 +158,8 @@ def _of_part(source: Known | None, part: Instruction) -> Known | None:
     before, after = list(part.operands[0].shape.dimensions), list(part.shape.dimensions)
     if part.opcode == "dynamic-slice":
         split = (s if a == b else "" for s, a, b in zip(source[1], before, after, strict=True))
-        return source[0], tuple(split)
+        return source[0], tuple(split), source[2]
     if [d for d in before if d != 1] != [d for d in after if d != 1]:
         return None
     kept = iter([s for s, d in zip(source[1], before, strict=True) if d != 1])
-    return source[0], tuple(next(kept) if d != 1 else "" for d in after)
+    return source[0], tuple(next(kept) if d != 1 else "" for d in after), source[2]

@@ -43,7 +43,8 @@ from dhelix.passes.hlo.loop_state import merge
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strands.constraint_folding import fold_constraints
-from dhelix.passes.strands.strand_partition import BACKWARD_NAME, Partition, is_shard_map, partition
+from dhelix.passes.strands.missing_loop import no_loop
+from dhelix.passes.strands.strand_partition import Partition, is_shard_map, partition
 
 ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # name of a loop over micro-batches with two strands
@@ -86,7 +87,7 @@ class StrandDuplication:
             for refusal in refusals:
                 context.note(refusal.reason, refusal.instruction)
             return True
-        raise refusals[0] if refusals else _no_loop(module)
+        raise refusals[0] if refusals else no_loop(module)
 
     def _apply(self, computation: Computation, parts: Partition, context: PassContext) -> None:
         loop = parts.loop
@@ -173,21 +174,6 @@ def _must_stay_a_call(call: Instruction) -> bool:
     """A shard_map's body is a call that the partitioner looks for; a composite is one operation to the compiler."""
     attributes = call.proto.frontend_attributes.map
     return "inlineable" in attributes or is_shard_map(call) or call.proto.is_composite
-
-
-def _no_loop(module: HloModule) -> PassRefusal:
-    differentiated = any(BACKWARD_NAME in i.op_name for i in graph.walk(module.entry))
-    if not differentiated:
-        return PassRefusal(
-            "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
-            "that takes the gradients"
-        )
-    return PassRefusal(
-        "the step has no loop over micro-batches that takes gradients: take and accumulate them in a loop inside the "
-        "step (lax.scan, optax.microbatching; the gradient of a whole loop is none), or take them with "
-        "dhelix.value_and_grad and give microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be "
-        "interleaved"
-    )
 
 
 def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
@@ -324,11 +310,11 @@ def _merge_pairs(
     merged: list[str] = []
     pairs = [(f, b) for f in forward for b in backward if _same_trip_count(f, b)]
     pairs.sort(key=lambda pair: -min(loop_work(pair[0]), loop_work(pair[1])))  # stable: then in program order
-    used: set[Instruction] = set()
+    used: dict[Instruction, str] = {}
     for f, b in pairs:
         if f in used or b in used or not _independent(computation, f, b):
             continue
-        used |= {f, b}
+        used |= {f: b.name, b: f.name}
         inner_f, inner_b = _loops(f.called[0]), _loops(b.called[0])
         loop, copies_f, copies_b = merge(f, b, LAYERS)
         merged.append(f"{f.name} + {b.name} x {WhileLoop(loop).trip_count}")
@@ -336,9 +322,22 @@ def _merge_pairs(
     most = max(map(loop_work, forward), default=0)
     for f in forward:
         if f not in used and backward and loop_work(f) * 4 >= most:  # not those that only draw random numbers
-            reason = "no independent loop of the other strand has the same, proved trip count"
-            context.note(f"layer loop not merged: {reason}", f)
+            context.note(f"layer loop not merged: {_why_apart(f, backward, used)}", f)
     return merged
+
+
+def _why_apart(loop: Instruction, others: list[Instruction], used: dict[Instruction, str]) -> str:
+    """Why a loop merged with none of the other strand's."""
+    if proved_trip_count(loop) is None:
+        return "its number of iterations is not proved"
+    alike = [other for other in others if _same_trip_count(loop, other)]
+    if not alike:
+        counts = sorted({str(proved_trip_count(other) or "an unproved number of") for other in others})
+        return f"it has {proved_trip_count(loop)} iterations, the other strand's loops have {', '.join(counts)}"
+    taken = next((other for other in alike if other in used), None)
+    if taken is not None:
+        return f"{taken.name}, the other strand's loop of as many iterations, has merged with {used[taken]} already"
+    return f"{alike[0].name}, the other strand's loop of as many iterations, must run before or after it"
 
 
 def _same_trip_count(a: Instruction, b: Instruction) -> bool:

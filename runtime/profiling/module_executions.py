@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from dhelix.passes.analysis.collectives import find_collective, is_done
-from dhelix.passes.evaluation.costs import sequence_of, trip_count
+from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.plan_making import executions

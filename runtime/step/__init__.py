@@ -3,7 +3,7 @@
     strand_interleave.py   the decorator and the step that it makes
     schedules.py           which passes a step goes through
     collective_matmul_*.py  what it does to collectives beside matrix products
-    value_and_grad.py      the loop over micro-batches
+    value_and_grad.py      JAX's, or over micro-batches: microbatch_loop.py, batch_arguments.py, combining.py
     specialization.py      one program: lowered, transformed, compiled
     verification.py        one step against another
 

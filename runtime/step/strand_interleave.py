@@ -43,9 +43,10 @@ from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.step import verification
 from dhelix.runtime.step.collective_matmul_pass import OFF
+from dhelix.runtime.step.microbatch_loop import check_reduction
 from dhelix.runtime.step.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
 from dhelix.runtime.step.specialization import Specialization
-from dhelix.runtime.step.value_and_grad import Microbatching, check_reduction, microbatching
+from dhelix.runtime.step.value_and_grad import Microbatching, microbatching
 
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 

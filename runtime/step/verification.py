@@ -124,9 +124,9 @@ def _why_microbatches_differ(
 ) -> str:
     """What to do where they do: by what multiple they differ by, and by what the loss draws."""
     start = f"{microbatches} micro-batches do not combine to the whole batch: "
-    for factor, right in ((microbatches, "sum"), (1 / microbatches, "mean")):
-        losses = [[_scaled(value, factor) for value, _ in split], [value for value, _ in whole]]
-        if reduce != right and _agree(*losses, relative):
+    for factor, right in ((float(microbatches), "sum"), (1 / microbatches, "mean")):
+        scaled, wanted = [_scaled(value, factor) for value, _ in split], [value for value, _ in whole]
+        if reduce != right and _agree(wanted, scaled, relative):
             kind = "the sum over the rows" if right == "sum" else "a mean over the rows"
             return start + f'the loss is {kind}, so take reduce="{right}"'
     if _RANDOM.search(lowered.as_text()):
@@ -176,7 +176,8 @@ def _nudged(tree: Any, sign: int, unit: float) -> Any:
     for n, leaf in enumerate(leaves if sign else ()):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
             step = sign * (-1) ** n * max(float(jnp.finfo(leaf.dtype).eps), unit)
-            leaves[n] = jax.device_put((leaf * jnp.asarray(1 + step, leaf.dtype)).astype(leaf.dtype), leaf.sharding)
+            nudged = (leaf * jnp.asarray(1 + step, leaf.dtype)).astype(leaf.dtype)
+            leaves[n] = jax.device_put(nudged, leaf.sharding) if leaf.committed else nudged
     return treedef.unflatten(leaves)
 
 
@@ -219,7 +220,7 @@ def compare(
     if one_scale:
         scales = [max(scales, default=0.0)] * len(scales)
     largest, where, noisy = 0.0, "", []
-    worst: tuple[float, str] = (1.0, "")
+    worst = (1.0, "")
     for name, (difference, _), scale, random in zip(names, found, scales, randoms, strict=True):
         allowed = max(relative * scale, NOISE * random)
         if difference > allowed:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.launch import cli, dumps, inspect, inspection
+from dhelix.launch import cli, inspect, instruction_words
+from dhelix.launch.inspecting import dumps
 from dhelix.launch.inspection import Inspection
 from dhelix.passes.hlo import HloModule
 
@@ -188,8 +189,8 @@ ENTRY main {
 )
 def test_a_fusion_without_a_name_is_what_it_fuses(name: str, part: str) -> None:
     fusion = HloModule.from_text(FUSION.replace("NAME", name)).entry.root
-    assert inspection.part_of(fusion) == part
-    assert inspection.describe(fusion) == "GEMM"
+    assert instruction_words.part_of(fusion) == part
+    assert instruction_words.describe(fusion) == "GEMM"
 
 
 def test_the_largest_module_of_a_folder_and_says_which(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,6 +264,10 @@ def test_a_compiled_step() -> None:
     found = inspect.inspect_compiled(compiled, title="small step")
     assert found.picture.title == "small step"
     assert found.collectives == () and found.hidden_share == 1.0
+    assert found.hardware == "H200" and found.notes == (
+        "compiled for cpu, which nothing describes: times are those of an H200",
+    )
+    assert inspect.inspect_compiled(compiled, "A40").notes == ()
     assert found.memory is not None
     assert (found.memory.arguments, found.memory.aliased) == (2 * 64 * 64 * 4, 64 * 64 * 4)
 
@@ -293,9 +298,9 @@ def _binary(path: Path) -> None:
         (
             "x.txt",
             lambda p: p.write_text(TEXT.replace("async-start", "async-take-off")),
-            "from line 29 on, so another version wrote it; give the .hlo.pb",
+            "from line 29 on (expects opcode but sees: async-take-off",
         ),
-        ("x.txt", _binary, "is no text"),
+        ("x.txt", _binary, "holds no HLO module (not a serialized HloModuleProto"),
         ("x.hlo.pb", _binary, "dump again with --xla_dump_to"),
         ("x.hlo.pb", lambda p: p.write_bytes(HloModule.from_text(TEXT).to_bytes()[:-100]), "cut short"),
         ("x.txt", lambda p: p.write_text(TEXT.replace("=true", "=false")), "is not scheduled"),
@@ -318,7 +323,7 @@ def test_bad_dumps(
 
 def test_an_unscheduled_module_names_the_file_to_give(dump: Dump) -> None:
     with pytest.raises(DhelixError, match=f"not scheduled.*give {NAME}.hlo.pb of the same folder"):
-        dumps.read_module(dump() / "module_0001.jit_step.before_optimizations.txt")
+        dumps.read(dump() / "module_0001.jit_step.before_optimizations.txt")
 
 
 def test_folders_without_a_scheduled_module(tmp_path: Path) -> None:

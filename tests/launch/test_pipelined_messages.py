@@ -8,7 +8,7 @@ import pytest
 from dhelix import strand_interleave
 from dhelix.launch.pipelined import make_pipelined_step
 from dhelix.models import make_mesh, preset
-from dhelix.passes.evaluation.costs import sequence_of
+from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.hlo import Computation, graph
 from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 from dhelix.runtime import deviceless

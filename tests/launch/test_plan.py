@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dhelix.launch import cli, plan_picture, plan_tables, profile_step, trainer
 from dhelix.launch import plan as plan_command
-from dhelix.launch.dumps import Memory
+from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, search
 from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView

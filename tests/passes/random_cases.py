@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.evaluation.costs import BY_THEMSELVES, Cost, Costs, InStep, Lane
+from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs, InStep
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.orders import Limits, dependencies

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key, kernel_of, named
-from dhelix.passes.evaluation.costs import CostModel, Costs, Kernel, Lane
+from dhelix.passes.evaluation.costs import CostModel, Costs, Kernel
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.operator_keys import OperatorKeys, key_of
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import evaluate

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from dhelix.passes.evaluation.costs import Cost, Costs, Lane
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Timeline, simulate, simulate_module
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.hardware import H200

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
-from dhelix.passes.evaluation.costs import BY_THEMSELVES, Cost, CostModel, Costs, InStep, Lane
+from dhelix.passes.evaluation.costs import BY_THEMSELVES, CostModel, Costs, InStep
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Timeline, evaluate, guessed_overlap, simulate
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import storage

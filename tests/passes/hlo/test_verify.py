@@ -58,6 +58,7 @@ ENTRY main {
   pair = (f32[4], s32[]) tuple(branch, n)
   fence = (f32[4], s32[]) opt-barrier(pair)
   out = f32[4] get-tuple-element(fence), index=0, control-predecessors={sum}
+  outer = f32[] dot(out, x), lhs_contracting_dims={0}, rhs_contracting_dims={0}
   ROOT result = (f32[4], f32[]) tuple(out, sum)
 }
 """
@@ -207,6 +208,11 @@ RULES: dict[str, tuple[Callable[[Good], None], str]] = {
         lambda g: set_operands(g, "branch", "flag", "x", "n"),
         r"branch .*n for no is s32",
     ),
+    "product of one": (lambda g: set_operands(g, "outer", "x"), r"outer .*1 operands, and needs 2"),
+    "product over a dimension that is not there": (
+        lambda g: set_operands(g, "outer", "x", "sum"),
+        r"outer .*dimensions \[0\] of f32\[\]",
+    ),
     "barrier of another shape": (lambda g: set_operands(g, "fence", "x"), r"fence .*its operand is f32\[4\]"),
     "body without schedule": (unscheduled_body, r"loop \(while\) runs body, which has no schedule"),
     "entry without schedule": (unscheduled_entry, r"the module runs main, which has no schedule"),
@@ -216,7 +222,7 @@ RULES: dict[str, tuple[Callable[[Good], None], str]] = {
     "schedule before a predecessor": (
         lambda g: g.sequence(
             *("x", "n", "zero", "init", "loop", "element", "called", "fusion", "flag", "branch", "pair"),
-            *("fence", "out", "sum", "result"),
+            *("fence", "out", "sum", "outer", "result"),
         ),
         r"main: out runs before sum",
     ),

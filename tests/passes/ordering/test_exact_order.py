@@ -9,7 +9,8 @@ from ortools.sat.python import cp_model as cp_sat
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.evaluation.costs import BY_THEMSELVES, Cost, Costs, InStep, Lane
+from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs, InStep
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence

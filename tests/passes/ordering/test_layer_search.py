@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.evaluation.costs import Cost
+from dhelix.passes.evaluation.instruction_costs import Cost
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence

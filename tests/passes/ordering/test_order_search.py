@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
-from dhelix.passes.evaluation.costs import Cost, Lane
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence

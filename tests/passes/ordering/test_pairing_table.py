@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dhelix.passes.evaluation.costs import InStep, Lane
+from dhelix.passes.evaluation.costs import InStep
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.ordering.order_search import OrderSearch
 from dhelix.passes.ordering.pairing_table import Plan, pair
 from dhelix.passes.ordering.strand_sequences import Operator, find_strands

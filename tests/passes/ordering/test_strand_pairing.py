@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
-from dhelix.passes.evaluation.costs import Costs, InStep, Lane
+from dhelix.passes.evaluation.costs import Costs, InStep
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate, simulate
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence

@@ -8,9 +8,11 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.strands.constraint_folding import fold_constraints
 
 
-def constraint(name: str, shape: str, operand: str, *split: str) -> str:
+def constraint(name: str, shape: str, operand: str, *split: str, unreduced: str = "") -> str:
     axes = ", ".join(f'{{\\"{axis}\\"}}' if axis else "{}" for axis in split)
-    attributes = f'frontend_attributes={{xla.sdy.sharding="#sdy.sharding_per_value<[<@mesh, [{axes}]>]>"}}'
+    still_open = f', unreduced={{\\"{unreduced}\\"}}' if unreduced else ""
+    attributes = f'frontend_attributes={{xla.sdy.sharding="#sdy.sharding_per_value<[<@mesh, [{axes}]{still_open}>]>"}}'
+    attributes += ", custom_call_has_side_effect=true" if unreduced else ""
     return f'  {name} = {shape} custom-call({operand}), custom_call_target="Sharding", {attributes}\n'
 
 
@@ -94,3 +96,44 @@ def test_accumulators_are_split_as_they_start_and_what_layers_hand_on_keeps_its_
 def test_one_that_is_there_for_its_place_stays() -> None:
     held = BODY.replace("custom-call(l), ", "custom-call(l), control-predecessors={one}, ")
     assert "l_c" in left(held)
+
+
+@pytest.mark.parametrize("unreduced", ["", "pp"])
+def test_sums_that_are_open_stay_so_where_the_program_says_it(unreduced: str) -> None:
+    """The start of an accumulator does not say it for the loop: without its constraint there, each addition would be
+    reduced. One right behind another of the same says nothing new."""
+
+    def open_sum(name: str, shape: str, operand: str) -> str:
+        return constraint(name, shape, operand, *[""] * shape.count(","), "", unreduced=unreduced)
+
+    text = f"""HloModule m
+body {{ state = (s32[], f32[8]) parameter(0)
+  l = s32[] get-tuple-element(state), index=0
+  total = f32[8] get-tuple-element(state), index=1
+{open_sum("read", "f32[8]", "total")}  new = f32[8] add(read, read)
+{open_sum("new_c", "f32[8]", "new")}{open_sum("again", "f32[8]", "new_c")}
+  ROOT result = (s32[], f32[8]) tuple(l, again) }}
+condition {{ state = (s32[], f32[8]) parameter(0)
+  l = s32[] get-tuple-element(state), index=0
+  four = s32[] constant(4)
+  ROOT more = pred[] compare(l, four), direction=LT }}
+ENTRY e {{ zero = s32[] constant(0)
+  x = f32[8] parameter(0)
+{open_sum("start", "f32[8]", "x")}  state = (s32[], f32[8]) tuple(zero, start)
+  loop = (s32[], f32[8]) while(state), condition=condition, body=body
+  total = f32[8] get-tuple-element(loop), index=1
+{constraint("reduced", "f32[8]", "total", "")}
+  ROOT result = f32[8] negate(reduced) }}
+"""
+    kept = left(text)
+    assert kept == (["new_c", "read", "reduced", "start"] if unreduced else ["new_c", "start"])
+
+
+def test_open_sums_of_scalars_stay_too() -> None:
+    text = f"""HloModule m
+ENTRY e {{ x = f32[] parameter(0)
+{constraint("one", "f32[]", "x")}{constraint("partial", "f32[]", "one", unreduced="dp")}
+{constraint("whole", "f32[]", "partial")}{constraint("again", "f32[]", "whole")}
+  ROOT y = f32[] negate(again) }}
+"""
+    assert left(text) == ["partial", "whole"]

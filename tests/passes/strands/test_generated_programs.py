@@ -30,10 +30,8 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.extend.mlir import ir, passmanager
-from jax.extend.mlir.dialects import stablehlo
 
-from dhelix.passes import jax_compat, report
+from dhelix.passes import report
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import StageReport
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
@@ -41,6 +39,7 @@ from dhelix.runtime.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes import programs
+from dhelix.tests.passes.interpreter import interpret
 from dhelix.tests.passes.programs import Program
 
 EXAMPLES = 76  # per family, at least, all different: more than 300 in all
@@ -130,18 +129,6 @@ def manager(pairing: str) -> PassManager:
 def transform(plain: Plain, pairing: str = "forward-backward") -> Transformation:
     changed, stage_report = manager(pairing).run(Stage.LOWERED, hlo_bytes(plain.lowered))
     return Transformation(plain, None if changed is None else with_hlo(plain.lowered, changed), stage_report)
-
-
-def interpret(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> list[np.ndarray]:
-    """Results, in the order of the leaves, by the reference interpreter."""
-    stablehlo.register_stablehlo_passes()
-    module = jax_compat.stablehlo_module(lowered)
-    with module.context, ir.Location.unknown():
-        # The interpreter knows no `dot`, which HLO's converter makes, only `dot_general`.
-        modern = "builtin.module(func.func(stablehlo-legalize-deprecated-ops{fail-on-unused=false}))"
-        passmanager.PassManager.parse(modern).run(module.operation)
-        leaves = [ir.DenseElementsAttr.get(np.asarray(x)) for x in jax.tree.leaves(arguments)]
-        return [np.array(x) for x in stablehlo.eval_module(module, leaves)]
 
 
 def check(plain: Plain, pairing: str = "forward-backward") -> Transformation:

@@ -188,7 +188,7 @@ REASONS = {
     "parameters_updated_inside_the_loop": r"reads f32\[2,4,4\], .*parameters updated inside .*; update it once",
     "optax_multi_steps": "no loop over micro-batches that .* inside the step .* as optax.MultiSteps does",
     "accumulation_across_calls": "no loop over micro-batches that .* give microbatches=; accumulation across calls",
-    "unrolled_micro_batches": "no loop over micro-batches that .* inside the step .lax.scan",
+    "unrolled_micro_batches": "takes gradients 3 times over, .* a Python loop or unroll= has written out",
     "ordered_print": r"ordered callbacks; make them unordered \(ordered=False\)",
     "ordered_io_callback": r"ordered callbacks; make them unordered \(ordered=False\)",
     "dynamic_number_of_micro_batches": "number of micro-batches is dynamic .*; loop over a static number",

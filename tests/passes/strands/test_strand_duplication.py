@@ -34,7 +34,7 @@ def test_the_report_counts_what_was_made() -> None:
 def test_loops_that_cannot_merge_are_named() -> None:
     _, _, report = golden.run(golden.read(UNEQUAL), StrandDuplication())
     apart, strands = report.notes
-    assert "not merged: no independent loop of the other strand has the same, proved trip" in apart.message
+    assert "not merged: it has 2 iterations, the other strand's loops have 1" in apart.message
     assert str(apart.instruction).startswith("forward") and strands.facts["merged_loops"] == []
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective, is_start
-from dhelix.passes.evaluation.costs import instruction_cost
+from dhelix.passes.evaluation.instruction_costs import instruction_cost
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.replay.operators import find_operators
 from dhelix.profiles import overlap_findings

@@ -131,3 +131,16 @@ def test_where_gradients_are_taken_in_a_function_that_jax_traces_by_itself(caplo
     _, loss = step(weights(), batch())
     np.testing.assert_allclose(loss, squared_error(weights(), batch()), rtol=1e-6)
     assert "only where the step itself calls dhelix.value_and_grad" in caplog.text
+
+
+def test_arguments_that_lie_on_no_device_in_particular() -> None:
+    """Such an array goes to the devices of the others, and its copies must, too."""
+
+    @strand_interleave(microbatches=4, verify=True, strict=True)
+    def step(w: jax.Array, batch: Any) -> Any:
+        loss, gradients = value_and_grad(squared_error)(w, batch)
+        return w - gradients, loss
+
+    uncommitted = jnp.asarray(np.asarray(weights()))
+    assert not uncommitted.committed
+    step(uncommitted, batch())

@@ -1,0 +1,111 @@
+"""Finding HLO modules in text: a dump, a log that XLA wrote modules to, or several dumps in one file.
+
+A module begins with a line of `HloModule` and ends with its entry computation: what an entry calls stands before it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dhelix.errors import DhelixError
+
+_START = re.compile(r"^[ \t]*HloModule[ \t]+([^\s,]+)(.*)", re.MULTILINE)
+_ENTRY = re.compile(r"^[ \t]*ENTRY[ \t]", re.MULTILINE)
+_BRACES = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|//[^\n]*|[{}]', re.DOTALL)
+_THREAD = re.compile(r'[ \t]*,[ \t]*execution_thread="[^"\n]*"')
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_RECOVERY = re.compile(r",\s*origin_recovery_table=\{\n.*?\n\}", re.DOTALL)  # holds modules that the step never runs
+_LOG_PREFIX = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [^\]\n]*\] ", re.MULTILINE)
+_MLIR = re.compile(r"^\s*(?:#\w+ = |module\b.*\{|func\.func |.*\bstablehlo\.)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ModuleText:
+    """One module of a text.
+
+    Attributes:
+      text: from `HloModule` to the end of the entry computation; to the next module where that does not end.
+      line: where it begins, counted from 1.
+      is_whole: whether the entry computation ends.
+      after: line of the first text behind it that belongs to no module; 0 if there is none.
+    """
+
+    name: str
+    text: str
+    line: int
+    is_scheduled: bool
+    is_whole: bool
+    after: int
+
+    @property
+    def last_line(self) -> int:
+        return self.line + self.text.rstrip().count("\n")
+
+
+def find_modules(text: str) -> list[ModuleText]:
+    """The modules of a text, in its order. Raises DhelixError, which says what else the text is, if there are none."""
+    text = _RECOVERY.sub(lambda table: "\n" * table[0].count("\n"), text)
+    if not _START.search(text):
+        text = _LOG_PREFIX.sub("", text)
+    starts = list(_START.finditer(text))
+    if not starts:
+        raise DhelixError(_what_else(text))
+    ends = [start.start() for start in starts[1:]] + [len(text)]
+    found, line, counted = [], 1, 0
+    for start, end in zip(starts, ends, strict=True):
+        line, counted = line + text.count("\n", counted, start.start()), start.start()
+        found.append(_module(start[1], "is_scheduled=true" in start[2], text[start.start() : end], line))
+    return found
+
+
+def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
+    """The largest whole and scheduled module, and what there is to say about the others and what is around."""
+    best = max(modules, key=lambda m: (m.is_whole, m.is_scheduled, len(m.text)))
+    notes = []
+    if len(modules) > 1:
+        others = [f"{m.name} (line {m.line})" for m in modules if m is not best]
+        others = others if len(others) < 4 else [*others[:3], f"{len(others) - 3} more"]
+        notes.append(
+            f"the file holds {len(modules)} modules, and this is {best.name} (line {best.line}), the largest; left"
+            f" out: {', '.join(others)}. Give each a file of its own to see it"
+        )
+    if best.after:
+        notes.append(f"the text from line {best.after} on is no part of the module")
+    return best, notes
+
+
+def _module(name: str, is_scheduled: bool, text: str, line: int) -> ModuleText:
+    end = _end(text)
+    if end is None:  # without an entry, XLA takes the last computation
+        is_whole = not _ENTRY.search(text) and _COMMENT.sub("", text).rstrip().endswith("}")
+        return ModuleText(name, text, line, is_scheduled, is_whole, 0)
+    rest = _COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text[end:])
+    blank = len(rest) - len(rest.lstrip())
+    after = 0 if blank == len(rest) else line + text.count("\n", 0, end + blank)
+    return ModuleText(name, text[:end], line, is_scheduled, True, after)
+
+
+def _end(text: str) -> int | None:
+    """Where the entry computation ends; None if it does not."""
+    entry = _ENTRY.search(text)
+    depth, is_body = 0, False
+    for token in _BRACES.finditer(text, entry.end()) if entry else ():
+        if token[0] == "{":
+            # `f32[8]{0}`: a layout. `main {`, `-> f32[8]{0} {`: the body.
+            is_body = is_body or (depth == 0 and text[token.start() - 1].isspace())
+            depth += 1
+        elif token[0] == "}":
+            depth -= 1
+            if depth == 0 and is_body:
+                thread = _THREAD.match(text, token.end())
+                return thread.end() if thread else token.end()
+    return None
+
+
+def _what_else(text: str) -> str:
+    if not text.strip():
+        return "is empty"
+    if _MLIR.search(text):
+        return "is MLIR (StableHLO or another dialect), the program before XLA compiled it"
+    return "holds no HLO module (no line starts with `HloModule`)"

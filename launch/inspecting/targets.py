@@ -1,0 +1,208 @@
+"""What a dumped module was compiled for, and whose times it gets.
+
+    gpu_target_config.pbtxt names a GPU that `hardware.py` describes    that
+    it describes another one (cores, clock, memory)                     a description made of these, and a note
+    the file's name has the compute capability alone, sm_9.0a           a GPU of that capability, and a note
+    nothing says                                                        an H200, and a note
+    another backend: TPU, ROCm                                          refused, unless a GPU is named
+
+`*.gpu_target_config.pbtxt` is what XLA writes beside a module that it compiles for a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+from dhelix.profiles import hardware
+from dhelix.profiles.hardware import Hardware
+
+DEFAULT = hardware.H200
+_SAY = "--hardware names another GPU"
+ASK = f"which nothing describes; say by --hardware whose times to take: {', '.join(hardware.GPUS)}"
+_ALIKE = 0.15  # memory of the card that a name means, and of the card at hand: GB, GiB and what the driver keeps
+
+# Compute capability -> the described GPU that stands for it where the capability is all that is known, and who has it.
+_OF_CAPABILITY: dict[tuple[int, int], tuple[Hardware, str]] = {
+    (8, 0): (hardware.A100, "A100 and A800"),
+    (8, 6): (hardware.A40, "A40, A10 and others"),
+    (8, 9): (hardware.L40S, "L40S, L4 and others"),
+    (9, 0): (hardware.H200, "H100 and H200"),
+    (10, 0): (hardware.B200, "B200 and GB200"),
+}
+# Dense bf16 operations per multiprocessor and clock: peak / (cores * boost clock) of NVIDIA's data sheets.
+_OPERATIONS = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192,
+               (10, 3): 8192, (12, 0): 1024}  # fmt: skip
+_NVLINK = {7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}  # bytes per second and link, each way, by the major capability
+_REACHED = 330 / 450  # of NVLink's bandwidth by NCCL, on H100
+_FIELD = re.compile(r'(\w+):\s*(?:"([^"]*)"|([^\s{}"]+))')
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a dump says about what its module was compiled for.
+
+    Attributes:
+      backend: GPU, CPU, TPU or ROCm.
+      gpu: what the dump calls it; empty if it does not say.
+      hardware: whose times to take; None where nothing says, or nothing describes `gpu`.
+      notes: where `hardware` comes from, if that needs saying.
+    """
+
+    backend: str = "GPU"
+    gpu: str = ""
+    hardware: Hardware | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read(file: Path, module: HloModule) -> Target:
+    """What the module of a dump was compiled for, by its own target description, its file's name and what is in it."""
+    backend = _backend(file, module)
+    if backend != "GPU":
+        return Target(backend)
+    description = _description(file)
+    if description:
+        return _described(description)
+    capability = re.search(r"\bsm_(\d+)\.?(\d)", file.name)
+    if not capability:
+        return Target()
+    number = int(capability[1]), int(capability[2])
+    if number not in _OF_CAPABILITY:
+        return Target(gpu=f"a GPU of compute capability {capability[1]}.{capability[2]}")
+    gpu, who = _OF_CAPABILITY[number]
+    words = f"{file.name} tells the compute capability {capability[1]}.{capability[2]} alone, that of {who}"
+    return Target(hardware=gpu, notes=(f"{words}: times are those of {_a(gpu)}; {_SAY}",))
+
+
+def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hardware, tuple[str, ...]]:
+    """Whose times to estimate, and what a reader must know about that.
+
+    Args:
+      chosen: the user's choice, which counts in any case.
+
+    Raises:
+      DhelixError: nothing is chosen, and the module is of another backend or of a GPU that nothing describes.
+    """
+    target = read(file, module)
+    name = _a(chosen or DEFAULT)
+    if target.backend == "CPU":
+        words = "compiled for CPU, where no collective is asynchronous: compile for GPUs to see overlap"
+        return chosen or DEFAULT, (f"{words}; times are those of {name}",)
+    if target.backend != "GPU":
+        if chosen is None:
+            raise DhelixError(
+                f"{file} was compiled for {target.backend}, and there are times of NVIDIA GPUs only; name one by"
+                " --hardware to see the program with its times, or compile the step for GPUs"
+            )
+        return chosen, (f"compiled for {target.backend}; times are those of {name}",)
+    if chosen is not None:
+        other = target.gpu and target.gpu.partition("-")[0] != chosen.name.partition("-")[0]
+        return chosen, (f"compiled for {target.gpu}; times are those of {name}",) if other else ()
+    if target.hardware is not None:
+        return target.hardware, target.notes
+    if target.gpu:
+        raise DhelixError(f"{file} was compiled for {target.gpu}, {ASK}")
+    return DEFAULT, (f"nothing says which GPU {file.name} was compiled for: times are those of {name}; {_SAY}",)
+
+
+def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
+    """Whose times to take for devices that JAX calls `kind`, and a note where they are of other hardware."""
+    gpu = hardware.ALL.get(hardware.gpu_name(kind))
+    if gpu is not None:
+        return gpu, ()
+    return DEFAULT, (f"compiled for {kind or 'no device'}, which nothing describes: times are those of {_a(DEFAULT)}",)
+
+
+def _a(gpu: Hardware) -> str:
+    """With its article."""
+    return f"{'an' if gpu.name[0] in 'AHLR' else 'a'} {gpu.name}"
+
+
+def _backend(file: Path, module: HloModule) -> str:
+    if "cpu_after" in file.name:
+        return "CPU"
+    if re.search(r"\bgfx[0-9a-f]+", file.name):
+        return "ROCm"
+    instructions = [i for c in module.computations for i in c.instructions]
+    if any(i.proto.custom_call_target == "tpu_custom_call" or _is_tiled(i.shape) for i in instructions):
+        return "TPU"
+    platform = _fields(_description(file)).get("platform_name", "CUDA")
+    return {"CUDA": "GPU", "ROCM": "ROCm"}.get(platform.upper(), platform)
+
+
+def _is_tiled(shape: Any) -> bool:
+    """Layouts such as `{1,0:T(8,128)}` are those of TPUs."""
+    return bool(shape.layout.tiles) or any(map(_is_tiled, shape.tuple_shapes))
+
+
+def _description(file: Path) -> str:
+    """What `module_0001.jit_step.gpu_target_config.pbtxt` beside the module says; empty where there is none."""
+    parts = file.name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        beside = file.with_name(f"{'.'.join(parts[:count])}.gpu_target_config.pbtxt")
+        if beside.is_file():
+            return beside.read_text(errors="replace")
+    return ""
+
+
+def _fields(description: str) -> dict[str, str]:
+    """Fields of a message in protobuf's text form, without the messages they are in; of equal names the first."""
+    lines = [line for line in description.splitlines() if not line.lstrip().startswith("#")]
+    found: dict[str, str] = {}
+    for name, text, word in _FIELD.findall("\n".join(lines)):
+        found.setdefault(name, text or word)
+    return found
+
+
+def _described(description: str) -> Target:
+    fields = _fields(description)
+    kind = fields.get("name") or fields.get("device_description_str", "")
+    name = hardware.gpu_name(kind) if kind else "unknown"
+    memory = _number(fields, "device_memory_size")
+    same_chip = [gpu for gpu in hardware.ALL.values() if gpu.name in hardware.GPUS and _is_card(gpu, name)]
+    for gpu in sorted(same_chip, key=lambda gpu: abs(gpu.memory_bytes - memory)):
+        if not memory or abs(gpu.memory_bytes - memory) < _ALIKE * memory:
+            return Target(gpu=gpu.name, hardware=gpu)
+    return _derived(fields, description, name, kind)
+
+
+def _is_card(gpu: Hardware, name: str) -> bool:
+    """`A100` may be called the 80 GB card or `A100-40GB`; which, its memory tells."""
+    return gpu.name == name or re.fullmatch(rf"{re.escape(name)}-\d+GB", gpu.name) is not None
+
+
+def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> Target:
+    """A description of a card by what XLA knew of it; links as of H100 with NVLink, as of A40 without."""
+    block = re.search(r"cuda_compute_capability\s*\{([^}]*)\}", description)
+    version = _fields(block[1]) if block else {}
+    capability = int(_number(version, "major")), int(_number(version, "minor"))
+    cores, clock = _number(fields, "core_count"), _number(fields, "clock_rate_ghz")
+    bandwidth, memory = _number(fields, "memory_bandwidth"), _number(fields, "device_memory_size")
+    operations = _OPERATIONS.get(capability, 0)
+    words = kind or f"a GPU of compute capability {'.'.join(map(str, capability))}"
+    if not (cores and clock and bandwidth and memory and operations):
+        return Target(gpu=words)
+    if name in hardware.ALL:  # a part of one, or a card of another size
+        name = f"{name}-{memory / 1e9:.0f}GB"
+    peak = cores * clock * 1e9 * operations / (2 if "GeForce" in kind else 1)
+    links = _number(fields, "active_links") * _NVLINK.get(capability[0], 0.0)
+    like = replace(hardware.H100, intra_bandwidth=links * _REACHED) if links else hardware.A40
+    gpu = replace(like, name=name, peak_flops=peak, memory_bandwidth=bandwidth, memory_bytes=memory, like="")
+    over = f"{links * _REACHED / 1e9:.0f} GB/s over NVLink" if links else "PCIe"
+    note = (
+        f"nothing was measured or published for us of {words}: times follow from what its target description says"
+        f" ({cores:.0f} cores at {clock:g} GHz, {bandwidth / 1e12:.2f} TB/s) and from {over}; {_SAY}"
+    )
+    return Target(gpu=name, hardware=gpu, notes=(note,))
+
+
+def _number(fields: dict[str, str], name: str) -> float:
+    """0 for what is missing or no number."""
+    try:
+        return float(fields.get(name, 0))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,144 @@
+"""Instructions of a scheduled step in words: what one is, which part of the program it is of, and where it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dhelix.passes.analysis.collectives import Collective, find_collective
+from dhelix.passes.evaluation.custom_calls import calls_of, family_of
+from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
+from dhelix.passes.evaluation.transfers import Transfer, find_transfer
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+
+_MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
+_FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a computation runs: the loops around it, outermost first, and how often a step runs it.
+
+    Attributes:
+      notes: what of `executions` is not known.
+    """
+
+    loops: tuple[str, ...]
+    executions: int
+    notes: tuple[str, ...] = ()
+
+
+def part_of(instruction: Instruction) -> str:
+    """alpha or beta for the strand that the operator's name carries; else forward, backward or other.
+
+    A fusion without a name of its own, or with one that tells nothing, is taken for what is inside.
+    """
+    for name in _op_names(instruction):
+        for strand in ("alpha", "beta"):
+            if f"strand_{strand}" in name:
+                return strand
+        if "jvp(" in name:
+            return "backward" if "transpose(" in name else "forward"
+    return "other"
+
+
+def parts_of(computation: Computation) -> Iterator[tuple[Instruction, str]]:
+    """The part of each instruction; one that tells none is taken for what all others are, if they agree."""
+    parts = [(instruction, part_of(instruction)) for instruction in computation.instructions]
+    told = {part for _, part in parts} - {"other"}
+    default = told.pop() if len(told) == 1 and computation is not computation.module.entry else "other"
+    return ((instruction, default if part == "other" else part) for instruction, part in parts)
+
+
+def describe(instruction: Instruction) -> str:
+    """A word for people: all-gather, GEMM, attention, copy, or the operation in the user's program."""
+    sent = communicates(instruction)
+    if sent is not None:
+        return sent.kind
+    inner = [instruction, *(i for called in _called(instruction) for i in called.instructions)]
+    families = [family_of(call) for call in calls_of(instruction)]
+    if any(i.opcode == "dot" for i in inner) or any(f.name == "GEMM" for f in families):
+        return "GEMM"
+    if any(f.work.startswith("attention") for f in families):
+        return "attention"
+    if moved(instruction) is not None:
+        return str(moved(instruction))
+    named = next(_op_names(instruction), "").rpartition("/")[2]
+    return (named or next((f.name for f in families), instruction.opcode)).removesuffix("-start")
+
+
+def communicates(instruction: Instruction) -> Collective | Transfer | None:
+    """The collective, message or host transfer that begins at an instruction, or None."""
+    return find_collective(instruction) or find_transfer(instruction)
+
+
+def _called(instruction: Instruction) -> Iterator[Computation]:
+    """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
+    if instruction.opcode in ("fusion", "async-start"):
+        for called in instruction.called:
+            yield called
+            yield from (c for i in called.instructions for c in _called(i))
+
+
+def _op_names(instruction: Instruction) -> Iterator[str]:
+    """Names in the user's program: of the instruction, then of what it fuses, results first."""
+    if instruction.op_name:
+        yield instruction.op_name
+    for called in _called(instruction):
+        yield from (inner.op_name for inner in reversed(called.instructions) if inner.op_name)
+
+
+def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
+    """Computations whose instructions are kernels of the step: the entry and what loops and calls lead to."""
+    waiting = [(module.entry, Place((), 1))]
+    while waiting:
+        computation, place = waiting.pop()
+        yield computation, place
+        for instruction in sequence_of(computation):
+            if instruction.opcode == "while":
+                waiting.append((instruction.called[0], _in_loop(instruction, place)))
+            elif instruction.opcode == "call":
+                waiting.extend((called, place) for called in instruction.called)
+            elif instruction.opcode == "conditional":
+                branches = len(instruction.called)
+                note = f"it runs in one branch of {branches} of {instruction.name}"
+                inner = dataclasses.replace(place, notes=(*place.notes, note))
+                waiting.extend((called, inner) for called in instruction.called)
+
+
+def _in_loop(loop: Instruction, place: Place) -> Place:
+    count, notes = trip_count(loop), place.notes
+    if count is None:
+        count, notes = 1, (*notes, f"how often {loop.name} runs is not known: it counts once")
+    return Place((*place.loops, loop.name), place.executions * count, notes)
+
+
+def place_notes(places: dict[Computation, Place]) -> Iterator[str]:
+    """What of the whole step is not known."""
+    control = [i for computation in places for i in sequence_of(computation)]
+    loops = [i for i in control if i.opcode == "while"]
+    if unknown := [i.name for i in loops if trip_count(i) is None]:
+        yield f"the number of trips of {_listed(unknown)} is not known, as the data decide: each body counts once"
+    if asking := [i.name for i in loops if any(map(communicates, i.called[1].instructions))]:
+        yield f"the conditions of {_listed(asking)} communicate, which does not count"
+    choices = [i.name for i in control if i.opcode == "conditional"]
+    if choices:
+        yield f"of the branches of {_listed(choices)} the longest counts, in every execution"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def moved(instruction: Instruction) -> str | None:
+    """`copy` or `fill` for an instruction that only moves or writes whole buffers, else None."""
+    if instruction.opcode in ("copy", "copy-start"):
+        return "copy"
+    called = list(_called(instruction))
+    opcodes = {i.opcode for c in called for i in c.instructions} - {"fusion"}
+    if not opcodes:
+        return None
+    if "broadcast" in opcodes and opcodes <= _FILLS:
+        return "fill"
+    return "copy" if opcodes & {"copy", "transpose"} and opcodes <= _MOVES else None

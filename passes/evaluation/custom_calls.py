@@ -1,0 +1,150 @@
+"""Families of custom calls: what the kernels of libraries compute, by the names of their targets.
+
+A custom call is a name, operands and a result; what it computes is known of the names in `FAMILIES` alone. The first
+row whose pattern matches the whole target counts:
+
+    work                  how long it takes
+    product               operations from the shapes, M N K of any layout
+    attention             operations from the shapes of queries and keys; half where the call names a causal mask
+    convolution           operations from the shapes: each output takes a kernel of its own feature
+    moves                 the bytes of its operands and of its result
+    nothing               it says something to the compiler, or hands out memory
+    unknown               likewise the bytes, for want of better: what it computes, nobody can see
+
+Calls of cuBLASLt and of cuDNN's attention say more in their configuration, which `operator_work` and `operator_keys`
+read. What no row matches is unknown, and `dhelix inspect` says how many of these a step runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from dhelix.passes.analysis.collectives import is_exclusive
+from dhelix.passes.hlo import Instruction, shapes
+
+type WorkKind = Literal["product", "attention", "attention backward", "convolution", "moves", "nothing", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Custom calls that compute alike.
+
+    Attributes:
+      name: for people to read.
+      work: how their time is estimated.
+      target: what the whole target matches, without regard to case.
+      config: what is found in the configuration.
+      factors: which operands a product multiplies.
+    """
+
+    name: str
+    work: WorkKind
+    target: str
+    config: str = ""
+    factors: tuple[int, int] = (0, 1)
+
+
+FAMILIES = (
+    Family("attention backward", "attention backward", r"__cudnn\$fmha.*backward.*|te_(\w+_)?fused_attn_.*backward.*"),
+    Family("attention", "attention", r"__cudnn\$fmha.*|te_(\w+_)?fused_attn_.*"),
+    Family("GEMM with communication", "unknown", r"te_gemm.*", r"collective_op\s*=\s*[1-9]"),
+    Family("GEMM", "product", r"te_gemm.*", factors=(0, 2)),  # scales stand between
+    Family("GEMM", "product", r"__cublas\$.*|__cudnn\$(gemm|.*scaled_?dot).*|__op\$block_scaled_dot"),
+    Family("grouped GEMM", "moves", r"te_grouped_gemm.*"),  # how many rows a group has, the data say
+    Family("convolution", "convolution", r"__cudnn\$conv.*"),
+    Family("normalization", "moves", r"__cudnn\$norm|te_(layer|rms)?_?norm_.*"),
+    Family("softmax", "moves", r"te_scaled_.*softmax.*"),
+    Family("activation", "moves", r"te_d?(act|gelu|silu|relu|swiglu|gated)_?.*"),
+    Family("cast", "moves", r"te_((grouped_|dbias_)?(de)?quantize|cast|transpose|swizzle|amax|rht_amax).*"),
+    Family("sort", "moves", r"(__|xla\.gpu\.ext\.)?cub.*sort.*"),
+    Family("prefix sum", "moves", r"(__|xla\.gpu\.ext\.)?cub.*scan.*"),
+    Family("routing", "moves", r"(?!.*triton).*top_?k.*|te_fused_moe.*"),
+    Family("random numbers", "moves", r"(cu|hip)_threefry.*|.*rng_?bit_?generator.*"),
+    Family("buffer", "nothing", r"(allocate|create)buffer|(un)?pin"),
+    Family("annotation", "nothing", r"sharding|spmd(fulltoshard|shardtofull)shape|layoutconstraint|xla\.sdy\..*"),
+    Family("transfer", "moves", r"moveto(host|device)|annotate_device_placement"),
+    Family("Python callback", "unknown", r"xla_.*python.*callback"),
+    Family("Triton kernel", "unknown", r".*triton.*"),
+    Family("Mosaic GPU kernel", "unknown", r"mosaic_gpu.*"),
+    Family("communication kernel", "unknown", r".*(nvshmem|nccl|te_.*comm).*|te_ep_.*"),
+    Family("linear algebra", "unknown", r"(cu|hip)(solver|blas|sparse).*"),
+)
+UNKNOWN = Family("unknown", "unknown", r".*")
+_COLLECTIVE_MATMUL = Family("collective matmul", "product", "")
+
+_CAUSAL = re.compile(r"mask_type\s*=\s*[2345]\b|mask_type[^,}]*causal", re.IGNORECASE)
+"""In the attributes of a TransformerEngine attention: masks 2 to 5 are causal, with and without padding."""
+
+
+def family_of(call: Instruction) -> Family:
+    """The family of a custom call; UNKNOWN where no row of the table fits."""
+    if is_exclusive(call):
+        return _COLLECTIVE_MATMUL
+    fitting = _families(call.proto.custom_call_target)
+    return next(f for f in fitting if not f.config or re.search(f.config, _config(call)))
+
+
+@lru_cache(maxsize=1024)
+def _families(target: str) -> tuple[Family, ...]:
+    """Rows that the target matches, whatever the configuration is."""
+    return *(f for f in FAMILIES if re.fullmatch(f.target, target, re.IGNORECASE)), UNKNOWN
+
+
+def _config(call: Instruction) -> str:
+    return call.proto.backend_config.decode(errors="replace")
+
+
+def calls_of(instruction: Instruction) -> list[Instruction]:
+    """Custom calls of which an instruction is the kernel: itself, or what a fusion or an async pair holds."""
+    if instruction.opcode == "custom-call":
+        return [instruction]
+    if instruction.opcode not in ("fusion", "async-start"):
+        return []
+    return [call for called in instruction.called for i in called.instructions for call in calls_of(i)]
+
+
+def product_flops(call: Instruction) -> float:
+    """Operations of a product, from its operands and its result, whatever their layouts: these have M K, K N and M N
+    elements. 0 for what does not look like one."""
+    factors = family_of(call).factors
+    if len(call.operands) <= max(factors):
+        return 0.0
+    sizes = (shapes.element_count(s) for s in (*(call.operands[n].shape for n in factors), _first(call.shape)))
+    return 2.0 * math.sqrt(math.prod(sizes))
+
+
+def convolution_flops(call: Instruction) -> float:
+    """Operations of a convolution, or of its derivative by the input or by the kernel, which has as many."""
+    target, operands = call.proto.custom_call_target, [o.shape for o in call.operands]
+    output, kernel = _first(call.shape), operands[1]
+    if "BackwardInput" in target:
+        output = operands[0]
+    elif "BackwardFilter" in target:
+        output, kernel = operands[1], _first(call.shape)
+    features = kernel.dimensions[call.proto.convolution_dimension_numbers.kernel_output_feature_dimension]
+    return 2.0 * shapes.element_count(output) * shapes.element_count(kernel) / max(features, 1)
+
+
+def attention_flops(call: Instruction, backward: bool) -> float:
+    """Operations of an attention without a configuration of XLA's: two products forward, five backward.
+
+    Shapes are TransformerEngine's: [batch, sequence, heads, head size] for queries, keys and values; keys and values,
+    or all three, may be one array with a dimension of 2 or 3 behind the sequence. 0 for other shapes.
+    """
+    arrays = [o.shape for o in call.operands if len(o.shape.dimensions) >= 4]
+    if not arrays:
+        return 0.0
+    queries = list(arrays[0].dimensions)
+    if len(queries) == 5:
+        del queries[2]
+    keys = arrays[1].dimensions[1] if len(arrays[0].dimensions) == 4 and len(arrays) > 1 else queries[1]
+    left = 0.5 if _CAUSAL.search(_config(call)) else 1.0
+    return 2.0 * (5 if backward else 2) * math.prod(queries) * keys * left
+
+
+def _first(shape: Any) -> Any:
+    return _first(shape.tuple_shapes[0]) if shapes.is_tuple(shape) and shape.tuple_shapes else shape

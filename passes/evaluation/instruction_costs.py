@@ -1,0 +1,165 @@
+"""What one HLO instruction costs by the roofline, and on which lane it runs: the costs of everything unmeasured.
+
+Scheduled GPU programs are what this is made for: GEMMs and attention are custom calls or Triton fusions,
+elementwise work is fused, collectives are async pairs whose whole cost stands at the start. Lowered programs
+get costs too, coarser ones: what XLA will fuse counts by what it writes, or nothing. `costs` puts measured times in
+their place.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dhelix.passes.analysis.collectives import Collective, find_collective, is_done
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES
+from dhelix.passes.evaluation.operator_work import Work, backend_config, work_of
+from dhelix.passes.evaluation.transfers import SENDS, Transfer, find_transfer, host_bytes
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.loops import proved_trip_count
+from dhelix.profiles import roofline
+from dhelix.profiles.estimates import Source
+from dhelix.profiles.hardware import Hardware
+
+
+class Lane(enum.Enum):
+    """What runs one thing at a time: the SMs, the links inside a node, the network between nodes, the host's link."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    COMM_INTER = "comm-inter"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One execution of an instruction that runs alone.
+
+    Attributes:
+      seconds: for a loop, a call or a conditional the sum over everything inside, nothing overlapped.
+      bytes: of device memory read and written; for a collective or a transfer, what each device sends.
+      source: what `seconds` rests on; of a sum, its least certain part.
+      launch: seconds for which compute stands still before a collective begins.
+      communication: seconds of `seconds` in which it communicates; of a kernel that also multiplies, what its
+        collective takes alone.
+    """
+
+    seconds: float
+    flops: float = 0.0
+    bytes: float = 0.0
+    lane: Lane = Lane.COMPUTE
+    source: Source = Source.GUESS
+    launch: float = 0.0
+    communication: float = 0.0
+
+
+FREE = Cost(0.0, source=Source.MEASURED)
+
+# Not kernels of their own once XLA has fused.
+_FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
+
+
+def instruction_cost(
+    instruction: Instruction, hardware: Hardware, inner: Callable[[Instruction], Cost] | None = None
+) -> Cost:
+    """The roofline's cost of `instruction`; `inner` gives costs of instructions inside what it calls, where
+    they are known."""
+    inner = inner or (lambda i: instruction_cost(i, hardware))
+    opcode = instruction.opcode
+    if opcode in FREE_OPCODES or is_done(instruction):
+        return FREE
+    if opcode in CONTROL_FLOW:
+        return _calls_cost(instruction, inner)
+    collective = find_collective(instruction)
+    if collective is not None:
+        return _collective_cost(collective, hardware)
+    transfer = find_transfer(instruction)
+    if transfer is not None:
+        return _transfer_cost(transfer, hardware)
+    if opcode in SENDS:
+        return FREE  # the other end of its channel counts
+    if opcode == "async-start":
+        return _inside_cost(instruction.called[0], inner)
+    if instruction.computation.module.is_scheduled or opcode in ("fusion", "dot", "custom-call"):
+        cost = _work_cost(work_of(instruction), hardware)
+        waits = roofline.host_seconds(host_bytes(instruction), hardware)
+        return replace(cost, seconds=waits) if waits > cost.seconds else cost
+    moved = 0 if opcode in _FUSED_AWAY else shapes.byte_size(instruction.shape)
+    return Cost(roofline.memory_seconds(moved, hardware) - hardware.kernel_seconds, 0.0, moved)
+
+
+def _collective_cost(collective: Collective, hardware: Hardware) -> Cost:
+    """What begins together shares the links: seconds and bytes add up."""
+    seconds = sent = 0.0
+    inside = True
+    for part in (collective, *collective.others):
+        group, nodes = part.group_size(default=hardware.gpus_per_node), part.nodes(hardware.gpus_per_node)
+        seconds += roofline.collective_seconds(part.kind, part.size, group, nodes, hardware)
+        sent += roofline.wire_bytes(part.kind, part.size, group)
+        inside = inside and nodes == 1
+    return Cost(seconds, 0.0, sent, Lane.COMM if inside else Lane.COMM_INTER)
+
+
+def _transfer_cost(transfer: Transfer, hardware: Hardware) -> Cost:
+    """A message is a permute of its size."""
+    if transfer.host:
+        return Cost(roofline.host_seconds(transfer.size, hardware), 0.0, transfer.size, Lane.HOST)
+    return _collective_cost(Collective("collective-permute", transfer.size, transfer.groups), hardware)
+
+
+def _inside_cost(called: Computation, inner: Callable[[Instruction], Cost]) -> Cost:
+    """What an async pair runs, one after the other; mostly one kernel."""
+    costs = [cost for cost in map(inner, called.instructions) if cost.seconds > 0.0]
+    return costs[0] if len(costs) == 1 else _sum(costs)
+
+
+def constant_rates(hardware: Hardware, lane: Lane) -> tuple[float, float]:
+    """Of compute and of what runs on `lane` beside it, where nothing like them was measured. Copy engines take no SM,
+    and a host's link is slow beside device memory, so a transfer and compute do not disturb each other."""
+    return (1.0, 1.0) if lane is Lane.HOST else hardware.rates(lane is Lane.COMM_INTER)
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often the body of a `while` runs: as the compiler noted it, or proved from constants; else None."""
+    known = backend_config(loop).get("known_trip_count")
+    if known is not None:
+        return int(known["n"])
+    return proved_trip_count(loop)
+
+
+def sequence_of(computation: Computation) -> list[Instruction]:
+    """The order in which a computation runs: its schedule, or where it has none, as it stands."""
+    return computation.module.schedule.get(computation, computation.instructions)
+
+
+def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
+    """A loop's body times its trip count (once if unknown), a call's callee, the longest branch."""
+    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+    longest = max((_sum([inner(i) for i in c.instructions]) for c in called), key=lambda c: c.seconds, default=FREE)
+    return replace(
+        longest,
+        seconds=count * longest.seconds,
+        flops=count * longest.flops,
+        bytes=count * longest.bytes,
+        communication=count * longest.communication,
+    )
+
+
+def _sum(costs: list[Cost]) -> Cost:
+    return Cost(
+        sum(c.seconds for c in costs),
+        sum(c.flops for c in costs),
+        sum(c.bytes for c in costs),
+        source=max((c.source for c in costs), key=lambda s: s.rank, default=Source.MEASURED),
+        communication=sum(c.communication for c in costs),
+    )
+
+
+def _work_cost(work: Work, hardware: Hardware) -> Cost:
+    if work.unit == "product":
+        seconds = roofline.gemm_seconds(work.flops, work.bytes, hardware, work.bits)
+    elif work.unit == "attention":
+        seconds = roofline.attention_seconds(work.flops, work.bytes, hardware)
+    else:
+        seconds = roofline.memory_seconds(work.bytes, hardware)
+    return Cost(seconds, work.flops, work.bytes)

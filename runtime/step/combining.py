@@ -1,0 +1,201 @@
+"""How an output of the micro-batches becomes one of the batch: sums that start, grow and end as a type says.
+
+| output | becomes |
+|---|---|
+| loss, gradients, floating-point auxiliary outputs | what `reduce` says: sum, mean, weighted mean |
+| integer auxiliary outputs | their sum: they are counts |
+| auxiliary outputs with the batch as leading axis | put together again, rows in the batch's order |
+| auxiliary outputs of a collection `batch_stats` (`flax.nnx.BatchStat`) | their mean, whatever `reduce` says |
+| what is under a key `_overwrite_with_gradient` (Flax's fp8 histories and scales) | the largest, element by element |
+| types with an addition of their own (Flax's `fp32_max_grad`) | what that addition gives |
+| gradients of integers (float0) | as they are |
+
+Floating-point sums are of float32 or wider, complex ones of complex64 or wider; what comes out has the type that one
+micro-batch has, weak or not. Over axes that the outputs are `unreduced` over, so are the sums.
+
+Why the mean of running statistics: each micro-batch starts from the same ones and is normalized by its own rows, like a
+device in Flax's data-parallel examples, which average the statistics of devices (`jax.lax.pmean`). The mean of
+m * old + (1 - m) * new is one update of the step: the running mean is that of the whole batch, the running variance is
+without what the means of micro-batches differ by.
+
+Why the largest: an amax history begins with the largest magnitude that a micro-batch saw, and all else in it, and the
+scale, comes from the history before the step, the same for all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dhelix.errors import DhelixError
+from dhelix.passes import jax_compat
+
+OVERWRITTEN = "_overwrite_with_gradient"  # name of Flax's collection
+STATISTICS = "batch_stats"
+
+
+class How(Enum):
+    REDUCE = "by reduce="
+    ADD = "sum"
+    MEAN = "mean"
+    LARGEST = "largest"
+    JOIN = "rows put together"
+    OWN = "the addition of its type"
+    NONE = "no numbers"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How one output becomes that of the batch.
+
+    Attributes:
+      like: the abstract value of one micro-batch's.
+      how: whether, and by what, it is summed over micro-batches.
+    """
+
+    like: Any
+    how: How
+
+    @property
+    def summed(self) -> bool:
+        """Whether there is a total to carry from one micro-batch to the next."""
+        return self.how not in (How.JOIN, How.NONE)
+
+    def start(self) -> jax.Array:
+        """The total before the first micro-batch, of the sharding and the manual axes that outputs have."""
+        if self.how is How.OWN:
+            return ad.zeros_like_aval(self.like)
+        zeros = ad.zeros_like_aval(self.like.update(dtype=sum_type(self.like.dtype), weak_type=False))
+        return zeros - jnp.inf if self.how is How.LARGEST else zeros
+
+    def add(self, total: jax.Array, value: Any, weight: jax.Array | None) -> jax.Array:
+        """`weight`: of the micro-batch, under reduce="weighted"."""
+        if self.how is How.OWN:
+            return ad.add_jaxvals(total, value)
+        value = jnp.asarray(value).astype(total.dtype)  # an auxiliary output may be a number of Python's
+        if weight is not None and self.how is How.REDUCE:
+            # Not a bare product: a micro-batch without tokens may have a loss of 0/0.
+            value = jnp.where(weight == 0, jnp.zeros_like(value), value * _factor(weight, value))
+        if self.how is How.LARGEST:
+            if weight is not None:
+                value = jnp.where((weight == 0) & jnp.isnan(value), 0, value)
+            return jnp.maximum(total, value)
+        return total + value
+
+    def finish(self, total: jax.Array, weight: jax.Array | None, count: int, reduce: str) -> jax.Array:
+        """The output of the batch. `weight`: of all micro-batches together."""
+        if self.how is How.OWN:
+            return total
+        if self.how is How.REDUCE and weight is not None:
+            total = total / _factor(jnp.where(weight == 0, 1, weight), total)  # where nothing counts, all is zero
+        elif self.how is How.MEAN or (self.how is How.REDUCE and reduce == "mean"):
+            total = total / _factor(count, total)
+        return self.typed(total)
+
+    def typed(self, value: jax.Array) -> jax.Array:
+        """`value` in the type of the output."""
+        return jax_compat.convert_element_type(value, self.like.dtype, self.like.weak_type)
+
+    def nothing(self) -> np.ndarray:
+        """An output of type float0."""
+        return np.zeros(self.like.shape, self.like.dtype)
+
+
+def sum_type(dtype: Any) -> Any:
+    """What numbers of this type are added up in."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.promote_types(dtype, jnp.complex64)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)  # 8-bit floats are promoted to none
+    return dtype
+
+
+def comparable(value: Any) -> Any:
+    """`value` in a type that is made for arithmetic, its sum over devices taken; None if it is no number."""
+    like = jax.typeof(value)
+    if like.dtype == jax.dtypes.float0 or jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        return None
+    spec = like.sharding.spec
+    if spec.unreduced:
+        value = jax.reshard(value, NamedSharding(like.sharding.mesh, PartitionSpec(*spec.partitions)))
+    return jnp.asarray(value).astype(sum_type(like.dtype))
+
+
+def of_gradients(grads: Sequence[Any], tree: Any) -> list[Combination]:
+    """For each gradient; `grads` are abstract values, the leaves of `tree`."""
+    return [Combination(like, _of_gradient(like, name)) for like, name in zip(grads, collections(tree), strict=True)]
+
+
+def _of_gradient(like: Any, collection: str | None) -> How:
+    if like.dtype == jax.dtypes.float0:
+        return How.NONE
+    if jnp.issubdtype(like.dtype, jax.dtypes.extended):
+        return How.OWN
+    return How.LARGEST if collection == OVERWRITTEN else How.REDUCE
+
+
+def of_auxiliary(one: Sequence[Any], whole: Sequence[Any], tree: Any, count: int) -> list[Combination]:
+    """For each auxiliary output, of which `one` micro-batch's and the `whole` batch's abstract values are given.
+
+    Raises DhelixError, naming it, for one that cannot be combined.
+    """
+    names = collections(tree)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    each = zip(one, whole, names, paths, strict=True)
+    return [Combination(like, _of_auxiliary(like, other, name, path, count)) for like, other, name, path in each]
+
+
+def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count: int) -> How:
+    if one.shape == whole.shape:
+        if collection == OVERWRITTEN and jnp.issubdtype(one.dtype, jnp.floating):
+            return How.LARGEST
+        if jnp.issubdtype(one.dtype, jnp.inexact):
+            return How.MEAN if collection == STATISTICS else How.REDUCE
+        if jnp.issubdtype(one.dtype, jnp.integer):
+            return How.ADD
+    elif one.shape and (one.shape[0] * count, *one.shape[1:]) == whole.shape:
+        return How.JOIN
+    other = f" for a micro-batch and {list(whole.shape)} for the batch" if one.shape != whole.shape else ""
+    raise DhelixError(
+        f"aux{jax.tree_util.keystr(path)} is {one.dtype}{list(one.shape)}{other}, and there is no one way to"
+        f" combine {count} of them: return numbers (a flag as an integer), or arrays with the batch as leading"
+        " axis, or compute it outside value_and_grad"
+    )
+
+
+def collections(tree: Any) -> list[str | None]:
+    """For each leaf OVERWRITTEN or STATISTICS, if it is in that collection of Flax's, by a key of its path or by the
+    type of its NNX variable."""
+    nnx: Any = sys.modules.get("flax.nnx")  # of a tree with its variables in it, it is imported
+
+    def is_variable(node: Any) -> bool:
+        return nnx is not None and isinstance(node, nnx.Variable)
+
+    found: list[str | None] = []
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+        names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
+        if is_variable(node):
+            names |= {STATISTICS} if isinstance(node, nnx.BatchStat) else {type(node).__name__}
+        name = next((name for name in (OVERWRITTEN, STATISTICS) if name in names), None)
+        found += [name] * len(jax.tree.leaves(node))
+    return found
+
+
+def _factor(number: Any, of: jax.Array) -> jax.Array:
+    """`number` to multiply or divide `of` by, which may be unreduced over some axes."""
+    number = jnp.asarray(number, of.dtype)
+    like = jax.typeof(of)
+    axes = like.sharding.spec.unreduced
+    if axes:
+        number = jax.reshard(number, NamedSharding(like.sharding.mesh, PartitionSpec(reduced=axes)))
+    axes = like.manual_axis_type.unreduced
+    return jax.lax.pcast(number, tuple(sorted(axes)), to="reduced") if axes else number
