@@ -27,7 +27,7 @@ from dhelix.launch.profile_step import build, gpus_of
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
 from dhelix.profiles.profile import SETTINGS, Profile, Section
-from dhelix.runtime import agreement
+from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling import collective_tables, measure_tables
 from dhelix.runtime.profiling import operator_bases as of_paper
 from dhelix.runtime.profiling.in_process import gpu_measurer, measure_missing
@@ -155,7 +155,9 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     def trace(step: Step) -> Step:
         assert lowered is not None and make_arguments is not None
         try:
-            arguments = agreement.together(make_arguments, (jax.errors.JaxRuntimeError,))
+            arguments = agreement.together(
+                "make the arguments of the step", make_arguments, (jax.errors.JaxRuntimeError,)
+            )
         except (DhelixError, jax.errors.JaxRuntimeError) as error:
             progress(0, 0, f"runs all operators alone, since the step itself does not run ({reason(error)})")
             return step
@@ -165,7 +167,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
         _tell(done=done, total=total, what=what)
 
     def save(grown: Profile) -> None:  # all go on once it is written, since all read it, too
-        agreement.together(lambda: _save(request, grown), (DhelixError, OSError))
+        agreement.together("write the profile", lambda: _save(request, grown), (DhelixError, OSError))
 
     return measure_missing(session, step, trace if lowered else None, progress, save)
 

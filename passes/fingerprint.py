@@ -160,7 +160,7 @@ def versions() -> dict[str, str]:
             found[package] = "unpackaged"
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    sources = [f for folder in ("passes", "profiles") for f in (root / folder).rglob("*.py")]
+    sources = [f for folder in ("passes", "profiles", "runtime") for f in (root / folder).rglob("*.py")]
     for relative in sorted(f.relative_to(root).as_posix() for f in sources):
         digest.update(relative.encode() + b"\0" + (root / relative).read_bytes() + b"\0")
     return {**found, "dhelix sources": digest.hexdigest()[:DIGITS]}

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, pjit
+from jax._src import config, distributed, pjit
 from jax._src.lax import lax as _lax
 from jax.extend.mlir import refine_polymorphic_shapes
 from jax.interpreters import mlir
@@ -194,6 +194,38 @@ def with_compiler_options(jitted: Any, options: dict[str, Any]) -> Any:
     info = jitted._jit_info
     given = (*info.compiler_options_kvs, *options.items())
     return pjit._cpp_pjit(jitted._fun, info._replace(compiler_options_kvs=given))
+
+
+def xla_options(jitted: Any) -> dict[str, Any]:
+    """Options of XLA for one program, of what `jax.jit` returned."""
+    return dict(jitted._jit_info.compiler_options_kvs)
+
+
+def jit_settings(jitted: Any) -> dict[str, Any]:
+    """Further options of what `jax.jit` returned, as far as they are numbers and names."""
+    names = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "keep_unused", "inline")
+    return {name: getattr(jitted._jit_info, name) for name in names}
+
+
+def jit_shardings(jitted: Any) -> list[Any]:
+    """Shardings that `jax.jit` was told of arguments and results, among other things that have no devices."""
+    info = jitted._jit_info
+    return [*(info.in_shardings_leaves or ()), *(info.out_shardings_leaves or ())]
+
+
+def coordination_client() -> Any | None:
+    """The client of the job's key-value store; None without `jax.distributed.initialize()`. Starts no backend."""
+    return distributed.global_state.client
+
+
+def process_number() -> int:
+    """Of this process in its job, once `jax.distributed` is initialized. Starts no backend."""
+    return distributed.global_state.process_id
+
+
+def process_total() -> int:
+    """Processes of the job, once `jax.distributed` is initialized. Starts no backend."""
+    return distributed.global_state.num_processes
 
 
 def program_key(lowered: jax.stages.Lowered) -> int:

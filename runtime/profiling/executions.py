@@ -26,7 +26,8 @@ from typing import Any
 import jax
 
 from dhelix.errors import DhelixError
-from dhelix.runtime import agreement, trace
+from dhelix.runtime import trace
+from dhelix.runtime.processes import agreement
 
 _ANONYMOUS = re.compile("command_buffer|$")
 _NANO = 1e-9
@@ -90,11 +91,11 @@ def record_everywhere(
 
     Raises DhelixError: a trace holds no kernel of the module, in any of the processes.
     """
-    found = agreement.together(lambda: record(run, module_name, rename), (DhelixError,))
+    found = agreement.together("record a trace", lambda: record(run, module_name, rename), (DhelixError,))
     if jax.process_count() == 1:
         return list(found.values())
     here = [[astuple(execution) for execution in of_gpu] for of_gpu in found.values()]
-    told = (json.loads(text) for text in agreement.gathered(json.dumps(here)))
+    told = (json.loads(text) for text in agreement.gathered("exchange times", json.dumps(here)))
     return [[Execution(*fields) for fields in of_gpu] for of_process in told for of_gpu in of_process]
 
 

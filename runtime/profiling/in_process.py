@@ -27,9 +27,10 @@ from dhelix.passes import fingerprint, jax_compat
 from dhelix.profiles import storage
 from dhelix.profiles.hardware import describe, gpu_name
 from dhelix.profiles.profile import LaunchSetting, Profile, Provenance
-from dhelix.runtime import agreement
 from dhelix.runtime.launch_settings import NO_GRAPHS, link_of, setting_of
 from dhelix.runtime.lowering import compiled_module, device_count, hlo_bytes, with_hlo
+from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes.records import Entry, short
 from dhelix.runtime.profiling import measure
 from dhelix.runtime.profiling.nodes import gpus_per_node
 from dhelix.runtime.profiling.observe import observe
@@ -102,7 +103,8 @@ def profile(
     gpus = gpus_per_node(devices) or device_count(lowered)
     path = Path(out) if out else storage.users_file(gpu, link)
     here = Profile(gpu, link, (process.provenance,))
-    told = agreement.gathered(agreement.together(lambda: storage.dumps(_known(path, here)), (DhelixError,)))
+    known_here = agreement.together("read the profile", lambda: storage.dumps(_known(path, here)), (DhelixError,))
+    told = agreement.gathered("compare the profiles", known_here)
     known = storage.loads(told[0], "what the first process knows")
     measurer = gpu_measurer(setting, devices, process.options)
     session = Session(known, setting.name, measurer, describe(gpu, link), gpus, pairs, again)
@@ -111,7 +113,7 @@ def profile(
         return observe(step, _without_marker(lowered), arguments[0], gpus, setting.implementation)
 
     def save(grown: Profile) -> None:
-        agreement.together(lambda: storage.save(grown, path), (DhelixError,))
+        agreement.together("write the profile", lambda: storage.save(grown, path), (DhelixError,))
 
     speaks = jax.process_index() == 0
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(arguments))
@@ -156,7 +158,7 @@ def measure_missing(
     """
     wanted = session.missing(step)
     keys = [" beside ".join(str(o.key) for o in item.operators) for item in (*wanted.alone, *wanted.pairs)]
-    agreement.check_agreement({"operators to measure": "; ".join(keys)})
+    agreement.check("measure a step", [Entry("operators to measure", short("; ".join(keys)))])
     if trace is not None and len(wanted):
         progress(0, 0, "traces the step")
         step = trace(step)

@@ -41,7 +41,8 @@ from dhelix.passes.replay.program import (
     placeholder_name,
     split,
 )
-from dhelix.runtime import agreement, registration
+from dhelix.runtime import registration
+from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution
 
@@ -107,7 +108,8 @@ class GpuMeasurer:
             raise DhelixError("measuring needs GPUs; jax.devices() has none (is JAX's CUDA plugin installed?)")
         self.mesh = Mesh(np.array(self.devices), (_AXIS,))
         self.options = dict(options or {})
-        self.memory_bytes = min(map(int, agreement.gathered(str(memory_bytes or _allocatable(self.devices)))))
+        room = memory_bytes or _allocatable(self.devices)
+        self.memory_bytes = min(map(int, agreement.gathered("compare memory", str(room))))
         self.marks = marks
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
@@ -139,8 +141,10 @@ class GpuMeasurer:
 
     def _run(self, program: Program) -> Iterator[Outcome]:
         errors = (DhelixError, *COMPILER_ERRORS)
-        compiled = agreement.together(lambda: compile_program(program, self.mesh, self.options), errors)
-        arguments = agreement.together(lambda: self._arguments(program), errors)
+        compiled = agreement.together(
+            "compile operators", lambda: compile_program(program, self.mesh, self.options), errors
+        )
+        arguments = agreement.together("allocate operators' arguments", lambda: self._arguments(program), errors)
         jax.block_until_ready(compiled(*arguments))  # first use: NCCL's communicators, cuBLAS's handles
         time.sleep(_REST_SECONDS)
         name = f"jit_{placeholder_name(program)}"

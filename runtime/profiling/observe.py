@@ -19,9 +19,9 @@ import jax
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.manager import say_once
-from dhelix.runtime import agreement
 from dhelix.runtime.launch_settings import NO_GRAPHS
 from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling import executions, measure, step_trace
 from dhelix.runtime.profiling.session import Step
 
@@ -52,7 +52,9 @@ def observe(
     try:
         # Kernels of a CUDA graph do not say which instruction they belong to.
         changed = {**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED}
-        serial = agreement.together(lambda: lowered.compile(changed), measure.COMPILER_ERRORS)
+        serial = agreement.together(
+            "compile the step to trace", lambda: lowered.compile(changed), measure.COMPILER_ERRORS
+        )
         module = compiled_module(serial)
         _run(serial, arguments)
         found = executions.record_everywhere(

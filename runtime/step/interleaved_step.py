@@ -25,6 +25,7 @@ from dhelix.passes.report import Report
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration
 from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.processes.first_run import FirstRun
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.step import verification
@@ -46,7 +47,7 @@ class _PlainJit:
 _PLAIN = _PlainJit()
 
 
-def _through_front[**P, R](method: Callable[P, R]) -> Callable[P, R]:
+def _through_front[M: Callable[..., Any]](method: M) -> M:
     """A method of the arguments of the step, for those that need a front as well."""
 
     @functools.wraps(method)
@@ -108,6 +109,7 @@ class InterleavedStep:
             jit_options = {name: value for name, value in jit_options.items() if name.startswith("static")}
         self._jitted = jit(function if microbatches is None else self._traced(microbatches), **jit_options)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
+        self._hosts = FirstRun(self.__name__, self._options(choice))
         self._splits = False  # whether it is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
@@ -121,13 +123,17 @@ class InterleavedStep:
 
     @_through_front
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _on():
-            return self._plain(args, kwargs)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            reason = "is called inside another transformation of JAX, and becomes part of it as it is"
-            say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._choice.step, reason))
+            if _on():
+                reason = "is called inside another transformation of JAX, and becomes part of it as it is"
+                say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._choice.step, reason))
             return self._plain(args, kwargs)
-        chosen = self._specialize(args, kwargs)
+        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+            chosen = self._specialize(args, kwargs) if on else None
+            if chosen is not None:
+                chosen.compile()
+        if chosen is None:
+            return self._plain(args, kwargs)
         if self._verify and not chosen.verified:
             self._compare(chosen, args, kwargs)
             chosen.verified = True
@@ -158,7 +164,8 @@ class InterleavedStep:
     @_through_front
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
-        return self._specialize(args, kwargs).report() if _on() else self._report_off()
+        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+            return self._specialize(args, kwargs).report() if on else self._report_off()
 
     def profile(
         self,
@@ -203,12 +210,21 @@ class InterleavedStep:
 
     def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
         """The program that a call with these arguments runs, before and after XLA."""
-        if not _on():
-            lowered = self._jitted.lower(*args, **kwargs)
-            return lowered, lowered.compile()
-        chosen = self._specialize(args, kwargs)
-        compiled = chosen.compile() or chosen.original.compile()
-        return chosen.lowered, compiled  # in this order: what does not compile is left alone
+        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+            if not on:
+                lowered = self._jitted.lower(*args, **kwargs)
+                return lowered, lowered.compile()
+            chosen = self._specialize(args, kwargs)
+            compiled = chosen.compile() or chosen.original.compile()
+            return chosen.lowered, compiled  # in this order: what does not compile is left alone
+
+    def _options(self, choice: Choice) -> dict[str, object]:
+        """What was asked for, as other processes must have been asked, too."""
+        asked = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
+        for name in ("dump_to", "compiler_options", "paired", "pipelined", "step"):  # a host's own, or said otherwise
+            del asked[name]
+        more = {"microbatches": self._microbatches, "reduce": self._reduce, "pipeline": self._pipeline}
+        return {**more, **asked, "verify": self._verify}
 
     def clear_cache(self) -> None:
         """Forgets the programs that were compiled for the arguments so far, and frees their memory."""

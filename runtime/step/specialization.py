@@ -18,7 +18,9 @@ from dhelix.passes.manager import Stage, say_once
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.report import Report, StageReport
-from dhelix.runtime import agreement, lowering, memory_need, registration
+from dhelix.runtime import lowering, memory_need, registration
+from dhelix.runtime.processes import agreement, first_run
+from dhelix.runtime.processes.meetings import Job
 from dhelix.runtime.step.schedules import Choice, alternatives
 
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
@@ -60,6 +62,8 @@ class Specialization:
         self._compiled: jax.stages.Compiled | None = None
         self._order: str | None = None
         self._refused: StageReport | None = None
+        self._job = first_run.of_program(original)
+        self._agreed = False
         self._choice = choice
         self._session: registration.Session | None = None
         self._why = ""
@@ -76,13 +80,19 @@ class Specialization:
     def compile(self) -> Callable[..., Any] | None:
         """The transformed program, to be called without static arguments; None if it is left alone."""
         with self._lock:
+            if not self._agreed:
+                why = (self._why or "a pass refused or failed") if self.left_alone else None
+                manager = None if self._session is None else self._session.manager
+                first_run.check_choice(self._name, manager, self._choice.memory_limit, why, self._job)
+                self._agreed = True
             if self._compiled is None and not self.left_alone:
-                with self._left_alone_on_error():
+                with self._left_alone_on_error(self._job):
                     self._compile()
                     if self._compiled is not None and self._choice.plan is not None:
                         self._drop_refused_plan(self._choice.plan)
                     if self._compiled is not None and self._choice.memory_limit is not None:
                         self._keep_memory(self._choice.memory_limit)
+                    self._check_order()
             return self._compiled
 
     def plan(self) -> Report:
@@ -111,9 +121,9 @@ class Specialization:
         return registration.Session(choice.manager(self.original), module, fingerprint.module_name(module))
 
     @contextlib.contextmanager
-    def _left_alone_on_error(self) -> Iterator[None]:
+    def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:
         """Around everything that comes before the step runs: what fails there must not stop a job that runs without
-        dhelix."""
+        dhelix. Where it fails in one process of `job`, all leave the step alone."""
         try:
             yield
         except HostsDisagreeError:
@@ -125,7 +135,8 @@ class Specialization:
                 raise DhelixError(f"{self._name} cannot be interleaved: {_first_line(error)}") from error
             logging.vlog(1, "%s", traceback.format_exc())
             self._compiled = self._session = None  # nothing is left of what passes did
-            self._leave_alone(f"it cannot be interleaved: {_first_line(error)}")
+            why = f"it cannot be interleaved: {_first_line(error)}"
+            self._leave_alone(why if job is None else job.leave(why, error))
 
     def _transform(self) -> None:
         """Runs the LOWERED passes."""
@@ -143,12 +154,13 @@ class Specialization:
             with self._session.compiling():
                 self._compiled = self.lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            # Processes that go on with different programs would wait for each other for ever.
-            if self._strict or jax.process_count() > 1:
-                raise
-            self._leave_alone(f"the interleaved program does not compile: {_first_line(error)}")
-        else:
-            self._order = agreement.check_compiled(self._compiled, self._session.marker)
+            raise DhelixError(f"the interleaved program does not compile: {_first_line(error)}") from error
+
+    def _check_order(self) -> None:
+        """The last of what processes do together, so that all hear where one of them fails before."""
+        compiled = None if self.left_alone else self._compiled
+        marker = "" if self._session is None else self._session.marker
+        self._order = first_run.check_order(self._name, compiled, marker, self._job)
 
     def _drop_refused_plan(self, plan: PairingPlan) -> None:
         """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
@@ -158,7 +170,7 @@ class Specialization:
         chosen = {one.name for one in alternatives(target.decomposed, target.row_parts, target.reduced)}
         put = any(entry.changed for entry in done if entry.name in chosen)
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
-        if not agreement.largest(int(put and refused)):
+        if not self._largest(int(put and refused), "drop a refused plan"):
             return
         self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
         self._choice = self._choice.without_plan()
@@ -181,7 +193,7 @@ class Specialization:
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
             plain = jax_compat.apart(self.original).compile()
-            limit = max(limit, agreement.largest(memory_need.of_compiled(plain).allowed()))
+            limit = max(limit, self._largest(memory_need.of_compiled(plain).allowed(), "weigh the plain step's memory"))
         if needed <= limit:
             return
         would_do, gaps, refused = self._limit_that_would_do(needed)
@@ -205,7 +217,11 @@ class Specialization:
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:
         assert compiled is not None
-        return agreement.largest(memory_need.of_compiled(compiled).beside)
+        return self._largest(memory_need.of_compiled(compiled).beside, "weigh memory")
+
+    def _largest(self, value: int, purpose: str) -> int:
+        """Of all processes that run the step: what the compiler counts may differ, and all must decide alike."""
+        return agreement.largest(f"{purpose} of step {self._name!r}", value, self._job)
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
         """What the compiled program needs, or less if a pass has said so; what of it are gaps; whether one has."""
@@ -214,7 +230,7 @@ class Specialization:
         stages = (*self._session.report().stages, *filter(None, [self._refused]))
         notes = (note for stage in stages for entry in stage.passes for note in entry.notes)
         said = max((note.facts["needed"] for note in notes if "needed" in note.facts), default=0)
-        gaps, said = (agreement.largest(max(count, 0)) for count in (gaps, said))
+        gaps, said = (self._largest(max(count, 0), "weigh gaps in the memory") for count in (gaps, said))
         return min(needed, said + gaps) if said else needed, gaps, said > 0
 
     def _leave_alone(self, reason: str) -> None:

@@ -32,6 +32,7 @@ from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.profile import Profile
 from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.processes.first_run import decorating
 from dhelix.runtime.step.collective_matmul_pass import OFF
 from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
 from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
@@ -47,6 +48,7 @@ _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 def strand_interleave(function: Callable[..., Any], /, **options: Any) -> InterleavedStep: ...
 @overload
 def strand_interleave(**options: Any) -> Callable[[Callable[..., Any]], InterleavedStep]: ...
+@decorating()
 def strand_interleave(
     function: Callable[..., Any] | None = None,
     /,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dhelix.tests.runtime import processes
+from dhelix.tests.runtime import job
 
 _PROGRAM = """
 import sys
@@ -38,5 +38,5 @@ print(losses, report.fingerprint, report.collective_fingerprint)
 
 
 def test_two_processes() -> None:
-    lines = [output.splitlines()[-1] for output in processes.outputs(_PROGRAM, devices=2)]
+    lines = [output.splitlines()[-1] for output in job.outputs(_PROGRAM, devices=2)]
     assert lines[0] == lines[1] and lines[0].startswith("[1.1")

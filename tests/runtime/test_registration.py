@@ -179,7 +179,8 @@ def test_dhelix_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distributed_initialize_still_works_after_import_and_decoration() -> None:
     script = """
 import jax
-from dhelix.runtime import agreement, lowering, registration
+from dhelix.runtime import lowering, registration
+from dhelix.runtime.processes import agreement
 from tests.runtime.test_registration import Look, compile_step
 from dhelix.passes.manager import PassManager
 PassManager([Look()])

@@ -74,7 +74,7 @@ def test_another_order_of_segments_is_another_order() -> None:
 
 
 def test_hosts_with_other_plans_do_not_agree() -> None:
-    """Before their first step they compare what the passes were given (`runtime.agreement`)."""
+    """Before their first step they compare what the passes were given (`runtime.processes`)."""
     module = module_of()
     plans = [plan_of(module, *PAIRED), plan_of(module, *PAIRED), plan_of(module, *PAIRED[:1])]
     first, same, other = (PassManager([PlannedOrder(plan)]).fingerprint() for plan in plans)

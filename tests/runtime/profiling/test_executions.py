@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.runtime import agreement
+from dhelix.runtime.processes import agreement
 from dhelix.runtime.profiling import executions
 from dhelix.runtime.profiling.executions import Execution
 from dhelix.tests.runtime.profiling.traces import MODULE, Kernel, execution, kernel, profile
@@ -98,8 +98,8 @@ def test_processes_tell_each_other_what_their_gpus_did(monkeypatch: pytest.Monke
     monkeypatch.setattr(executions, "record", lambda *_: here)
     assert executions.record_everywhere(lambda: None, MODULE) == list(here.values())
     monkeypatch.setattr(executions.jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agreement, "together", lambda make, errors: make())
-    monkeypatch.setattr(agreement, "gathered", lambda text: [text, "[[]]"])
+    monkeypatch.setattr(agreement, "together", lambda purpose, make, errors: make())
+    monkeypatch.setattr(agreement, "gathered", lambda purpose, text: [text, "[[]]"])
     assert executions.record_everywhere(lambda: None, MODULE) == [*here.values(), []]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile, Provenance
-from dhelix.tests.runtime import processes
+from dhelix.tests.runtime import job
 
 PROCESS = """
 import json, sys
@@ -48,11 +48,11 @@ def test_processes_of_a_job(tmp_path: Path) -> None:
         (tmp_path / process).mkdir()
     storage.save(known, tmp_path / "0" / "same.json")
     (tmp_path / "1" / "damaged.json").write_text("{")
-    told = [json.loads(output.splitlines()[-1]) for output in processes.outputs(PROCESS, tmp_path)]
+    told = [json.loads(output.splitlines()[-1]) for output in job.outputs(PROCESS, tmp_path)]
     same, other, damaged = told[0]
     assert told[0] == told[1]
     assert same > 0
-    assert other.startswith("hosts disagree on the program, ")
+    assert other.startswith("hosts disagree on operators to measure: ")
     assert "1/damaged.json" in damaged, "where one cannot read its file, all stop"
     first, second = (storage.load(tmp_path / process / "same.json") for process in ("0", "1"))
     assert first == second

@@ -10,7 +10,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.runtime import deviceless
 from dhelix.runtime.profiling.nodes import emulated_nodes, gpus_per_node, nodes_of
-from dhelix.tests.runtime import processes
+from dhelix.tests.runtime import job
 
 
 def test_nodes_are_processes_or_so_many_devices() -> None:
@@ -87,7 +87,7 @@ def test_emulated_nodes() -> None:
     nodes = emulated_nodes(2, 2, 1024)
     assert [node.local_device_ids for node in nodes] == [(0, 1), (2, 3)]
     assert len({node.environment["NCCL_HOSTID"] for node in nodes}) == 2
-    told = processes.outputs(_PROCESS, devices=2, environments=[node.environment for node in nodes])
+    told = job.outputs(_PROCESS, devices=2, environments=[node.environment for node in nodes])
     first, second = ([li for li in output.splitlines() if "groups=" in li] for output in told)
     where = ["1x2 groups=1", "1x2 groups=2", "2x1 groups=1", "2x1 groups=2", "2x2 groups=1"]
     assert [line.partition(" [")[0] for line in first] == where

@@ -62,7 +62,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a session": (registration, "Session"),
     "the passes": (PassManager, "run"),
     "the fingerprint": (PassManager, "fingerprint"),
-    "the check between hosts": (specialization.agreement, "check_compiled"),
+    "the check between hosts": (specialization.first_run, "check_order"),
 }
 
 

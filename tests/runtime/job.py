@@ -7,6 +7,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+_TIMEOUT = 120.0  # seconds
+
+
+class Ended(NamedTuple):
+    """How a process ended, and what it wrote."""
+
+    status: int
+    output: str
+    errors: str
 
 
 def free_port() -> int:
@@ -15,10 +27,10 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def outputs(
+def run(
     program: str, *arguments: object, devices: int = 1, environments: Sequence[Mapping[str, str]] = ({}, {})
-) -> list[str]:
-    """What each process prints, once all have ended well.
+) -> list[Ended]:
+    """Runs a program in each process, until all have ended.
 
     Args:
       program: Python; its arguments are the process's number, a free port, and `arguments`.
@@ -43,10 +55,17 @@ def outputs(
         for number, environment in enumerate(environments)
     ]
     try:
-        results = [process.communicate(timeout=120) for process in processes]
+        with ThreadPoolExecutor(len(processes)) as pool:  # one that is not read stops at a full pipe, and then all do
+            results = list(pool.map(lambda process: process.communicate(timeout=_TIMEOUT), processes))
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors[-3000:]
-    return [output for output, _ in results]
+    return [Ended(process.returncode, *result) for process, result in zip(processes, results, strict=True)]
+
+
+def outputs(program: str, *arguments: object, **options: object) -> list[str]:
+    """What each process prints, once all have ended well; arguments as of `run`."""
+    ended = run(program, *arguments, **options)  # type: ignore[arg-type]
+    for one in ended:
+        assert one.status == 0, one.errors[-3000:]
+    return [one.output for one in ended]

@@ -1,0 +1,204 @@
+"""What of a step, and of the process that runs it, must be alike in all processes of a job.
+
+Two records. The first one is known before anything is traced: whether dhelix is on, versions, options of the step, and
+options of XLA. The second one is known before XLA compiles: what the options came to on this process's GPUs.
+
+Values are short texts that a message can show; of plans, profiles and long options, their digest. Not compared is what
+hosts may have of their own without running something else: where they write dumps and caches, where files of the same
+content lie, how many threads compile.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+
+from dhelix.passes import fingerprint, jax_compat
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.manager import Pass, PassManager
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.profiles import storage
+from dhelix.profiles.profile import Profile
+from dhelix.runtime import registration
+from dhelix.runtime.processes.records import Entry, Record, short
+
+_SWITCH_ADVICE = "Set it alike on every host"
+_VERSION_ADVICE = "Install the same versions on every host"
+_OPTION_ADVICE = "Decorate the step alike on every host"
+_FLAG_ADVICE = "Give every process the same options of XLA"
+_CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
+
+_ALWAYS = ("microbatches", "reduce", "pipeline")  # options that hold with DHELIX=off, too
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+# Of XLA's flags, those that say where something is written or kept, and how many threads compile.
+_OWN_FLAGS = re.compile(
+    "dump|cache_(dir|file|mode)|cuda_data_dir|compilation_parallelism|parallel_codegen|host_platform_device_count"
+)
+
+
+def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
+    """What must be alike before a step is traced; where dhelix is off, only what splits the batch all the same.
+
+    Args:
+      enabled: whether passes may run.
+      options: of `strand_interleave`, by name.
+      jitted: the step as `jax.jit` made it.
+    """
+    by_jax = not enabled and registration.enabled()
+    note = "by jax_disable_jit, jax_debug_nans or jax_debug_infs" if by_jax else ""
+    switch = Entry("DHELIX", "on" if enabled else "off", note, _SWITCH_ADVICE)
+    asked = {
+        name: Entry(name, _value(value), advice=_OPTION_ADVICE)
+        for name, value in options.items()
+        if enabled or name in _ALWAYS
+    }
+    if not enabled:
+        return [switch, *asked.values()]
+    compiler_options = {str(name): _text(value) for name, value in jax_compat.xla_options(jitted).items()}
+    return [
+        switch,
+        *(Entry(name, version, advice=_VERSION_ADVICE) for name, version in versions().items()),
+        *asked.values(),
+        Entry("options of jax.jit", _texts(jax_compat.jit_settings(jitted)), advice=_OPTION_ADVICE),
+        Entry("compiler_options", _shared_flags(compiler_options), advice=_FLAG_ADVICE),
+        Entry("XLA_FLAGS", xla_flags(os.environ.get("XLA_FLAGS", "")), advice=_FLAG_ADVICE),
+    ]
+
+
+def before_compiling(manager: PassManager | None, memory_limit: int | None, left_alone: str | None) -> Record:
+    """What must be alike before XLA compiles; of a step that is left alone, nothing else than that.
+
+    Args:
+      manager: of the passes that run; None if none do.
+      left_alone: why, or None.
+    """
+    runs = Entry(
+        "what runs", "transformed" if left_alone is None else "as jax.jit runs it", left_alone or "", _CHOICE_ADVICE
+    )
+    if left_alone is not None or manager is None:
+        return [runs]
+    costs = _costs(manager.enabled)
+    return [
+        runs,
+        Entry("memory limit found", str(memory_limit), advice=_CHOICE_ADVICE),
+        Entry("costs found", costs, advice=_CHOICE_ADVICE),
+        Entry("passes chosen", _passes(manager.enabled), advice=_CHOICE_ADVICE),
+    ]
+
+
+def after_compiling(order: str | None, marker: str) -> Record:
+    """What must be alike before the compiled step runs.
+
+    Programs that differ in nothing else are no disagreement: one host may print, or have a number of its own.
+
+    Args:
+      order: fingerprint of the order of collectives; None of a step that is left alone.
+      marker: fingerprint of the program, and of what else the passes were given.
+    """
+    if order is None:
+        return [Entry("the order of collectives", "that of the plain step")]
+    return [Entry("the order of collectives", order, f"of program {marker}")]
+
+
+def versions() -> dict[str, str]:
+    """Of what makes the executable. Of jax and jaxlib what runs, and beside it what is installed if that differs."""
+    found = fingerprint.versions()
+    result = {"version of dhelix": found["dhelix"], "sources of dhelix": found["dhelix sources"]}
+    for name, running in (("jax", jax.__version__), ("jaxlib", jaxlib.version.__version__)):
+        alike = found[name] == running
+        result[f"version of {name}"] = running if alike else f"{running}, installed as {found[name]}"
+    for plugin in _PLUGINS:
+        try:
+            result[f"version of {plugin}"] = importlib.metadata.version(plugin)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return result
+
+
+def xla_flags(flags: str) -> dict[str, str]:
+    """Those of XLA_FLAGS that change what is compiled. The last of several counts."""
+    flags = flags.strip()
+    if flags and not flags.startswith("-") and (text := _read(flags)) is not None:
+        flags = text.decode(errors="replace")  # XLA takes a file of flags, too
+    parts = (word.partition("=") for word in flags.split())
+    return _shared_flags({name: value if equals else "true" for name, equals, value in parts})
+
+
+def _shared_flags(flags: Mapping[str, str]) -> dict[str, str]:
+    """Those that are no host's own; files by their content."""
+    shared = {name: value for name, value in flags.items() if not _OWN_FLAGS.search(name)}
+    contents = {name: _read(value) if "/" in value else None for name, value in shared.items()}
+    return {
+        name: short(value) if (content := contents[name]) is None else _digest(content)
+        for name, value in shared.items()
+    }
+
+
+def _value(value: object) -> str | dict[str, str]:
+    """An option as a message shows it."""
+    if value is None:
+        return "none"
+    if isinstance(value, PairingPlan):
+        return f"{short(value.program)} ({_digest(pairing_plan_json.dumps(value).encode())})"
+    if isinstance(value, Profile):
+        return f"{value.hardware} with link {value.link} ({_digest(storage.dumps(value).encode())})"
+    if isinstance(value, Mapping):
+        return _texts(value)
+    if isinstance(value, Sequence) and not isinstance(value, str) and any(hasattr(one, "run") for one in value):
+        return _passes(value)
+    if isinstance(value, Collection) and not isinstance(value, str):
+        return ", ".join(sorted(map(_text, value))) or "none"
+    return _text(value)
+
+
+def _passes(passes: Sequence[Pass]) -> dict[str, str]:
+    """Options of each, by number and name. A digest, because a profile may be among them."""
+    options = (json.dumps(fingerprint.plain(one, _kind), sort_keys=True) for one in passes)
+    return {
+        f"{number} {one.name}": text if len(text) < 80 else _digest(text.encode())
+        for number, (one, text) in enumerate(zip(passes, options, strict=True), 1)
+    }
+
+
+def _costs(passes: Sequence[Pass]) -> str:
+    """Where the passes' costs come from: the first pass with a model of costs says it."""
+    for one in passes:
+        model = getattr(one, "model", None)
+        if isinstance(model, CostModel):
+            return f"{_value(model.profile)} under setting {model.setting}"
+    return "none measured"
+
+
+def _texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {str(name): _text(value) for name, value in values.items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return short(value)
+    return short(json.dumps(fingerprint.plain(value, _kind), sort_keys=True))
+
+
+def _kind(value: object) -> str:
+    """Of what has no text that is the same on every host."""
+    return type(value).__name__
+
+
+def _digest(content: bytes) -> str:
+    return fingerprint.of_bytes(content)
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,168 @@
+"""Where a decorated step takes part in what the processes of its job agree on.
+
+    run = FirstRun("step", options)                            # at decoration
+    with run.taking_part(on, jitted, args, kwargs) as enabled: # at each call; agrees at the first
+        ...                                                    # lowered, transformed, compiled
+    check_choice(...)                                          # once a program, before XLA compiles it
+    check_order(...)                                           # and after that; `Job.leave` where something fails
+
+Whoever fails inside says so to the others, and so does a process that ends with a decorated step. A step takes part
+whose arguments, or whose program, have devices of other processes; one of this process's own devices waits for nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from dhelix.errors import HostsDisagreeError
+from dhelix.passes import fingerprint, jax_compat
+from dhelix.passes.manager import PassManager
+from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.processes import agreement, description, meetings
+from dhelix.runtime.processes.meetings import Job
+
+
+class FirstRun:
+    """A decorated step, as the other processes of the job are to know it."""
+
+    def __init__(self, name: str, options: Mapping[str, object]) -> None:
+        """
+        Args:
+          name: of the step.
+          options: of `strand_interleave`, by name.
+        """
+        self._name = name
+        self._options = options
+        self._agreed = False
+        self._job: Job | None = None
+        _tell_at_exit()
+        if (job := meetings.everyone()) is not None:
+            job.introduce()
+
+    @contextlib.contextmanager
+    def taking_part(self, on: Callable[[], bool], jitted: Any, args: Any, kwargs: Any) -> Iterator[bool]:
+        """Around all that happens between a call and the run of a compiled step: at the first one the processes agree
+        on the step, and what is raised inside stops all of them.
+
+        Args:
+          on: says whether dhelix may touch programs; its result is what the context gives.
+          jitted: the step as `jax.jit` made it.
+          args, kwargs: of the call.
+
+        Raises:
+          HostsDisagreeError: another process has another step, or has failed, or does not come.
+        """
+        if jax_compat.coordination_client() is None:
+            yield on()
+            return
+        try:
+            enabled = on()
+            if not self._agreed:
+                self._agree(enabled, jitted, args, kwargs)
+            yield enabled
+        except (HostsDisagreeError, GeneratorExit):
+            raise
+        except BaseException as error:
+            if (job := self._job or _of_arguments(jitted, args, kwargs)) is not None:
+                job.fail(meetings.one_line(error))
+            raise
+
+    def _agree(self, enabled: bool, jitted: Any, args: Any, kwargs: Any) -> None:
+        job = _of_arguments(jitted, args, kwargs)
+        if job is None:  # the function itself may say where it runs
+            job = of_program(jitted.lower(*args, **kwargs))
+        record = description.before_tracing(enabled, self._options, jitted)
+        agreement.check(f"run step {self._name!r}", record, job, times=1)
+        self._job, self._agreed = job, True
+
+
+@contextlib.contextmanager
+def decorating() -> Iterator[None]:
+    """Around a decoration: what it raises stops the other processes, too, once they run a step."""
+    try:
+        yield
+    except Exception as error:
+        if (job := meetings.everyone()) is not None:
+            job.fail(f"at decoration, {meetings.one_line(error)}")
+        raise
+
+
+def of_program(lowered: jax.stages.Lowered) -> Job | None:
+    """The processes whose devices a program runs on; None if that is this one alone."""
+    return meetings.of(device.process_index for device in jax_compat.devices(lowered))
+
+
+def check_choice(
+    name: str, manager: PassManager | None, memory_limit: int | None, left_alone: str | None, job: Job | None
+) -> None:
+    """Checks that all processes run the same passes, or all leave the step alone; before XLA compiles.
+
+    Args:
+      name: of the step.
+      manager: of the passes; None if there is none of a step that is left alone.
+      memory_limit: bytes beside its arguments, if there is one.
+      left_alone: why the step is left alone, or None.
+      job: `of_program`.
+
+    Raises:
+      HostsDisagreeError: in every process.
+    """
+    if job is not None:
+        record = description.before_compiling(manager, memory_limit, left_alone)
+        agreement.check(f"compile step {name!r}", record, job)
+
+
+def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, job: Job | None) -> str | None:
+    """Checks that all processes run the same collectives in the same order.
+
+    Args:
+      compiled: the step; None if it is left alone.
+      marker: fingerprint of what the passes were given, the program first of all.
+
+    Returns:
+      The fingerprint of the order of collectives; None for a step that is left alone, and without a job, where it is
+      not computed.
+
+    Raises:
+      HostsDisagreeError: in every process.
+    """
+    if job is None:
+        return None
+    order = None if compiled is None else fingerprint.collective_fingerprint(compiled_module(compiled))
+    agreement.check(f"run the compiled step {name!r}", description.after_compiling(order, marker), job)
+    return order
+
+
+def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
+    """The processes whose devices hold arguments, or are named in the shardings of the step; None if these do not tell
+    of any others."""
+    leaves = [*jax.tree.leaves((args, kwargs)), *jax_compat.jit_shardings(jitted)]
+    places = (getattr(leaf, "sharding", leaf) for leaf in leaves if not isinstance(leaf, Tracer))
+    apart = {place for place in places if isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable}
+    return meetings.of(device.process_index for place in apart for device in place.device_set)
+
+
+@functools.cache
+def _tell_at_exit() -> None:
+    """JAX, imported earlier, leaves the job after this."""
+    atexit.register(_at_exit, os.getpid())
+
+
+def _at_exit(process: int) -> None:
+    """Tells those that would wait for this process; not in a fork of it."""
+    if os.getpid() != process or jax_compat.coordination_client() is None:
+        return
+    error = getattr(sys, "last_exc", None)
+    why = "it ended" if error is None else f"it ended with {meetings.one_line(error)}"
+    everyone = meetings.everyone()
+    for job in {*meetings.known(), *([] if everyone is None else [everyone])}:
+        job.fail(why)

@@ -1,0 +1,377 @@
+"""Meetings of the processes of a job: each says something, the first of them judges, and all hear the verdict.
+
+They go over the key-value store of JAX's coordination service, which `jax.distributed.initialize()` starts. A
+collective of the devices would wait for ever for a process that does not come; calls to the store time out, and work
+before any device does.
+
+    dhelix/<job>/<number>/said/<process>    what a process says, or how it failed
+    dhelix/<job>/<number>/missing           whom the first process waits for, if it waits long
+    dhelix/<job>/<number>/verdict           a result for all, or why all stop
+
+Meetings are numbered, in each process by itself, and each says what it is for: processes that come to different ones
+are told so. A process that fails says so at the next meeting, where the others will look for it; so the numbers stay
+in step whether or not it goes on. With n processes a meeting takes about 4 n calls to the store, none of them large.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+from absl import logging
+
+from dhelix.errors import DhelixError, HostsDisagreeError
+from dhelix.passes import fingerprint, jax_compat
+from dhelix.passes.manager import say_once
+
+TIMEOUT = "DHELIX_AGREEMENT_TIMEOUT"
+DEFAULT_TIMEOUT = 600.0
+AT_WORK = 6
+"""How many times as long others may take that came to the step and compile it: one may find it in a cache."""
+
+_FIRST_REPORT = 10.0  # seconds of waiting after which the log says for whom; then each time three times as many
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.002, 0.25  # seconds between two looks at what has been said
+_LONGEST_CALL = 1.0  # seconds
+_NAMED = 4  # processes that a message names before it counts the others
+_LONGEST_ERROR = 400
+
+Judge = Callable[[Sequence["Said"]], str]
+
+
+class Said(NamedTuple):
+    """What a process says at a meeting."""
+
+    process: int
+    host: str
+    purpose: str
+    text: str
+    failed: str = ""
+    leaves: str = ""
+
+    @property
+    def speaker(self) -> str:
+        return name_of(self.process, self.host)
+
+
+class LeftAloneError(DhelixError):
+    """A process of the job leaves the step alone, so that all do."""
+
+
+class Job:
+    """The processes that run a program together, as one of them sees them."""
+
+    def __init__(self, store: Any, processes: tuple[int, ...], own: int) -> None:
+        """
+        Args:
+          store: client of the coordination service.
+          processes: their numbers, ascending; the first one leads.
+          own: the number of this process.
+        """
+        self.store = store
+        self.processes = processes
+        self._own = own
+        listed = ",".join(map(str, processes))
+        self._folder = f"dhelix/{listed if len(listed) < 32 else fingerprint.of_bytes(listed.encode())}"
+        self._number = 0
+        self._first_kept = 0
+        self._hosts = {own: socket.gethostname()}
+        self._lock = threading.RLock()
+
+    @property
+    def leads(self) -> bool:
+        return self._own == self.processes[0]
+
+    def meet(self, purpose: str, text: str, judge: Judge, times: int = AT_WORK) -> str:
+        """One meeting, to which all processes of the job come.
+
+        Args:
+          purpose: what all are about to do: "run step 'f'".
+          text: what this process says.
+          judge: makes a result for all of what was said, in the processes' order, or raises HostsDisagreeError. The
+            first process alone calls it.
+          times: how many times as long as `timeout()` the others may take.
+
+        Raises:
+          HostsDisagreeError: in every process: `judge` raised it, a process came for something else or failed, or one
+            did not come in time.
+          LeftAloneError: in every process, one of which came to `leave`.
+        """
+        return self._meet(purpose, judge, times, {"purpose": purpose, "text": text})
+
+    def leave(self, why: str, error: Exception) -> str:
+        """Comes to the next meeting, whatever it is for, so that all leave the step alone.
+
+        Args:
+          why: this process does.
+          error: the reason; LeftAloneError if another process has come to leave.
+
+        Returns:
+          The first process that leaves, and why.
+
+        Raises:
+          HostsDisagreeError: in every process: one has failed, or did not come in time.
+        """
+        if isinstance(error, LeftAloneError):
+            return str(error)
+        try:
+            return self._meet("compile the step", lambda _: why, AT_WORK, {"leaves": why})
+        except LeftAloneError as first:
+            return str(first)
+
+    def _meet(self, purpose: str, judge: Judge, times: int, words: dict[str, str]) -> str:
+        with self._lock:
+            folder, patience = self._next(), times * timeout()
+            try:
+                self.store.key_value_set(f"{folder}/said/{self._own}", self._words(**words))
+                if self.leads:
+                    verdict = self._lead(folder, purpose, judge, patience)
+                else:
+                    verdict = self._follow(folder, purpose, patience)
+            except jax.errors.JaxRuntimeError as error:
+                raise HostsDisagreeError(
+                    f"the other processes cannot be asked whether they, too, {purpose}: {one_line(error)}; the process"
+                    " with JAX's coordinator, usually process 0, may have ended"
+                ) from None
+        if "stopped" in verdict:
+            raise HostsDisagreeError(verdict["stopped"])
+        if "left" in verdict:
+            raise LeftAloneError(verdict["left"])
+        return verdict["result"]
+
+    def fail(self, why: str) -> None:
+        """Says at the next meeting, without waiting for it, that this process does not come. Raises nothing."""
+        if not self._lock.acquire(timeout=_LONGEST_CALL):
+            return  # another thread of this process is at a meeting
+        folder = self._next()
+        try:
+            if self.leads:
+                self._announce(folder, stopped=self._failure(why))
+            else:
+                self.store.key_value_set(f"{folder}/said/{self._own}", self._words(failed=why))
+        except jax.errors.JaxRuntimeError as error:
+            logging.warning("dhelix: the other processes could not be told that this one failed: %s", error)
+        finally:
+            self._lock.release()
+
+    def introduce(self) -> None:
+        """Tells the others this process's host, so that they can name it if it does not come."""
+        try:
+            self.store.key_value_set(f"{self._folder}/host/{self._own}", self._hosts[self._own], allow_overwrite=True)
+        except jax.errors.JaxRuntimeError as error:
+            logging.vlog(1, "cannot tell the other processes this host's name: %s", error)
+
+    def _next(self) -> str:
+        self._number += 1
+        return f"{self._folder}/{self._number}"
+
+    def _words(self, **said: str) -> str:
+        return json.dumps({"host": self._hosts[self._own], **said})
+
+    def _failure(self, why: str) -> str:
+        """As the others are told of it."""
+        return _failed(Said(self._own, self._hosts[self._own], "", "", why))
+
+    def _announce(self, folder: str, **verdict: str) -> dict[str, str]:
+        self.store.key_value_set(f"{folder}/verdict", json.dumps(verdict))
+        return verdict
+
+    def _lead(self, folder: str, purpose: str, judge: Judge, patience: float) -> dict[str, str]:
+        try:
+            said = self._gather(folder, purpose, patience)
+            left = next((f"{one.speaker}: {one.leaves}" for one in said if one.leaves), "")
+            verdict = {"left": left} if left else {"result": judge(said)}
+        except HostsDisagreeError as error:
+            return self._announce(folder, stopped=str(error))
+        except BaseException as error:
+            self._announce(folder, stopped=self._failure(one_line(error)))
+            raise
+        self._announce(folder, **verdict)
+        for number in range(self._first_kept, self._number):  # all have come here, so all have heard those
+            self.store.key_value_delete(f"{self._folder}/{number}/")
+        self._first_kept = self._number
+        return verdict
+
+    def _gather(self, folder: str, purpose: str, patience: float) -> list[Said]:
+        """What all have said. Raises HostsDisagreeError as soon as one has failed or came for something else."""
+        waiting = _Waiting(patience)
+        sleep = _SHORTEST_SLEEP
+        while True:
+            said = self._heard(folder)
+            self._hosts |= {one.process: one.host for one in said}
+            if failed := [one for one in said if one.failed]:
+                raise HostsDisagreeError(_failed(failed[0]))
+            _check_purposes([one for one in said if not one.leaves])
+            if len(said) == len(self.processes):
+                return said
+            if waiting.over() or waiting.is_long():
+                present = {one.process for one in said}
+                missing = self._named([p for p in self.processes if p not in present])
+                if waiting.over():
+                    _stop_waiting(missing, purpose, patience)
+                waiting.report(missing, purpose)
+                self.store.key_value_set(f"{folder}/missing", missing, allow_overwrite=True)
+            time.sleep(sleep)
+            sleep = min(2 * sleep, _LONGEST_SLEEP)
+
+    def _heard(self, folder: str) -> list[Said]:
+        found = []
+        for key, value in self.store.key_value_dir_get(f"{folder}/said/"):
+            words = json.loads(value)
+            one = (words.get(name, "") for name in Said._fields[1:])
+            found.append(Said(int(key.rpartition("/")[2]), *one))
+        return sorted(found)
+
+    def _follow(self, folder: str, purpose: str, patience: float) -> dict[str, str]:
+        """The verdict. Only the first process looks at what all say: many that did would be too many calls."""
+        waiting = _Waiting(patience)
+        while True:
+            try:
+                return json.loads(self.store.blocking_key_value_get(f"{folder}/verdict", waiting.milliseconds()))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if waiting.over() or waiting.is_long():
+                missing = self._missing(folder)
+                if waiting.over():
+                    _stop_waiting(missing, purpose, patience)
+                waiting.report(missing, purpose)
+
+    def _missing(self, folder: str) -> str:
+        """For whom the first process waits, or that one itself."""
+        first = self.processes[0]
+        if self._try(f"{folder}/said/{first}") is None:
+            return self._named([first])
+        return self._try(f"{folder}/missing") or "another process"
+
+    def _named(self, processes: Sequence[int]) -> str:
+        for process in processes[:_NAMED]:
+            if process not in self._hosts and (host := self._try(f"{self._folder}/host/{process}")):
+                self._hosts[process] = host
+        return names_of([(process, self._hosts.get(process, "")) for process in processes])
+
+    def _try(self, key: str) -> str | None:
+        try:
+            return self.store.key_value_try_get(key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
+
+
+_jobs: dict[tuple[int, ...], Job] = {}
+
+
+def of(processes: Iterable[int]) -> Job | None:
+    """The job of these processes; None if it has no other process than this one, or no way to ask them."""
+    numbers = tuple(sorted(set(processes)))
+    if len(numbers) < 2:
+        return None
+    client, own = jax_compat.coordination_client(), jax_compat.process_number()
+    if client is None:
+        if jax.process_count() > 1:
+            line = "processes cannot compare what they run: this job was started without jax.distributed.initialize()"
+            say_once(line, (line,))
+        return None
+    if own not in numbers:
+        return None
+    if numbers not in _jobs or _jobs[numbers].store is not client:
+        _jobs[numbers] = Job(client, numbers, own)
+    return _jobs[numbers]
+
+
+def everyone() -> Job | None:
+    """All processes of this one's job; starts no backend."""
+    return None if jax_compat.coordination_client() is None else of(range(jax_compat.process_total()))
+
+
+def known() -> list[Job]:
+    """The jobs that this process is one of, so far."""
+    client = jax_compat.coordination_client()
+    return [job for job in _jobs.values() if job.store is client]
+
+
+def timeout() -> float:
+    """Seconds within which the others must come to a step's first run. Raises DhelixError if the variable has none."""
+    value = os.environ.get(TIMEOUT, "").strip()
+    try:
+        seconds = float(value) if value else DEFAULT_TIMEOUT
+        if seconds > 0:
+            return seconds
+    except ValueError:
+        pass
+    raise DhelixError(f"{TIMEOUT}={value!r}: give seconds to wait for other processes, more than 0")
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and text of an error, of a length to be read in another process's log."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
+
+
+def name_of(process: int, host: str) -> str:
+    return f"process {process} ({host})" if host else f"process {process}"
+
+
+def names_of(processes: Sequence[tuple[int, str]]) -> str:
+    """Numbers and hosts, the first few of many."""
+    named = ", ".join(name_of(*one) for one in processes[:_NAMED])
+    return named if len(processes) <= _NAMED else f"{named} and {len(processes) - _NAMED} more"
+
+
+class _Waiting:
+    """How long it has been, and when to say so."""
+
+    def __init__(self, patience: float) -> None:
+        self._begin = time.monotonic()
+        self._patience = patience
+        self._next_report = _FIRST_REPORT
+
+    def over(self) -> bool:
+        return time.monotonic() - self._begin >= self._patience
+
+    def is_long(self) -> bool:
+        return time.monotonic() - self._begin >= self._next_report
+
+    def milliseconds(self) -> int:
+        """Until there is something to say, or a user who breaks off may want an answer."""
+        end = self._begin + min(self._next_report, self._patience)
+        return max(1, int(1000 * min(_LONGEST_CALL, end - time.monotonic())))
+
+    def report(self, missing: str, purpose: str) -> None:
+        seconds = time.monotonic() - self._begin
+        logging.warning(
+            "dhelix: waits for %s to %s, for %.0f s so far and at most %.0f", missing, purpose, seconds, self._patience
+        )
+        self._next_report = 3 * seconds
+
+
+def _check_purposes(said: Sequence[Said]) -> None:
+    purposes: dict[str, list[tuple[int, str]]] = {}
+    for one in said:
+        purposes.setdefault(one.purpose, []).append((one.process, one.host))
+    if len(purposes) > 1:
+        listed = "; ".join(
+            f"{names_of(members)} {'is' if len(members) == 1 else 'are'} about to {purpose}"
+            for purpose, members in purposes.items()
+        )
+        raise HostsDisagreeError(
+            f"hosts disagree on what comes next: {listed}. They would wait for each other for ever. Call the same"
+            " decorated steps in the same order on every host"
+        )
+
+
+def _failed(said: Said) -> str:
+    return f"{said.speaker} stopped before all processes ran the step: {said.failed}"
+
+
+def _stop_waiting(missing: str, purpose: str, patience: float) -> NoReturn:
+    raise HostsDisagreeError(
+        f"{missing} did not come to {purpose} within {patience:g} s. All processes must do so, and all with dhelix:"
+        f" look at the log there. {TIMEOUT}=SECONDS waits longer"
+    )

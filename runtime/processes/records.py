@@ -1,0 +1,89 @@
+"""What a process says of itself, entry by entry, and the first difference between processes, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dhelix.errors import HostsDisagreeError
+from dhelix.passes import fingerprint
+from dhelix.runtime.processes.meetings import Said, names_of
+
+NOT_GIVEN = "not given"
+_LONGEST = 120  # characters of a value that messages show as it is
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that must be alike in all processes.
+
+    Attributes:
+      what: names it; unique in a record.
+      value: by which it is compared: short text, or several under names of their own.
+      note: is shown beside the value, and not compared.
+      advice: what to do where processes differ.
+    """
+
+    what: str
+    value: str | Mapping[str, str]
+    note: str = ""
+    advice: str = "Start every process with the same source, options, files, flags and package versions"
+
+    def of(self, name: str) -> str:
+        """One of several values, or all of them as one."""
+        if isinstance(self.value, str):
+            return self.value
+        return self.value.get(name, NOT_GIVEN) if name else ", ".join(self.value) or NOT_GIVEN
+
+
+type Record = Sequence[Entry]
+
+
+def short(text: str) -> str:
+    """`text`, or of a long one its beginning and a digest of all of it."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({fingerprint.of_bytes(text.encode())})"
+
+
+def dumps(record: Record) -> str:
+    return json.dumps([[entry.what, entry.value, entry.note, entry.advice] for entry in record])
+
+
+def loads(text: str) -> Record:
+    return [Entry(*fields) for fields in json.loads(text)]
+
+
+def check(said: Sequence[Said]) -> str:
+    """Raises HostsDisagreeError with the first difference, in the order of the first record's entries."""
+    if len({one.text for one in said}) == 1:
+        return ""
+    records = [{entry.what: entry for entry in loads(one.text)} for one in said]
+    for what in dict.fromkeys(what for record in records for what in record):
+        entries = [record.get(what, Entry(what, NOT_GIVEN)) for record in records]
+        for name in _names(entries):
+            if len({entry.of(name) for entry in entries}) > 1:
+                raise HostsDisagreeError(_message(f"{what} {name}".rstrip(), name, entries, said))
+    return ""
+
+
+def _names(entries: Sequence[Entry]) -> list[str]:
+    """Those of an entry's several values; "" alone where it has one value in some process."""
+    several = [entry.value for entry in entries if not isinstance(entry.value, str)]
+    if len(several) < len(entries):
+        return [""]
+    return sorted({name for values in several for name in values})
+
+
+def _message(what: str, name: str, entries: Sequence[Entry], said: Sequence[Said]) -> str:
+    members: dict[str, list[tuple[int, str]]] = {}
+    notes: dict[str, str] = {}
+    for entry, one in zip(entries, said, strict=True):
+        value = entry.of(name)
+        members.setdefault(value, []).append((one.process, one.host))
+        notes.setdefault(value, f" ({entry.note})" if entry.note else "")
+    listed = "; ".join(f"{value}{notes[value]} in {names_of(ones)}" for value, ones in members.items())
+    advice = next(entry.advice for entry in entries if entry.value != NOT_GIVEN)
+    return (
+        f"hosts disagree on {what}: {listed}. They are about to {said[0].purpose}, and would wait for each other for"
+        f" ever. {advice}"
+    )
