@@ -26,7 +26,6 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.manager import Pass, PassManager
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan
-from dhelix.profiles import storage
 from dhelix.profiles.profile import Profile
 from dhelix.runtime import registration
 from dhelix.runtime.processes.records import Entry, Record, short
@@ -150,7 +149,8 @@ def _value(value: object) -> str | dict[str, str]:
     if isinstance(value, PairingPlan):
         return f"{short(value.program)} ({_digest(pairing_plan_json.dumps(value).encode())})"
     if isinstance(value, Profile):
-        return f"{value.hardware} with link {value.link} ({_digest(storage.dumps(value).encode())})"
+        text = json.dumps(fingerprint.plain(value, _kind), sort_keys=True)  # no file says what is alike on another GPU
+        return f"{value.hardware} with link {value.link} ({_digest(text.encode())})"
     if isinstance(value, Mapping):
         return _texts(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and any(hasattr(one, "run") for one in value):

@@ -81,10 +81,11 @@ class Specialization:
         """The transformed program, to be called without static arguments; None if it is left alone."""
         with self._lock:
             if not self._agreed:
+                self._agreed = True
                 why = (self._why or "a pass refused or failed") if self.left_alone else None
                 manager = None if self._session is None else self._session.manager
-                first_run.check_choice(self._name, manager, self._choice.memory_limit, why, self._job)
-                self._agreed = True
+                with self._left_alone_on_error(self._job):
+                    first_run.check_choice(self._name, manager, self._choice.memory_limit, why, self._job)
             if self._compiled is None and not self.left_alone:
                 with self._left_alone_on_error(self._job):
                     self._compile()

@@ -82,6 +82,15 @@ def test_the_costs_that_were_found() -> None:
     assert [e.what for e in description.before_compiling(manager, 7, "nothing to do")] == ["what runs"]
 
 
+def test_costs_that_stand_in_for_those_of_another_gpu() -> None:
+    """No file says that they do."""
+    profile = storage.find("H100", "nvlink")
+    assert profile is not None and "alike" in str(profile.sections["default"])
+    manager = PassManager([StrandPairing(model=CostModel(profile, "default"))])
+    costs = {entry.what: entry.value for entry in description.before_compiling(manager, None, None)}["costs found"]
+    assert costs.startswith("H100 with link nvlink (")
+
+
 def test_a_version_that_runs_beside_another_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = description.versions()["version of jax"]
     assert installed == jax.__version__
