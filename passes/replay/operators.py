@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Buffers
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_start
@@ -42,7 +40,6 @@ _INTEGERS = (shapes.PRED, shapes.S32, shapes.S64, shapes.U32, shapes.U64)
 _STATELESS = re.compile(r"__cu(blas|dnn|b)\$|__gpu\$|__triton|triton_kernel_call|mosaic_gpu|te_|cu_threefry")
 # Of these, arrays of integers are lengths: of sequences, of a grouped product's groups.
 _MEASURED_BY_NUMBERS = re.compile(r"__cudnn\$|__cublas\$lt\$grouped")
-_MEMORY_SPACE = 8  # field of LayoutProto
 _HOST_MEMORY = 5
 
 
@@ -233,8 +230,7 @@ def _is_integers(array: Any) -> bool:
 
 def memory_space(array: Any) -> int:
     """0: device memory; others have a meaning of their own, such as memory that is registered with NCCL."""
-    fields = UnknownFieldSet(array.layout)
-    return next((field.data for field in fields if field.field_number == _MEMORY_SPACE), 0)
+    return array.layout.memory_space
 
 
 def content(instruction: Instruction) -> Iterator[bytes]:

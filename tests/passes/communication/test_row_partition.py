@@ -54,7 +54,8 @@ def check(body: Body, parts: int = 2, rows: int = 8, chains: int = 1) -> HloModu
     assert context.notes[-1].facts["count"] == chains
     expected, actual = whole.compile()(*given), with_hlo(whole, module.to_bytes()).compile()(*given)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-6, atol=2e-6)
+        scale = float(np.abs(other).max(initial=1))  # of sums in which large terms cancel
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-6, atol=2e-6 * scale)
     assert not RowPartition(parts=parts).run(module, PassContext(strict=True))  # parts are not cut again
     return module
 
