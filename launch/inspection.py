@@ -25,10 +25,10 @@ from dhelix.launch.instruction_words import (
 )
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit
-from dhelix.passes.analysis.collectives import Collective
+from dhelix.passes.analysis.collectives import Collective, is_start
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of
+from dhelix.passes.evaluation.instruction_costs import Lane, made_synchronous, sequence_of
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.passes.evaluation.transfers import Transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
@@ -258,6 +258,8 @@ def _collective(
     else:
         count = time.count
         under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
+    if is_start(instruction) and made_synchronous(instruction):
+        notes = (*notes, "XLA made it synchronous (`is_sync`): compute waits for it from its start on")
     if len(together) > 1:
         notes = (*notes, "together: " + ", ".join(f"{t.kind} of {t.size} bytes" for t in together))
     if not found.groups and not getattr(found, "host", False):

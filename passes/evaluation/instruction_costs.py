@@ -132,6 +132,12 @@ def counted_trips(control: Instruction) -> int:
     return 1 if count is None else count
 
 
+def made_synchronous(start: Instruction) -> bool:
+    """Whether XLA has decided that nothing runs beside a pair, wherever its done stands. XLA of today replaces it by
+    its plain form; until 2024 it noted so."""
+    return bool(backend_config(start).get("collective_backend_config", {}).get("is_sync"))
+
+
 def sequence_of(computation: Computation) -> list[Instruction]:
     """The order in which a computation runs: its schedule, or where it has none, as it stands."""
     return computation.module.schedule.get(computation, computation.instructions)

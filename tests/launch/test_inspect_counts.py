@@ -147,6 +147,20 @@ def test_unknown_kernels_are_counted_and_named() -> None:
     assert unknown_text(inspected(WHILE, LOOP)) == ""
 
 
+def test_nothing_is_hidden_under_a_pair_that_xla_made_synchronous() -> None:
+    """In dumps until 2024, whose done may stand behind compute all the same."""
+    body = f"""  p = {BIG} parameter(0)
+  a = bf16[8192,8192] parameter(1)
+  s = {BIG} all-reduce-start(p), to_apply=add, {GROUPS}, backend_config={{"collective_backend_config":{{"is_sync":SYNC}}}}
+  d = bf16[8192,8192] dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  r = {BIG} all-reduce-done(s)
+  ROOT t = ({BIG}, bf16[8192,8192]) tuple(r, d)"""
+    beside, alone = (inspected(body.replace("SYNC", word)) for word in ("false", "true"))
+    assert beside.hidden_ms > 0.0 and beside.collectives[0].notes == ()
+    assert (alone.hidden_ms, alone.exposed_ms) == (0.0, alone.communication_alone_ms)
+    assert "made it synchronous" in alone.collectives[0].notes[0]
+
+
 OFFLOAD = f"""  p = {BIG} parameter(0)
   a = bf16[8192,8192] parameter(1)
   cs = ({BIG}{{0:S(5)}}, {BIG}, u32[]) copy-start(p)
