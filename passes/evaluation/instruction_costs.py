@@ -135,7 +135,7 @@ def counted_trips(control: Instruction) -> int:
 def made_synchronous(start: Instruction) -> bool:
     """Whether XLA has decided that nothing runs beside a pair, wherever its done stands. XLA of today replaces it by
     its plain form; until 2024 it noted so."""
-    return bool(backend_config(start).get("collective_backend_config", {}).get("is_sync"))
+    return bool((backend_config(start).get("collective_backend_config") or {}).get("is_sync"))
 
 
 def sequence_of(computation: Computation) -> list[Instruction]:

@@ -151,7 +151,8 @@ def test_nothing_is_hidden_under_a_pair_that_xla_made_synchronous() -> None:
     """In dumps until 2024, whose done may stand behind compute all the same."""
     body = f"""  p = {BIG} parameter(0)
   a = bf16[8192,8192] parameter(1)
-  s = {BIG} all-reduce-start(p), to_apply=add, {GROUPS}, backend_config={{"collective_backend_config":{{"is_sync":SYNC}}}}
+  s = {BIG} all-reduce-start(p), to_apply=add, {GROUPS}, \
+backend_config={{"collective_backend_config":{{"is_sync":SYNC}}}}
   d = bf16[8192,8192] dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   r = {BIG} all-reduce-done(s)
   ROOT t = ({BIG}, bf16[8192,8192]) tuple(r, d)"""
