@@ -264,8 +264,10 @@ def _totals(found: Sequence[Inspection]) -> Table:
         shown = ["-" if n is None else unit.text(n) for n in numbers]
         if two:
             before, after = numbers
-            is_nothing = before is None or after is None or shown[0] == unit.text(0.0)
-            shown.append("" if is_nothing else f"{after / before:.2f} x")
+            if before is None or after is None or shown[0] == unit.text(0.0):
+                shown.append("")
+            else:
+                shown.append(f"{after / before:.2f} x")
         table.add_row(name, *shown, style="bold" if name in ("step", "  exposed", "memory: peak") else "")
     return table
 
