@@ -118,16 +118,6 @@ def inspect_compiled(
     Raises:
       DhelixError: the executable has no scheduled HLO, or there is no such hardware.
     """
-    stats = compiled.memory_analysis()
-    memory = None
-    if stats is not None:
-        memory = dumps.Memory(
-            stats.argument_size_in_bytes,
-            stats.output_size_in_bytes,
-            stats.alias_size_in_bytes,
-            stats.temp_size_in_bytes,
-            "memory_analysis() of the compiled step",
-        )
     module = compiled_module(compiled)
     if not module.is_scheduled:
         raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
@@ -135,7 +125,7 @@ def inspect_compiled(
     kind = next((device.device_kind for sharding in shardings for device in sharding.device_set), "")
     gpu, notes = (_hardware(hardware), ()) if hardware else targets.of_kind(kind)
     costs, cost_model = _costs(module, gpu, profile, setting)
-    return inspect_module(module, costs, cost_model, memory, source, title, notes)
+    return inspect_module(module, costs, cost_model, dumps.memory_of(compiled), source, title, notes)
 
 
 def inspect_dump(
@@ -196,7 +186,7 @@ def to_json(found: Sequence[Inspection]) -> str:
 def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | None = None) -> None:
     """Totals of one inspection or two side by side, then collectives and copies of each."""
     if console is None:
-        console = Console(width=None if sys.stdout.isatty() else 144, highlight=False)
+        console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
     for inspection in found:
         console.print(
             f"{inspection.source}: {inspection.module}, {inspection.instructions:,} instructions",
@@ -210,7 +200,10 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
     console.print(_totals(found))
     for inspection in found:
         name = f" of {inspection.picture.title}" if len(found) > 1 else ""
-        console.print(_collectives(inspection, name, top))
+        if inspection.collectives:
+            console.print(_collectives(inspection, name, top))
+        else:
+            console.print(f"No collectives{name}.")
         for report in inspection.collectives[:top]:
             for note in report.notes:
                 console.print(f"  * {report.instruction}: {note}", style="yellow")
@@ -247,6 +240,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
         ("step", [i.step_ms for i in found]),
         ("compute", [i.compute_ms for i in found]),
         ("  lost to running beside collectives", [i.slow_down_ms for i in found]),
+        ("pauses between kernels", [i.idle_ms for i in found]),
         ("communication, with nothing beside it", [i.communication_alone_ms for i in found]),
         ("communication, as it runs", [i.communication_ms for i in found]),
         ("  hidden under compute", [i.hidden_ms for i in found]),
@@ -259,15 +253,21 @@ def _totals(found: Sequence[Inspection]) -> Table:
         ("memory: outputs", [i.memory and i.memory.outputs for i in found]),
         ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found]),
         ("memory: temporaries", [i.memory and i.memory.temporaries for i in found]),
+        ("memory: in the host's memory", [i.memory and i.memory.host for i in found]),
         ("memory: peak", [i.memory and i.memory.peak for i in found]),
     ]
     of_step = _time_unit(found)
+    if not any(i.memory for i in found):
+        sizes = [("memory", [None for _ in found])]
     rows = [(*row, of_step) for row in times] + [(*row, size_unit(row[1])) for row in sizes]
     for name, numbers, unit in rows:
         shown = ["-" if n is None else unit.text(n) for n in numbers]
         if two:
             before, after = numbers
-            shown.append(f"{after / before:.2f} x" if before and after is not None else "")
+            if before is None or after is None or shown[0] == unit.text(0.0):
+                shown.append("")
+            else:
+                shown.append(f"{after / before:.2f} x")
         table.add_row(name, *shown, style="bold" if name in ("step", "  exposed", "memory: peak") else "")
     return table
 

@@ -13,13 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.launch.inspecting.dumps import Memory
-from dhelix.launch.instruction_words import Place, communicates, describe, moved, parts_of, place_notes, places_of
+from dhelix.launch.instruction_words import (
+    Place,
+    bytes_moved,
+    communicates,
+    describe,
+    moved,
+    parts_of,
+    place_notes,
+    places_of,
+)
 from dhelix.launch.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
 from dhelix.launch.units import size_unit, time_unit
-from dhelix.passes.analysis.collectives import Collective
+from dhelix.passes.analysis.collectives import Collective, is_start
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of
+from dhelix.passes.evaluation.instruction_costs import Lane, made_synchronous, sequence_of
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.passes.evaluation.transfers import Transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
@@ -114,6 +123,7 @@ class Inspection:
 
     Attributes:
       slow_down_ms: what compute loses by running beside collectives; contained in `compute_ms`.
+      idle_ms: nothing runs, in pauses between kernels; `compute_ms + exposed_ms + idle_ms` is `step_ms`.
       communication_alone_ms: what the collectives would take with nothing beside them.
       communication_ms: what they take, hidden and exposed.
       host_ms: of `communication_ms`, what transfers to and from the host's memory take.
@@ -132,6 +142,7 @@ class Inspection:
     step_ms: float
     compute_ms: float
     slow_down_ms: float
+    idle_ms: float
     communication_alone_ms: float
     communication_ms: float
     hidden_ms: float
@@ -204,6 +215,7 @@ def inspect_module(
         step_ms=1e3 * timeline.seconds,
         compute_ms=1e3 * timeline.compute,
         slow_down_ms=1e3 * timeline.slow_down,
+        idle_ms=1e3 * timeline.idle,
         communication_alone_ms=sum(r.alone_ms for r in reports),
         communication_ms=1e3 * timeline.communication,
         hidden_ms=1e3 * timeline.hidden,
@@ -246,6 +258,8 @@ def _collective(
     else:
         count = time.count
         under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
+    if is_start(instruction) and made_synchronous(instruction):
+        notes = (*notes, "XLA made it synchronous (`is_sync`): compute waits for it from its start on")
     if len(together) > 1:
         notes = (*notes, "together: " + ", ".join(f"{t.kind} of {t.size} bytes" for t in together))
     if not found.groups and not getattr(found, "host", False):
@@ -253,7 +267,7 @@ def _collective(
     return CollectiveReport(
         instruction=instruction.name,
         kind=found.kind,
-        bytes=sum(t.size for t in together),
+        bytes=bytes_moved(found),
         devices=_devices(found, hardware),
         groups=max(len(found.groups), 1),
         part=parts[instruction.name],

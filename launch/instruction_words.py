@@ -73,6 +73,11 @@ def communicates(instruction: Instruction) -> Collective | Transfer | None:
     return find_collective(instruction) or find_transfer(instruction)
 
 
+def bytes_moved(found: Collective | Transfer) -> int:
+    """Of what several collectives move that are one instruction, the sum."""
+    return found.size + sum(other.size for other in getattr(found, "others", ()))
+
+
 def _called(instruction: Instruction) -> Iterator[Computation]:
     """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
     if instruction.opcode in ("fusion", "async-start"):

@@ -17,9 +17,9 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.launch.inspecting.dumps import Memory as Counted
+from dhelix.launch.instruction_words import bytes_moved, communicates
 from dhelix.launch.plan_step import Program
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.communication import exchange
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.step_time import StepTime, predict
@@ -110,7 +110,7 @@ class Candidate:
         rows: list[dict[str, Any]] = []
         for time_of in self.timeline.collectives:
             place, count = self.places[time_of.instruction], time_of.count or 1
-            found = find_collective(place.instruction)
+            found = communicates(place.instruction)
             assert found is not None  # the timeline says that it communicates
             beneath = [{"name": self.places[name].name, "us": _us(seconds / count)} for name, seconds in time_of.under]
             row = {
@@ -118,7 +118,7 @@ class Candidate:
                 "body": place.body,
                 "kind": found.kind,
                 "lane": time_of.lane.value,
-                "bytes": found.size,
+                "bytes": bytes_moved(found),
                 "runs": time_of.count,
                 "alone_us": _us(time_of.alone / count),
                 "time_us": _us((time_of.hidden + time_of.exposed) / count),

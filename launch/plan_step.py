@@ -143,7 +143,8 @@ def _compile(
     with _recorded(modules):
         known = None if like is None or like.memory is None else tuned.scheduled(lowered)
         if known is None:
-            memory = _memory(tuned.compile(lowered))
+            memory = dumps.memory_of(tuned.compile(lowered))
+            assert memory is not None  # the GPU's compiler always says
         else:
             assert like is not None and like.memory is not None
             memory = _memory_by(like.memory, live_bytes(known) - live_bytes(like.module))
@@ -165,14 +166,3 @@ def _recorded(modules: dict[Stage, bytes]) -> Iterator[None]:
     """Compilations inside leave the module that comes to the passes of each stage in `modules`."""
     with registration.temporary_hook(modules.__setitem__, _NAME):
         yield
-
-
-def _memory(compiled: Any) -> Memory:
-    stats = compiled.memory_analysis()
-    return Memory(
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-        "memory_analysis() of the compiled step",
-    )

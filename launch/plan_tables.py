@@ -168,7 +168,8 @@ def _collectives(view: PlanView, top: int) -> Table:
         times = [f"{row[name]:,.0f} µs" for name in ("alone_us", "time_us", "exposed_us")]
         size = bytes_text(row["bytes"])
         where = row["body"].partition(":")[0]
-        table.add_row(row["name"], where, f"{row['runs']:,}", size, *times, beneath or "nothing")
+        name = row["name"] if row["kind"] in row["name"] else f"{row['name']} ({row['kind']})"
+        table.add_row(name, where, f"{row['runs']:,}", size, *times, beneath or "nothing")
     if rows[top:]:
         table.caption = f"and {len(rows) - top} more (--top)"
     return table
@@ -229,4 +230,4 @@ def _start(best: Candidate) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f} ms"
+    return f"{round(1e3 * seconds, 1) + 0.0:,.1f} ms"  # never -0.0

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dhelix.launch.units import bytes_text, time_text
-from dhelix.passes.evaluation.step_time import StepTime
+from dhelix.passes.evaluation.step_time import OperatorTime, StepTime
 from dhelix.profiles import roofline
 from dhelix.profiles.estimates import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
@@ -153,7 +153,7 @@ def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] |
       refused: names of instructions that cannot run alone, and why.
     """
     section = estimator.section
-    rows = [Row(o.key, o.count, estimator.solo(o.key), o.total / (time.busy or 1.0)) for o in time.operators]
+    rows = [Row(o.key, o.count, _alone(o, estimator), o.total / (time.busy or 1.0)) for o in time.operators]
     names = {str(row.key) for row in rows}
     failures = {text: why for text, why in section.failures.items() if names.issuperset(text.split(" + "))}
     return StepView(
@@ -164,6 +164,12 @@ def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] |
         pair_rows(section, [row.key for row in rows]),
         dict(sorted({**failures, **(refused or {})}.items())),
     )
+
+
+def _alone(operator: OperatorTime, estimator: Estimator) -> Estimate:
+    """A guess is the step's, which knows the instruction: of a transfer, that it goes over the host's link."""
+    known = estimator.solo(operator.key)
+    return Estimate(operator.seconds, known.source, operator.seconds) if known.source is Source.GUESS else known
 
 
 def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:

@@ -20,7 +20,7 @@ class Unit:
     digits: int
 
     def number(self, value: float) -> str:
-        return f"{value / self.size:,.{self.digits}f}"
+        return f"{round(value / self.size, self.digits) + 0.0:,.{self.digits}f}"  # never -0.0
 
     def text(self, value: float) -> str:
         return f"{self.number(value)} {self.name}"
@@ -55,4 +55,4 @@ def time_text(seconds: float) -> str:
 
 def _unit(units: tuple[Unit, ...], values: Iterable[float | None]) -> Unit:
     largest = max((value for value in values if value is not None), default=0.0)
-    return next((unit for unit in units if largest >= unit.size), units[-1] if largest else units[0])
+    return next((unit for unit in units if largest >= unit.size), units[-1])

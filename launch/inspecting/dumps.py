@@ -16,6 +16,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxlib import version
 
@@ -28,7 +29,8 @@ _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
 _GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
 _ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
-_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$")
+_ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # in old dumps with its address
+_ON_HOST = " color 5, "  # XLA's number of the host's memory
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # no text has these, and every proto has
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MLIR_BYTECODE = b"ML\xefR"
@@ -40,6 +42,7 @@ class Memory:
 
     Attributes:
       source: where the numbers come from, for people to read.
+      host: in the host's memory, of which nothing is in the other numbers.
     """
 
     arguments: int
@@ -47,6 +50,7 @@ class Memory:
     aliased: int
     temporaries: int
     source: str
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -110,7 +114,7 @@ def read_memory(module_file: Path) -> Memory | None:
     path = Path(f"{stem(module_file)}-buffer-assignment.txt")
     if not path.is_file():
         return None
-    arguments = outputs = aliased = temporaries = 0
+    arguments = outputs = aliased = temporaries = host = 0
     for line in path.read_text(errors="replace").splitlines():
         if line.startswith("Used values"):
             break
@@ -121,11 +125,32 @@ def read_memory(module_file: Path) -> Memory | None:
         is_argument, is_output = " parameter " in description, "maybe-live-out" in description
         if " thread-local" in description or " constant" in description:
             continue
+        if _ON_HOST in description:
+            host += size
+            continue
         arguments += size * is_argument
         outputs += size * is_output
         aliased += size * (is_argument and is_output)
         temporaries += size * (not is_argument and not is_output)
-    return Memory(arguments, outputs, aliased, temporaries, path.name)
+    return Memory(arguments, outputs, aliased, temporaries, path.name, host)
+
+
+def memory_of(compiled: Any) -> Memory | None:
+    """Memory of a `jax.stages.Compiled`, by its own analysis; None where its backend has none."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return Memory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        "memory_analysis() of the compiled step",
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
+    )
 
 
 def stem(path: Path) -> Path:

@@ -9,7 +9,8 @@ from dhelix.passes.hlo.loops import proved_trip_count
 
 def loop_work(loop: Instruction) -> int:
     """Operations of all iterations of a `while`; one iteration where the trip count is not proved."""
-    return (proved_trip_count(loop) or 1) * computation_work(loop.called[0])
+    count = proved_trip_count(loop)
+    return (1 if count is None else count) * computation_work(loop.called[0])
 
 
 def computation_work(computation: Computation) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, device_groups, find_collective
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import trip_count
+from dhelix.passes.evaluation.instruction_costs import counted_trips
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys, collective_key
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
 from dhelix.passes.manager import PassContext, Stage
@@ -192,7 +192,7 @@ def is_communication_bound(module: HloModule, model: CostModel) -> bool:
             communication = rest = 0.0
             for instruction in computation.instructions:
                 if instruction.opcode in CONTROL_FLOW:
-                    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                    count = counted_trips(instruction)
                     called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
                     inner = max(map(loads, called), key=sum)  # the longest branch, as in `costs`
                     communication, rest = communication + count * inner[0], rest + count * inner[1]

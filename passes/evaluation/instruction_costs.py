@@ -126,6 +126,18 @@ def trip_count(loop: Instruction) -> int | None:
     return proved_trip_count(loop)
 
 
+def counted_trips(control: Instruction) -> int:
+    """How often what a `while`, a call or a conditional leads to counts: once where nobody knows."""
+    count = trip_count(control) if control.opcode == "while" else 1
+    return 1 if count is None else count
+
+
+def made_synchronous(start: Instruction) -> bool:
+    """Whether XLA has decided that nothing runs beside a pair, wherever its done stands. XLA of today replaces it by
+    its plain form; until 2024 it noted so."""
+    return bool((backend_config(start).get("collective_backend_config") or {}).get("is_sync"))
+
+
 def sequence_of(computation: Computation) -> list[Instruction]:
     """The order in which a computation runs: its schedule, or where it has none, as it stands."""
     return computation.module.schedule.get(computation, computation.instructions)
@@ -133,7 +145,7 @@ def sequence_of(computation: Computation) -> list[Instruction]:
 
 def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
     """A loop's body times its trip count (once if unknown), a call's callee, the longest branch."""
-    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+    count = counted_trips(instruction)
     called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
     longest = max((_sum([inner(i) for i in c.instructions]) for c in called), key=lambda c: c.seconds, default=FREE)
     return replace(

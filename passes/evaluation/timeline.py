@@ -50,7 +50,14 @@ from dataclasses import dataclass, field
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_start, start_of
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane, constant_rates, sequence_of, trip_count
+from dhelix.passes.evaluation.instruction_costs import (
+    Cost,
+    Lane,
+    constant_rates,
+    made_synchronous,
+    sequence_of,
+    trip_count,
+)
 from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
@@ -294,7 +301,8 @@ class Player:
         flight = Flight(instruction, cost.lane, cost.seconds + self.in_step.wait, tally)
         self.lanes[cost.lane].append(flight)
         self.under_way[instruction] = flight
-        if not is_start(instruction) and not begins_pair(instruction):
+        is_pair = is_start(instruction) or begins_pair(instruction)
+        if not is_pair or made_synchronous(instruction):
             self._wait(instruction)
 
     def _wait(self, start: Instruction) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, start_of
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of, trip_count
+from dhelix.passes.evaluation.instruction_costs import Lane, counted_trips, sequence_of
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import Timeline, evaluate, guessed_overlap, settled
@@ -97,7 +97,7 @@ def executions(module: HloModule) -> dict[Computation, int]:
     for computation in reversed(module.computations):  # callers first
         for instruction in sequence_of(computation) if computation in runs else ():
             if instruction.opcode in ("while", "call", "conditional"):
-                count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+                count = counted_trips(instruction)
                 called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
                 for inner in called:
                     runs[inner] = runs.get(inner, 0) + runs[computation] * count

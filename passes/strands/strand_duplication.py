@@ -332,7 +332,8 @@ def _why_apart(loop: Instruction, others: list[Instruction], used: dict[Instruct
         return "its number of iterations is not proved"
     alike = [other for other in others if _same_trip_count(loop, other)]
     if not alike:
-        counts = sorted({str(proved_trip_count(other) or "an unproved number of") for other in others})
+        proved = map(proved_trip_count, others)
+        counts = sorted({"an unproved number of" if count is None else str(count) for count in proved})
         return f"it has {proved_trip_count(loop)} iterations, the other strand's loops have {', '.join(counts)}"
     taken = next((other for other in alike if other in used), None)
     if taken is not None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from dhelix.passes.analysis.collectives import find_collective, is_done
-from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
+from dhelix.passes.evaluation.instruction_costs import counted_trips, sequence_of
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.plan_making import executions
@@ -63,7 +63,7 @@ def _names(module: HloModule) -> dict[str, Instruction]:
 def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]) -> int:
     """How many steps the trace holds, by what most instructions say."""
     runs = executions(module)
-    counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if i.computation in runs)
+    counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if runs.get(i.computation))
     return max(counts, key=lambda count: (counts[count], count), default=0)
 
 
@@ -72,7 +72,7 @@ def _launches(computation: Computation) -> Iterator[Instruction]:
     for instruction in sequence_of(computation):
         if instruction.opcode in CONTROL_FLOW:
             called = instruction.called[:1]
-            for _ in range((trip_count(instruction) or 1) if instruction.opcode == "while" else 1):
+            for _ in range(counted_trips(instruction)):
                 for inner in called:
                     yield from _launches(inner)
         elif not is_done(instruction) and find_collective(instruction) is not None:
@@ -81,7 +81,9 @@ def _launches(computation: Computation) -> Iterator[Instruction]:
 
 def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]]) -> list[Execution]:
     """Executions of control flow, from those inside; all of them have run equally often per execution."""
-    count = (trip_count(instruction) or 1) if instruction.opcode == "while" else 1
+    count = counted_trips(instruction)
+    if not count:
+        return []
     called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
     runs = [times[i] for c in called for i in sequence_of(c) if i in times]
     often = max((len(run) for run in runs), default=0) // count

@@ -1,5 +1,7 @@
 """`dhelix inspect` on a small module: a GEMM over an all-gather, a copy and an all-reduce in a loop."""
 
+import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch import cli, inspect, instruction_words
@@ -219,6 +222,7 @@ def test_units_suit_a_small_step(dump: Dump, capsys: pytest.CaptureFixture[str])
     assert rows["memory: peak"] == "8.3 KiB"
     assert rows["memory: arguments"] == "1.0 KiB"
     assert rows["memory: temporaries"] == "6.8 KiB"
+    assert rows["memory: in the host's memory"] == "0 B"
 
 
 def test_json(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,12 +247,33 @@ def test_compare(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert set(json.loads(capsys.readouterr().out)) == {"before", "after"}
 
 
+def test_brackets_in_names_are_no_markup(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
+    after = dump("after [bold]")
+    assert dhelix_inspect(dump("step [red]"), "--compare", after, "--titles=[tp],[/]") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "step [red]" in text and "after [bold]" in text and "of [tp], most" in text and "of [/], most" in text
+
+
+def test_no_ratio_to_what_rounds_to_nothing(dump: Dump) -> None:
+    """Times are sums, so what is nothing may be 1e-17: its reciprocal says nothing."""
+    found = inspect.inspect_dump(dump())
+    before, after = (dataclasses.replace(found, slow_down_ms=loss) for loss in (1e-17, 0.5))
+    output = io.StringIO()
+    inspect.print_tables([before, after], console=Console(file=output, width=144))
+    lines = output.getvalue().splitlines()
+    (lost,) = (line for line in lines if "lost to running" in line)
+    assert "0.5 ms" in lost and " x " not in lost
+    assert any("1.00 x" in line for line in lines if "step" in line)
+
+
 def test_times_of_a_profile(dump: Dump, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is one of the hardware, its link and the setting; else the roofline's, unless it was asked for."""
     monkeypatch.delenv("DHELIX_PROFILES", raising=False)
     found = inspect.inspect_dump(dump(), "H200", profile="auto", setting="connections1")
     assert found.cost_model.startswith("profile h200-nvlink (launch setting connections1, ")
     assert found.step_ms > found.compute_ms > 0.0 and len(found.collectives) == 2
+    assert found.idle_ms > 0.0  # kernels of a measured step have pauses between them
+    assert found.step_ms == pytest.approx(found.compute_ms + found.exposed_ms + found.idle_ms)
     assert inspect.inspect_dump(dump(), "H200-no-p2p", profile="auto").cost_model.startswith("profile h200-no-p2p (")
     assert inspect.inspect_dump(dump(), "A40", profile="auto").cost_model == "roofline"
     assert inspect.inspect_dump(dump(), "H200").cost_model == "roofline"

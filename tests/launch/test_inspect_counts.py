@@ -107,6 +107,16 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
     assert known.notes == () and known.collectives[0].executions == 5
 
 
+def test_a_loop_that_never_runs_costs_nothing(tmp_path: Path) -> None:
+    """Under a profile, too, which asks how much power a step takes in its time: here, nothing in no time."""
+    never = WHILE.replace("n = s32[] parameter(0)", "n = s32[] constant(0)").replace("parameter(1)", "parameter(0)")
+    (tmp_path / "step.hlo").write_text(text(never, LOOP))
+    found = inspect_dump(tmp_path / "step.hlo", "H200", profile="auto")
+    assert (found.step_ms, found.communication_alone_ms) == (0.0, 0.0)
+    (reduce,) = found.collectives
+    assert (reduce.executions, reduce.notes) == (0, ("not in the estimate: its loop does not run",))
+
+
 def test_what_does_not_run_and_what_conditions_say_is_noted() -> None:
     never = inspected(f'{WHILE}, backend_config={{"known_trip_count":{{"n":"0"}}}}', LOOP)
     assert never.collectives[0].notes == ("not in the estimate: its loop does not run",)
@@ -137,6 +147,21 @@ def test_unknown_kernels_are_counted_and_named() -> None:
     assert unknown_text(inspected(WHILE, LOOP)) == ""
 
 
+def test_nothing_is_hidden_under_a_pair_that_xla_made_synchronous() -> None:
+    """In dumps until 2024, whose done may stand behind compute all the same."""
+    body = f"""  p = {BIG} parameter(0)
+  a = bf16[8192,8192] parameter(1)
+  s = {BIG} all-reduce-start(p), to_apply=add, {GROUPS}, \
+backend_config={{"collective_backend_config":{{"is_sync":SYNC}}}}
+  d = bf16[8192,8192] dot(a, a), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  r = {BIG} all-reduce-done(s)
+  ROOT t = ({BIG}, bf16[8192,8192]) tuple(r, d)"""
+    beside, alone = (inspected(body.replace("SYNC", word)) for word in ("false", "true"))
+    assert beside.hidden_ms > 0.0 and beside.collectives[0].notes == ()
+    assert (alone.hidden_ms, alone.exposed_ms) == (0.0, alone.communication_alone_ms)
+    assert "made it synchronous" in alone.collectives[0].notes[0]
+
+
 OFFLOAD = f"""  p = {BIG} parameter(0)
   a = bf16[8192,8192] parameter(1)
   cs = ({BIG}{{0:S(5)}}, {BIG}, u32[]) copy-start(p)
@@ -153,6 +178,25 @@ def test_host_transfers_have_a_row_a_lane_and_a_total() -> None:
     assert [u.what for u in copy.under] == ["GEMM"]
     assert found.host_ms == pytest.approx(copy.alone_ms) and found.host_ms > 64 * MIB / 63e6
     assert "communication with the host" in found.picture.lanes
+
+
+def test_plan_and_profile_count_host_transfers_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their table names them, and a row of the profile is at the host's link, as its share is."""
+    monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
+    path = tmp_path / "m.hlo"
+    path.write_text(text(OFFLOAD))
+    outputs = []
+    for command in ("plan", "profile"):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([command, str(path), "--hardware=H200", "--json"])
+        assert not stopped.value.code
+        outputs.append(json.loads(capsys.readouterr().out))
+    (copy,) = outputs[0]["collectives"]
+    assert (copy["kind"], copy["bytes"]) == ("copy to host", 64 * MIB)
+    (row,) = (r for r in outputs[1]["settings"]["default"]["operators"] if "copy-to-host" in r["key"])
+    assert row["seconds"] == pytest.approx(1e-6 * copy["alone_us"])
 
 
 def test_a_file_keeps_what_its_first_line_says(tmp_path: Path) -> None:

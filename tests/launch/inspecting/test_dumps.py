@@ -166,3 +166,21 @@ def test_notes_say_what_was_left_out(tmp_path: Path) -> None:
     left_out, after = sorted(dumps.read(tmp_path / "x.txt").notes)
     assert left_out.startswith("attributes that jaxlib") and left_out.endswith("left out: made_up of negate")
     assert after == "the text from line 9 on is no part of the module"
+
+
+@pytest.mark.parametrize("address", ["", "0x27017c46b600, "])
+def test_memory_is_the_device_s_and_the_host_s_apart(tmp_path: Path, address: str) -> None:
+    """What is offloaded takes none of the GPU's memory. Old dumps give addresses, too, and no pages."""
+    lines = (
+        "size 1000, parameter 0, shape f32[250] at ShapeIndex {}:",
+        "size 500, maybe-live-out:",
+        "size 300, color 1, preallocated-temp:",  # memory that NCCL has registered, on the device
+        "size 4000, color 5, page 0, preallocated-temp:",
+        "size 70, color 5, page 0, parameter 1, shape |f32[17]| at ShapeIndex {}:",
+    )
+    buffers = "\n".join(f"allocation {n}: {address}{line}" for n, line in enumerate(lines))
+    (tmp_path / "m.after_optimizations-buffer-assignment.txt").write_text(f"BufferAssignment:\n{buffers}\n")
+    found = dumps.read_memory(tmp_path / "m.after_optimizations.txt")
+    assert found is not None
+    assert (found.arguments, found.outputs, found.temporaries, found.host) == (1000, 500, 300, 4070)
+    assert found.peak == 1800
