@@ -34,6 +34,7 @@ _SWITCH_ADVICE = "Set it alike on every host"
 _VERSION_ADVICE = "Install the same versions on every host"
 _OPTION_ADVICE = "Decorate the step alike on every host"
 _FLAG_ADVICE = "Give every process the same options of XLA"
+_SHAPE_ADVICE = "Give the step arguments of the same shapes on every host, of the last batch, too"
 _CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
 
 _ALWAYS = ("microbatches", "reduce", "pipeline")  # options that hold with DHELIX=off, too
@@ -73,10 +74,13 @@ def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) ->
     ]
 
 
-def before_compiling(manager: PassManager | None, memory_limit: int | None, left_alone: str | None) -> Record:
+def before_compiling(
+    lowered: jax.stages.Lowered, manager: PassManager | None, memory_limit: int | None, left_alone: str | None
+) -> Record:
     """What must be alike before XLA compiles; of a step that is left alone, nothing else than that.
 
     Args:
+      lowered: the step as the user's function lowers.
       manager: of the passes that run; None if none do.
       left_alone: why, or None.
     """
@@ -88,6 +92,7 @@ def before_compiling(manager: PassManager | None, memory_limit: int | None, left
     costs = _costs(manager.enabled)
     return [
         runs,
+        Entry("arguments", _shapes(lowered), advice=_SHAPE_ADVICE),
         Entry("memory limit found", str(memory_limit), advice=_CHOICE_ADVICE),
         Entry("costs found", costs, advice=_CHOICE_ADVICE),
         Entry("passes chosen", _passes(manager.enabled), advice=_CHOICE_ADVICE),
@@ -166,6 +171,16 @@ def _passes(passes: Sequence[Pass]) -> dict[str, str]:
     return {
         f"{number} {one.name}": text if len(text) < 80 else _digest(text.encode())
         for number, (one, text) in enumerate(zip(passes, options, strict=True), 1)
+    }
+
+
+def _shapes(lowered: jax.stages.Lowered) -> dict[str, str]:
+    """Of all arrays of each argument, by its number or name."""
+    args, kwargs = lowered.in_avals
+    named = {**{f"[{number}]": argument for number, argument in enumerate(args)}, **kwargs}
+    return {
+        str(name): short(", ".join(one.str_short() for one in jax.tree.leaves(argument))) or "no arrays"
+        for name, argument in named.items()
     }
 
 

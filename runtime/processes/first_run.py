@@ -1,13 +1,14 @@
 """Where a decorated step takes part in what the processes of its job agree on.
 
-    run = FirstRun("step", options)                            # at decoration
-    with run.taking_part(on, jitted, args, kwargs) as enabled: # at each call; agrees at the first
-        ...                                                    # lowered, transformed, compiled
-    check_choice(...)                                          # once a program, before XLA compiles it
-    check_order(...)                                           # and after that; `Job.leave` where something fails
+    run = FirstRun("step", options)  # at decoration
+    with run.taking_part(on, kind, jitted, args, kwargs) as (enabled, key):  # at each call; agrees at the first
+        ...  # lowered, transformed, compiled
+    check_choice(...)  # once a program, before XLA compiles it
+    check_order(...)  # and after that; `Job.leave` where something fails
 
 Whoever fails inside says so to the others, and so does a process that ends with a decorated step. A step takes part
 whose arguments, or whose program, have devices of other processes; one of this process's own devices waits for nobody.
+One step may be called both ways, so every kind of arguments is looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from dhelix.passes import fingerprint, jax_compat
 from dhelix.passes.manager import PassManager
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.processes import agreement, description, meetings
-from dhelix.runtime.processes.meetings import Job
+from dhelix.runtime.processes.meetings import AT_WORK, Job
 
 
 class FirstRun:
@@ -42,47 +44,66 @@ class FirstRun:
         """
         self._name = name
         self._options = options
-        self._agreed = False
-        self._job: Job | None = None
+        self._agreed: set[Job] = set()
+        self._jobs: dict[Hashable, Job | None] = {}  # by kind of arguments
+        self._lock = threading.RLock()  # so that threads agree once
         _tell_at_exit()
         if (job := meetings.everyone()) is not None:
             job.introduce()
 
     @contextlib.contextmanager
-    def taking_part(self, on: Callable[[], bool], jitted: Any, args: Any, kwargs: Any) -> Iterator[bool]:
+    def taking_part(
+        self, on: Callable[[], bool], kind: Callable[[], Hashable], jitted: Any, args: Any, kwargs: Any
+    ) -> Iterator[tuple[bool, Hashable | None]]:
         """Around all that happens between a call and the run of a compiled step: at the first one the processes agree
         on the step, and what is raised inside stops all of them.
 
         Args:
-          on: says whether dhelix may touch programs; its result is what the context gives.
+          on: says whether dhelix may touch programs. The context gives its result, and that of `kind`.
+          kind: tells apart what calls run; None where that is not known. Not called where nobody needs it.
           jitted: the step as `jax.jit` made it.
           args, kwargs: of the call.
 
         Raises:
           HostsDisagreeError: another process has another step, or has failed, or does not come.
         """
-        if jax_compat.coordination_client() is None:
-            yield on()
+        if jax_compat.coordination_client() is None or jax_compat.process_total() < 2:
+            enabled = on()
+            yield enabled, kind() if enabled else None
             return
+        job = None
         try:
             enabled = on()
-            if not self._agreed:
-                self._agree(enabled, jitted, args, kwargs)
-            yield enabled
+            key = kind()
+            job = self._agree(enabled, key, jitted, args, kwargs)
+            yield enabled, key
         except (HostsDisagreeError, GeneratorExit):
             raise
         except BaseException as error:
-            if (job := self._job or _of_arguments(jitted, args, kwargs)) is not None:
+            if (job := job or _of_arguments(jitted, args, kwargs)) is not None:
                 job.fail(meetings.one_line(error))
             raise
 
-    def _agree(self, enabled: bool, jitted: Any, args: Any, kwargs: Any) -> None:
-        job = _of_arguments(jitted, args, kwargs)
-        if job is None:  # the function itself may say where it runs
-            job = of_program(jitted.lower(*args, **kwargs))
-        record = description.before_tracing(enabled, self._options, jitted)
-        agreement.check(f"run step {self._name!r}", record, job, times=1)
-        self._job, self._agreed = job, True
+    def clear(self) -> None:
+        """Forgets kinds of arguments, not what was agreed."""
+        with self._lock:
+            self._jobs.clear()
+
+    def _agree(self, enabled: bool, kind: Hashable, jitted: Any, args: Any, kwargs: Any) -> Job | None:
+        """The processes that run the step with these arguments, which have agreed; None if it is this one alone."""
+        with self._lock:
+            if kind is not None and kind in self._jobs:
+                return self._jobs[kind]
+            job = _of_arguments(jitted, args, kwargs)
+            if job is None:  # the function itself may say where it runs
+                job = of_program(jitted.lower(*args, **kwargs))
+            if job is not None and job not in self._agreed:
+                record = description.before_tracing(enabled, self._options, jitted)
+                agreement.check(f"run step {self._name!r}", record, job, times=1)
+                self._agreed.add(job)
+            if kind is not None:
+                self._jobs[kind] = job
+            return job
 
 
 @contextlib.contextmanager
@@ -102,12 +123,18 @@ def of_program(lowered: jax.stages.Lowered) -> Job | None:
 
 
 def check_choice(
-    name: str, manager: PassManager | None, memory_limit: int | None, left_alone: str | None, job: Job | None
+    name: str,
+    lowered: jax.stages.Lowered,
+    manager: PassManager | None,
+    memory_limit: int | None,
+    left_alone: str | None,
+    job: Job | None,
 ) -> None:
     """Checks that all processes run the same passes, or all leave the step alone; before XLA compiles.
 
     Args:
       name: of the step.
+      lowered: the step as the user's function lowers.
       manager: of the passes; None if there is none of a step that is left alone.
       memory_limit: bytes beside its arguments, if there is one.
       left_alone: why the step is left alone, or None.
@@ -116,9 +143,13 @@ def check_choice(
     Raises:
       HostsDisagreeError: in every process.
     """
-    if job is not None:
-        record = description.before_compiling(manager, memory_limit, left_alone)
-        agreement.check(f"compile step {name!r}", record, job)
+    if job is None:
+        return
+    record = description.before_compiling(lowered, manager, memory_limit, left_alone)
+    purpose, times = f"compile step {name!r}", AT_WORK
+    if job.has_met(purpose):  # nobody has come to the step before, as all do before its first program
+        purpose, times = f"compile another program of step {name!r}, as for arguments of other shapes", 1
+    agreement.check(purpose, record, job, times)
 
 
 def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, job: Job | None) -> str | None:

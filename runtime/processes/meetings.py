@@ -80,6 +80,7 @@ class Job:
         self._folder = f"dhelix/{listed if len(listed) < 32 else fingerprint.of_bytes(listed.encode())}"
         self._number = 0
         self._first_kept = 0
+        self._met: set[str] = set()
         self._hosts = {own: socket.gethostname()}
         self._lock = threading.RLock()
 
@@ -104,6 +105,10 @@ class Job:
         """
         return self._meet(purpose, judge, times, {"purpose": purpose, "text": text})
 
+    def has_met(self, purpose: str) -> bool:
+        """Whether all have met for this before; the same in all processes."""
+        return purpose in self._met
+
     def leave(self, why: str, error: Exception) -> str:
         """Comes to the next meeting, whatever it is for, so that all leave the step alone.
 
@@ -126,7 +131,8 @@ class Job:
 
     def _meet(self, purpose: str, judge: Judge, times: int, words: dict[str, str]) -> str:
         with self._lock:
-            folder, patience = self._next(), times * timeout()
+            patience = times * timeout()  # may raise, and then this meeting is the one at which to say so
+            folder = self._next()
             try:
                 self.store.key_value_set(f"{folder}/said/{self._own}", self._words(**words))
                 if self.leads:
@@ -142,6 +148,7 @@ class Job:
             raise HostsDisagreeError(verdict["stopped"])
         if "left" in verdict:
             raise LeftAloneError(verdict["left"])
+        self._met.add(purpose)
         return verdict["result"]
 
     def fail(self, why: str) -> None:
@@ -310,7 +317,7 @@ def timeout() -> float:
 
 def one_line(error: BaseException) -> str:
     """Kind and text of an error, of a length to be read in another process's log."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
 
 

@@ -128,8 +128,9 @@ class InterleavedStep:
                 reason = "is called inside another transformation of JAX, and becomes part of it as it is"
                 say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._choice.step, reason))
             return self._plain(args, kwargs)
-        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
-            chosen = self._specialize(args, kwargs) if on else None
+        kind = functools.partial(self._key, args, kwargs)
+        with self._hosts.taking_part(_on, kind, self._jitted, args, kwargs) as (on, key):
+            chosen = self._specialize(key, args, kwargs) if on else None
             if chosen is not None:
                 chosen.compile()
         if chosen is None:
@@ -144,7 +145,7 @@ class InterleavedStep:
         """The transformed program before XLA; `jax.ShapeDtypeStruct`s do for arguments, as with `jax.jit`."""
         if not _on():
             return self._jitted.lower(*args, **kwargs)
-        return self._specialize(args, kwargs).lowered
+        return self._specialize(self._key(args, kwargs), args, kwargs).lowered
 
     @_through_front
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
@@ -159,13 +160,16 @@ class InterleavedStep:
     @_through_front
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes decide for these arguments, without compiling: the LOWERED stage."""
-        return self._specialize(args, kwargs).plan() if _on() else self._report_off()
+        if not _on():
+            return self._report_off()
+        return self._specialize(self._key(args, kwargs), args, kwargs).plan()
 
     @_through_front
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
-        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
-            return self._specialize(args, kwargs).report() if on else self._report_off()
+        kind = functools.partial(self._key, args, kwargs)
+        with self._hosts.taking_part(_on, kind, self._jitted, args, kwargs) as (on, key):
+            return self._specialize(key, args, kwargs).report() if on else self._report_off()
 
     def profile(
         self,
@@ -210,11 +214,12 @@ class InterleavedStep:
 
     def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
         """The program that a call with these arguments runs, before and after XLA."""
-        with self._hosts.taking_part(_on, self._jitted, args, kwargs) as on:
+        kind = functools.partial(self._key, args, kwargs)
+        with self._hosts.taking_part(_on, kind, self._jitted, args, kwargs) as (on, key):
             if not on:
                 lowered = self._jitted.lower(*args, **kwargs)
                 return lowered, lowered.compile()
-            chosen = self._specialize(args, kwargs)
+            chosen = self._specialize(key, args, kwargs)
             compiled = chosen.compile() or chosen.original.compile()
             return chosen.lowered, compiled  # in this order: what does not compile is left alone
 
@@ -230,6 +235,7 @@ class InterleavedStep:
         """Forgets the programs that were compiled for the arguments so far, and frees their memory."""
         with self._lock:
             self._specializations.clear()
+            self._hosts.clear()
             for front in self._fronts.values():
                 front.clear_cache()
             self._jitted.clear_cache()
@@ -297,8 +303,7 @@ class InterleavedStep:
             raise DhelixError(reason)
         say_once(f"{self.__name__}: {reason}", (self._choice.step, reason))
 
-    def _specialize(self, args: Any, kwargs: Any) -> Specialization:
-        key = self._key(args, kwargs)
+    def _specialize(self, key: Hashable | None, args: Any, kwargs: Any) -> Specialization:
         with self._lock:
             if key is not None and key in self._specializations:
                 return self._specializations[key]
@@ -400,7 +405,20 @@ def _on() -> bool:
 
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array):
-        return leaf.aval, leaf.sharding, leaf.committed
+        return leaf.aval, _place(leaf.sharding), leaf.committed
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     return type(leaf), jax.typeof(leaf)
+
+
+def _place(sharding: jax.sharding.Sharding) -> Hashable:
+    """Equal for shardings that lay an array out alike. A step's results are often told otherwise than its arguments
+    were, without axes of one device, and `jax.jit` compiles once for both."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    spec, sizes = sharding.spec, sharding.mesh.shape
+    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+    parts = [tuple(axis for axis in part if sizes[axis] > 1) for part in parts]
+    while parts and not parts[-1]:
+        parts.pop()
+    return sharding.mesh, tuple(parts), spec.unreduced, spec.reduced, sharding.memory_kind

@@ -84,8 +84,9 @@ class Specialization:
                 self._agreed = True
                 why = (self._why or "a pass refused or failed") if self.left_alone else None
                 manager = None if self._session is None else self._session.manager
+                limit = self._choice.memory_limit
                 with self._left_alone_on_error(self._job):
-                    first_run.check_choice(self._name, manager, self._choice.memory_limit, why, self._job)
+                    first_run.check_choice(self._name, self.original, manager, limit, why, self._job)
             if self._compiled is None and not self.left_alone:
                 with self._left_alone_on_error(self._job):
                     self._compile()

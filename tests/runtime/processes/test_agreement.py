@@ -21,7 +21,8 @@ def compiled_step(gather_first: bool) -> jax.stages.Compiled:
 def test_a_single_process_agrees_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_run, "compiled_module", lambda _: pytest.fail("not needed"))
     assert first_run.check_order("step", compiled_step(True), "marker", None) is None
-    first_run.check_choice("step", PassManager([]), None, None, None)
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    first_run.check_choice("step", lowered, PassManager([]), None, None, None)
     agreement.check("agree", [Entry("inputs", "x")])
     assert agreement.largest("compare", 5) == 5
     assert agreement.gathered("compare", "what it says") == ["what it says"]

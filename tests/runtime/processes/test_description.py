@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dhelix.passes.evaluation.costs import CostModel
@@ -75,11 +76,17 @@ def test_profiles_count_by_their_content() -> None:
 def test_the_costs_that_were_found() -> None:
     model = CostModel.find("H200", "nvlink")
     manager = PassManager([StrandDuplication(), StrandPairing(model=model)])
-    found = {entry.what: entry.value for entry in description.before_compiling(manager, 7, None)}
+    many = [jnp.ones((7, count)) for count in range(20)]
+    lowered = jax.jit(lambda x, *, scale, many: x).lower(jnp.ones(3), scale=2.0, many=many)
+    found = {entry.what: entry.value for entry in description.before_compiling(lowered, manager, 7, None)}
+    arguments = found["arguments"]
+    assert isinstance(arguments, dict) and list(arguments) == ["[0]", "many", "scale"]
+    assert arguments["[0]"] == "float32[3]" and arguments["scale"] == "float32[]"
+    assert arguments["many"].startswith("float32[7,0], float32[7,1], ") and len(arguments["many"]) < 100
     assert found["memory limit found"] == "7"
     assert str(found["costs found"]).startswith("H200 with link nvlink (")
     assert list(found["passes chosen"]) == ["1 strand-duplication", "2 strand-pairing"]
-    assert [e.what for e in description.before_compiling(manager, 7, "nothing to do")] == ["what runs"]
+    assert [e.what for e in description.before_compiling(lowered, manager, 7, "nothing to do")] == ["what runs"]
 
 
 def test_costs_that_stand_in_for_those_of_another_gpu() -> None:

@@ -215,6 +215,27 @@ def test_a_timeout_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> 
         meetings.timeout()
 
 
+def test_a_timeout_that_is_none_in_one_process_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timeout() -> float:
+        if threading.current_thread().name == "1":
+            raise DhelixError("no time")
+        return 5.0
+
+    def act(job: Job, number: int) -> str:
+        threading.current_thread().name = str(number)
+        try:
+            return job.meet("run step 'f'", "", texts)
+        except HostsDisagreeError as error:
+            return str(error)
+        except DhelixError as error:
+            job.fail(str(error))
+            return "failed"
+
+    monkeypatch.setattr(meetings, "timeout", timeout)
+    first, *others = each(jobs(3), act)
+    assert first.endswith("stopped before all processes ran the step: no time") and others == ["failed", first]
+
+
 def test_a_store_that_is_gone() -> None:
     job = jobs(2)[1]
 

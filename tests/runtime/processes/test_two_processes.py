@@ -21,6 +21,7 @@ SECONDS = 10.0  # within which all stop after the last one has come
 
 PROGRAM = """
 import json, os, sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 import jax
 process, port = int(sys.argv[1]), sys.argv[2]
@@ -69,11 +70,21 @@ with mock.patch.object(jax.stages.Lowered, "compile", does_not if process else j
 os.environ["DHELIX"] = "off"
 found["all off"] = losses(decorated())
 del os.environ["DHELIX"]
+both = decorated()
 if process == 0:  # alone, on a device of its own
     import numpy as np
     w, batch = job_steps.arguments()
     own = [np.asarray(x.addressable_data(0)) for x in (w, batch["x"], batch["y"])]
-    found["alone"] = float(decorated()(own[0], {"x": own[1], "y": own[2]})[1])
+    found["alone"] = float(both(own[0], {"x": own[1], "y": own[2]})[1])
+found["together after one alone"] = losses(both)
+threads = decorated()
+with ThreadPoolExecutor(3) as pool:
+    assert len(set(pool.map(lambda _: threads.report(*given).fingerprint, range(3)))) == 1
+found["after threads"] = losses(threads)
+rows = []
+with job_steps.told(rows):
+    step(*job_steps.arguments(rows=8 + 16 * process))
+found["table"].append(rows[0])
 found["after all"] = losses(step)
 print(json.dumps(found))
 """
@@ -103,14 +114,23 @@ def test_a_disagreement_stops_both(found: list[dict[str, Any]], number: int) -> 
 
 def test_what_both_refuse_is_no_disagreement(found: list[dict[str, Any]]) -> None:
     for process in found:
-        assert process["table"][-2][0] == "PassRefusal: pass refuses: this process has no room"
+        assert process["table"][-3][0] == "PassRefusal: pass refuses: this process has no room"
 
 
 def test_another_order_of_collectives_stops_both(found: list[dict[str, Any]]) -> None:
-    (first, *times), (second, *other_times) = (process["table"][-1] for process in found)
+    (first, *times), (second, *other_times) = (process["table"][-2] for process in found)
     assert first == second and first.startswith("HostsDisagreeError: hosts disagree on the order of collectives: ")
     assert "about to run the compiled step 'step'" in first
     assert max(times[1], other_times[1]) - max(times[0], other_times[0]) < 2 * SECONDS  # both compile first
+
+
+def test_other_shapes_stop_both(found: list[dict[str, Any]]) -> None:
+    rows = [f"float32[{count},8], float32[{count},8] in {name}" for count, name in zip((8, 24), NAMES, strict=True)]
+    assert [process["table"][-1][0] for process in found] == [
+        f"HostsDisagreeError: hosts disagree on arguments [1]: {'; '.join(rows)}. They are about to compile another"
+        " program of step 'step', as for arguments of other shapes, and would wait for each other for ever. Give the"
+        " step arguments of the same shapes on every host, of the last batch, too"
+    ] * 2
 
 
 def test_those_that_agree_run(found: list[dict[str, Any]]) -> None:
