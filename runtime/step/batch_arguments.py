@@ -225,6 +225,12 @@ def _the_batch(naming: Naming, args: Any, kwargs: Any, taken: set[Key]) -> Key:
     given = {key: value for key, value in given.items() if key not in taken}
     places = _places(naming.function, args, kwargs)
     keys = [key for key, value in given.items() if any(map(_is_key, jax.tree.leaves(value)))]
+    if keys and not all(_is_key(leaf) or _dtype(leaf) == jnp.uint32 for leaf in jax.tree.leaves(given[keys[0]])):
+        raise DhelixError(
+            f"{_title(keys[0], places)} holds random keys beside other arrays: pass the keys to the loss function as an"
+            " argument of their own, and name that with rng_argnums= or rng_argnames=, so that every micro-batch draws"
+            " its own numbers"
+        )
     if keys:
         option = f"rng_argnums={keys[0]}" if isinstance(keys[0], int) else f"rng_argnames={keys[0]!r}"
         raise DhelixError(
@@ -272,6 +278,10 @@ def _has_axis(leaf: Any) -> bool:
 
 def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)
 
 
 def _kind(leaf: Any) -> str:
