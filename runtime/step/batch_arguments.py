@@ -145,7 +145,8 @@ class Arguments:
 
     def with_batch(self, batch: Sequence[Any], number: jax.Array | None = None) -> tuple[list[Any], dict[str, Any]]:
         """All arguments, with this in place of the batch, and the keys of micro-batch `number`."""
-        args, kwargs = list(self.args), dict(self.kwargs)
+        # New containers for every trace: Equinox's State may be used only once.
+        args, kwargs = jax.tree.map(lambda x: x, (list(self.args), dict(self.kwargs)))
 
         def put(key: Key, value: Any) -> None:
             if isinstance(key, int):
