@@ -108,8 +108,8 @@ def check_microbatches(
     expected, noise = _result_and_noise(whole, lowered, args, kwargs)
     actual = split(*args, **kwargs)
     calls = [list(map(_parts, call)) for call in zip(expected, actual, noise, strict=True)]
-    losses = [[call[tree]["loss"] for call in calls] for tree in (0, 1)]
-    advice = _why_microbatches_differ(*losses, lowered, microbatches, reduce, relative)
+    losses, given_losses = ([call[tree]["loss"] for call in calls] for tree in (0, 1))
+    advice = _why_microbatches_differ(losses, given_losses, lowered, microbatches, reduce, relative)
     found = []
     for what in ("loss", "gradient", "auxiliary output"):
         if what == "auxiliary output":  # all else agrees

@@ -139,8 +139,8 @@ def test_variables_that_come_back_from_a_transformation(which: Any) -> None:
     model, reference = Remat(), Remat()
     for each in model, reference:
         each.linear.lora_b[...] = jnp.full((2, WIDTH), 0.1)
-    expected = nnx.value_and_grad(_squares, argnums)(reference, batch())
-    _close(expected, _split(value_and_grad(_squares, argnums))(model, batch()))
+    expected = nnx.value_and_grad(_squares, argnums=argnums)(reference, batch())
+    _close(expected, _split(value_and_grad(_squares, argnums=argnums))(model, batch()))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(reference), nnx.state(model))
 
 
