@@ -145,7 +145,8 @@ class Arguments:
 
     def with_batch(self, batch: Sequence[Any], number: jax.Array | None = None) -> tuple[list[Any], dict[str, Any]]:
         """All arguments, with this in place of the batch, and the keys of micro-batch `number`."""
-        args, kwargs = list(self.args), dict(self.kwargs)
+        # New containers for every trace: Equinox's State may be used only once.
+        args, kwargs = jax.tree.map(lambda x: x, (list(self.args), dict(self.kwargs)))
 
         def put(key: Key, value: Any) -> None:
             if isinstance(key, int):
@@ -225,6 +226,12 @@ def _the_batch(naming: Naming, args: Any, kwargs: Any, taken: set[Key]) -> Key:
     given = {key: value for key, value in given.items() if key not in taken}
     places = _places(naming.function, args, kwargs)
     keys = [key for key, value in given.items() if any(map(_is_key, jax.tree.leaves(value)))]
+    if keys and not all(_is_key(leaf) or _dtype(leaf) == jnp.uint32 for leaf in jax.tree.leaves(given[keys[0]])):
+        raise DhelixError(
+            f"{_title(keys[0], places)} holds random keys beside other arrays: pass the keys to the loss function as an"
+            " argument of their own, and name that with rng_argnums= or rng_argnames=, so that every micro-batch draws"
+            " its own numbers"
+        )
     if keys:
         option = f"rng_argnums={keys[0]}" if isinstance(keys[0], int) else f"rng_argnames={keys[0]!r}"
         raise DhelixError(
@@ -272,6 +279,10 @@ def _has_axis(leaf: Any) -> bool:
 
 def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)
 
 
 def _kind(leaf: Any) -> str:

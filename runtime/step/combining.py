@@ -5,7 +5,8 @@
 | loss, gradients, floating-point auxiliary outputs | what `reduce` says: sum, mean, weighted mean |
 | integer auxiliary outputs | their sum: they are counts |
 | auxiliary outputs with the batch as leading axis | put together again, rows in the batch's order |
-| auxiliary outputs of a collection `batch_stats` (`flax.nnx.BatchStat`) | their mean, whatever `reduce` says |
+| auxiliary outputs of a collection `batch_stats` (`nnx.BatchStat`, `eqx.nn.State`) | their mean, whatever `reduce` is |
+| integers and flags in it | those of the last micro-batch |
 | what is under a key `_overwrite_with_gradient` (Flax's fp8 histories and scales) | the largest, element by element |
 | types with an addition of their own (Flax's `fp32_max_grad`) | what that addition gives |
 | gradients of integers (float0) | as they are |
@@ -48,6 +49,7 @@ class How(Enum):
     ADD = "sum"
     MEAN = "mean"
     LARGEST = "largest"
+    LAST = "last"
     JOIN = "rows put together"
     OWN = "the addition of its type"
     NONE = "no numbers"
@@ -85,6 +87,8 @@ class Combination:
         if weight is not None and self.how is How.REDUCE:
             # Not a bare product: a micro-batch without tokens may have a loss of 0/0.
             value = jnp.where(weight == 0, jnp.zeros_like(value), value * _factor(weight, value))
+        if self.how is How.LAST:
+            return value
         if self.how is How.LARGEST:
             if weight is not None:
                 value = jnp.where((weight == 0) & jnp.isnan(value), 0, value)
@@ -158,6 +162,8 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
     if one.shape == whole.shape:
         if collection == OVERWRITTEN and jnp.issubdtype(one.dtype, jnp.floating):
             return How.LARGEST
+        if collection == STATISTICS and not jnp.issubdtype(one.dtype, jnp.inexact):
+            return How.LAST  # each micro-batch counts from the same number
         if jnp.issubdtype(one.dtype, jnp.inexact):
             return How.MEAN if collection == STATISTICS else How.REDUCE
         if jnp.issubdtype(one.dtype, jnp.integer):
@@ -174,17 +180,22 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
 
 def collections(tree: Any) -> list[str | None]:
     """For each leaf OVERWRITTEN or STATISTICS, if it is in that collection of Flax's, by a key of its path or by the
-    type of its NNX variable."""
+    type of its NNX variable. Equinox's State is statistics."""
     nnx: Any = sys.modules.get("flax.nnx")  # of a tree with its variables in it, it is imported
+    equinox: Any = sys.modules.get("equinox")
 
     def is_variable(node: Any) -> bool:
         return nnx is not None and isinstance(node, nnx.Variable)
 
+    def is_state(node: Any) -> bool:
+        return equinox is not None and isinstance(node, equinox.nn.State)
+
     found: list[str | None] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_variable(x) or is_state(x)):
         names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
         if is_variable(node):
             names |= {STATISTICS} if isinstance(node, nnx.BatchStat) else {type(node).__name__}
+        names |= {STATISTICS} if is_state(node) else set()
         name = next((name for name in (OVERWRITTEN, STATISTICS) if name in names), None)
         found += [name] * len(jax.tree.leaves(node))
     return found

@@ -38,7 +38,7 @@ from jax.extend.core import get_opaque_trace_state
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.batch_arguments import Naming, is_index
 from dhelix.runtime.step.combining import comparable
-from dhelix.runtime.step.frameworks import gradients
+from dhelix.runtime.step.frameworks import gradients, nnx_front
 from dhelix.runtime.step.microbatch_loop import Loop, Options, PipelinedLoop, Weights, check_reduction
 
 
@@ -74,7 +74,7 @@ class Microbatching:
     @property
     def results(self) -> list[Any]:
         """What was returned, in types that can be compared."""
-        return jax.tree.map(comparable, self.returned)
+        return nnx_front.map_values(comparable, self.returned)
 
 
 _traced_for = jax.make_user_context()

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dhelix.errors import DhelixError
+from dhelix.runtime.step.combining import collections
 
 TOLERANCE = 1e-6
 LOOP_TOLERANCE = 1e-5
@@ -106,12 +107,16 @@ def check_microbatches(
     relative = tolerance(lowered, LOOP_TOLERANCE)
     expected, noise = _result_and_noise(whole, lowered, args, kwargs)
     actual = split(*args, **kwargs)
-    advice = _why_microbatches_differ(expected, actual, lowered, microbatches, reduce, relative)
+    calls = [list(map(_parts, call)) for call in zip(expected, actual, noise, strict=True)]
+    losses, given_losses = ([call[tree]["loss"] for call in calls] for tree in (0, 1))
+    advice = _why_microbatches_differ(losses, given_losses, lowered, microbatches, reduce, relative)
     found = []
-    for wanted, given, random in zip(expected, actual, noise, strict=True):
-        for part, what in enumerate(("loss", "gradient")):
-            scale = {"noise": random[part], "one_scale": what == "gradient"}
-            found.append(compare(wanted[part], given[part], what, relative, advice, **scale))
+    for what in ("loss", "gradient", "auxiliary output"):
+        if what == "auxiliary output":  # all else agrees
+            advice = _why_auxiliary_outputs_differ(lowered, microbatches)
+        for wanted, given, random in calls:
+            scale = {"noise": random[what], "one_scale": what == "gradient"}
+            found.append(compare(wanted[what], given[what], what, relative, advice, **scale))
     if not found:
         return None
     worst = max(found, key=lambda one: one.largest)
@@ -119,14 +124,34 @@ def check_microbatches(
     return replace(worst, leaves=sum(one.leaves for one in found), noise=noise)
 
 
+def _parts(result: Any) -> dict[str, Any]:
+    """What `value_and_grad` returned: the loss is a number, and with auxiliary outputs the first of a pair."""
+    value, gradients = result
+    loss, aux = value if isinstance(value, tuple | list) else (value, ())
+    return {"loss": loss, "gradient": gradients, "auxiliary output": aux}
+
+
+def _why_auxiliary_outputs_differ(lowered: jax.stages.Lowered, microbatches: int) -> str:
+    """Where losses and gradients are the same."""
+    start = (
+        f"Losses and gradients of {microbatches} micro-batches are those of the whole batch, but this output is not: "
+    )
+    if _RANDOM.search(lowered.as_text()):
+        return start + "it may draw random numbers, such as dropout, which must be off to verify"
+    return start + (
+        "integers add up, and other numbers combine as the loss does (reduce=). So return a count as an integer, and"
+        " what is neither a count nor a mean as an array with a value for each row"
+    )
+
+
 def _why_microbatches_differ(
     whole: Any, split: Any, lowered: jax.stages.Lowered, microbatches: int, reduce: str, relative: float
 ) -> str:
-    """What to do where they do: by what multiple they differ by, and by what the loss draws."""
+    """What to do where they do: by what multiple the losses differ, and by what they draw."""
     start = f"{microbatches} micro-batches do not combine to the whole batch: "
     for factor, right in ((float(microbatches), "sum"), (1 / microbatches, "mean")):
-        scaled, wanted = [_scaled(value, factor) for value, _ in split], [value for value, _ in whole]
-        if reduce != right and _agree(wanted, scaled, relative):
+        scaled = [_scaled(value, factor) for value in split]
+        if reduce != right and _agree(whole, scaled, relative):
             kind = "the sum over the rows" if right == "sum" else "a mean over the rows"
             return start + f'the loss is {kind}, so take reduce="{right}"'
     if _RANDOM.search(lowered.as_text()):
@@ -135,7 +160,7 @@ def _why_microbatches_differ(
         return start + "weights= must return what the loss of a micro-batch is divided by"
     return start + (
         'if micro-batches weigh differently (padding masks) take reduce="weighted"; a loss that looks at the whole'
-        " batch at once (batch norm, contrastive losses) is another one in micro-batches"
+        " batch at once (batch norm, contrastive losses, balance of experts) is another one in micro-batches"
     )
 
 
@@ -211,14 +236,17 @@ def compare(
       advice: last sentence of the message.
       noise: how much each leaf of `expected` changes without a reason; `NOISE` times that is allowed.
       one_scale: take the largest magnitude of all leaves for each. For gradients: one that is zero but for
-        rounding, such as that of an attention key's bias, has no scale of its own.
+        rounding, such as that of an attention key's bias, has no scale of its own. Fp8 histories, which stand among
+        Flax's gradients and may be much larger, have a scale apart.
     """
     names = [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     found = _all_differences(expected, actual)
     randoms = [0.0] * len(names) if noise is None else jax.tree.leaves(noise)
     scales = [scale for _, scale in found]
     if one_scale:
-        scales = [max(scales, default=0.0)] * len(scales)
+        kinds = collections(expected)
+        largest_of = {kind: max(s for s, k in zip(scales, kinds, strict=True) if k == kind) for kind in kinds}
+        scales = [largest_of[kind] for kind in kinds]
     largest, where, noisy = 0.0, "", []
     worst = (1.0, "")
     for name, (difference, _), scale, random in zip(names, found, scales, randoms, strict=True):
@@ -257,7 +285,8 @@ def _difference(want: jax.Array, got: jax.Array) -> tuple[jax.Array, jax.Array]:
     if want.size == 0:
         return jnp.float32(0), jnp.float32(0)
     if not jnp.issubdtype(want.dtype, jnp.inexact):
-        return jnp.max(want != got).astype(jnp.float32), jnp.float32(0)
+        apart = jnp.abs(want.astype(jnp.float32) - got.astype(jnp.float32))
+        return jnp.max(jnp.where(want == got, 0, jnp.maximum(apart, 1))), jnp.float32(0)
     wide = jnp.promote_types(want.dtype, jnp.float32) if jnp.finfo(want.dtype).bits > 8 else jnp.float32
     want, got = want.astype(wide), got.astype(wide)
     same = (want == got) | (jnp.isnan(want) & jnp.isnan(got))

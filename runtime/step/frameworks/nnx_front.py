@@ -39,6 +39,18 @@ def has_objects(tree: Any) -> bool:
     return any(map(is_object, leaves))
 
 
+def map_values(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`jax.tree.map`, with what a variable of NNX holds in its place; the path to that is the variable's."""
+    nnx = loaded()
+    if nnx is None:
+        return jax.tree.map(function, tree)
+
+    def one(x: Any) -> Any:
+        return jax.tree.map(function, x.get_raw_value() if isinstance(x, nnx.Variable) else x)
+
+    return jax.tree.map(one, tree, is_leaf=is_object)
+
+
 def is_nnx_jitted(function: Any) -> bool:
     """Whether it is the result of `nnx.jit` or `nnx.jit_partial`."""
     return type(function).__module__.startswith("flax.nnx.") and hasattr(function, "jitted_fn")

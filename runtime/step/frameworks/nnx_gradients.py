@@ -4,7 +4,9 @@ What becomes of the objects:
 1. A variable that the loss gives another value of the same shape and type (running statistics, counts of random
    streams) goes from one micro-batch to the next, in their order, as if each were a call of its own.
 2. A new variable, or one that changes its shape (sown intermediates), is an auxiliary output and combines as one.
-3. The graph and static attributes are those after any one micro-batch.
+3. A variable that is differentiated is the same for all micro-batches, and afterwards what the last one made of it.
+   (`nnx.remat` and `nnx.scan` give all variables new values, equal ones.)
+4. The graph and static attributes are those after any one micro-batch.
 
 NNX keeps track of which object is which in an `nnx.update_context`: split outside of the traced loss, merge and split
 inside, merge outside. Variables have numbers, in the order in which the graph of all arguments is walked.
@@ -103,7 +105,9 @@ class NnxGradients:
                 named = {name: _Argument(context, kwargs[name], None) for name in sorted(objects)}
             pure = [argument.differentiable for argument in arguments]
             arrays = {name: arg for name, arg in kwargs.items() if name not in objects}
-            loss = _Loss(self._loss_fn, self._has_aux, arguments, named)
+            given = self._differentiated(args, wrt)
+            fixed = frozenset(n for n, variable in enumerate(variables) if id(variable) in given)
+            loss = _Loss(self._loss_fn, self._has_aux, arguments, named, fixed)
             carried = {number: values[number] for number in loss.changes(pure, arrays)}
             (value, (carried, outputs)), gradients = differentiate(loss, carried=carried)(*pure, **arrays)
             kept = [carried.get(number, value) for number, value in enumerate(values)]
@@ -118,13 +122,35 @@ class NnxGradients:
         given = [x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, nnx.Param) for x in argnums]
         return {x.argnum % count: x.filter for x in given}
 
+    def _differentiated(self, args: Any, wrt: dict[int, Any]) -> set[int]:
+        """The `id`s of the variables to differentiate by."""
+        nnx = nnx_front.loaded()
+        found = set()
+        for position, which in wrt.items():
+            chosen = nnx.filterlib.to_predicate(which)
+            for leaf in filter(nnx_front.is_object, jax.tree.leaves(args[position], is_leaf=nnx_front.is_object)):
+                whole = isinstance(leaf, nnx.Variable)
+                each = nnx.iter_graph(leaf, graph=True)
+                found |= {id(x) for path, x in each if isinstance(x, nnx.Variable) and (whole or chosen(path, x))}
+        return found
+
 
 class _Loss:
     """The loss as a function of arrays. Its auxiliary output is (carried, what became of all objects and outputs)."""
 
     def __init__(
-        self, loss_fn: Callable[..., Any], has_aux: bool, arguments: list[_Argument], named: dict[str, _Argument]
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool,
+        arguments: list[_Argument],
+        named: dict[str, _Argument],
+        differentiated: frozenset[int],
     ):
+        """
+        Args:
+          differentiated: numbers of the variables whose values are what the loss is differentiated by.
+        """
+        self._differentiated = differentiated
         self.__name__ = getattr(loss_fn, "__name__", "loss")
         self._loss_fn = loss_fn
         self._has_aux = has_aux
@@ -146,7 +172,8 @@ class _Loss:
         kwargs = {**arrays, **objects}
         variables = _variables((args, kwargs))
         for number, value in carried.items():
-            variables[number].set_raw_value(value)
+            if number not in self._differentiated:
+                variables[number].set_raw_value(value)
         before = [variable.get_raw_value() for variable in variables]
 
         result = self._loss_fn(*args, **kwargs)

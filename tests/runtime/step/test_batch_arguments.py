@@ -125,6 +125,8 @@ def test_random_keys_by_name_and_in_trees() -> None:
     keys = {"dropout": jax.random.key(1), "noise": jax.random.PRNGKey(2)}
     (_, noise), _ = split(value_and_grad(loss, has_aux=True, rng_argnames="keys"))(W, X, keys=keys)
     assert all(len(np.unique(drawn)) == ROWS for drawn in noise.values())
+    with pytest.raises(DhelixError, match="argument 1 .* random keys beside other arrays.* argument of their own"):
+        split(value_and_grad(lambda w, batch: jnp.mean(w)))(W, {"x": X, "key": jax.random.key(0)})
     with pytest.raises(DhelixError, match="argument keys holds random keys.*rng_argnames='keys'"):
         split(value_and_grad(loss, has_aux=True))(W, X, keys=keys)
 

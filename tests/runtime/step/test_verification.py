@@ -103,6 +103,13 @@ def test_compare(expected: jax.Array, actual: jax.Array, passes: bool) -> None:
             compare({"x": expected}, {"x": actual}, "tree", 1e-6, "")
 
 
+def test_integers_differ_by_what_they_do() -> None:
+    with pytest.raises(VerificationError, match="count differs by 9, where 0 is allowed"):
+        compare(jnp.int32([3, 1]), jnp.int32([12, 1]), "count", 1e-6, "")
+    with pytest.raises(VerificationError, match="count differs by 1,"):  # the same in float32
+        compare(jnp.int32(2**24), jnp.int32(2**24 + 1), "count", 1e-6, "")
+
+
 def test_tolerance_follows_the_narrowest_type() -> None:
     def narrow(dtype: Any) -> float:
         return tolerance(jax.jit(lambda x: (x.astype(dtype) * 2).astype(x.dtype)).lower(jnp.ones(3)), 1e-6)
@@ -120,6 +127,26 @@ def test_noise_is_allowed_and_named() -> None:
         compare(plain, {**plain, "w": jnp.array([1.0, 3.0])}, "output", 1e-6, "", noise=noise)
     with pytest.raises(VerificationError):
         compare(plain, {**plain, "w": jnp.array([1.0, 2.3])}, "output", 1e-6, "")
+
+
+def test_histories_give_gradients_no_scale() -> None:
+    expected = {"params": jnp.array([0.01]), "_overwrite_with_gradient": jnp.array([100.0])}
+    compare(expected, {**expected, "_overwrite_with_gradient": jnp.array([110.0])}, "gradient", 0.5, "", one_scale=True)
+    with pytest.raises(VerificationError, match=r"gradient\['params'\] differs by 0.01, where 0.005 is allowed"):
+        compare(expected, {**expected, "params": jnp.array([0.0])}, "gradient", 0.5, "", one_scale=True)
+
+
+def test_auxiliary_output_that_is_no_mean() -> None:
+    def loss(w: jax.Array, data: dict[str, jax.Array]) -> Any:
+        return squared_error(w, data), {"largest": jnp.abs(data["x"]).max()}
+
+    @strand_interleave(microbatches=4, verify=True, passes=[])
+    def step(w: jax.Array, data: Any) -> Any:
+        return value_and_grad(loss, has_aux=True)(w, data)
+
+    message = r"auxiliary output\['largest'\] differs .* Losses and gradients of 4 micro-batches are those of the whole"
+    with pytest.raises(VerificationError, match=message):
+        step(weights(), batch())
 
 
 def test_where_gradients_are_taken_in_a_function_that_jax_traces_by_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,3 +201,33 @@ def test_gradients_are_those_of_filter_value_and_grad(name: str) -> None:
     check_close(expected, eqx.filter_jit(value_and_grad(function, has_aux=has_aux))(*arguments()), 1e-6)
     step = strand_interleave(value_and_grad(function, has_aux=has_aux), microbatches=COUNT, passes=[])
     check_close(expected, step(*arguments()), 1e-6)
+
+
+class Counting(eqx.Module):
+    """A layer with running statistics: a mean, a number of updates, and whether there was one."""
+
+    statistics: eqx.nn.StateIndex[Any]
+
+    def __init__(self) -> None:
+        self.statistics = eqx.nn.StateIndex((jnp.float32(0), jnp.int32(0), jnp.array(False)))
+
+    def __call__(self, x: jax.Array, state: eqx.nn.State) -> tuple[jax.Array, eqx.nn.State]:
+        mean, updates, _ = state.get(self.statistics)
+        return x, state.set(self.statistics, ((mean + x.mean()) / 2, updates + 1, jnp.array(True)))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_one_update_of_state_a_step(reduce: str) -> None:
+    def loss(w: jax.Array, x: jax.Array, state: eqx.nn.State) -> Any:
+        x, state = model(x * w, state)
+        return x.sum(), state
+
+    model, state = eqx.nn.make_with_state(Counting)()
+    gradients = value_and_grad(loss, has_aux=True, batch_argnames="x")
+    step = strand_interleave(gradients, microbatches=4, reduce=reduce, passes=[])
+    x = jnp.arange(8.0)
+    for _ in range(2):
+        (_, state), _ = step(jnp.float32(1), x, state)
+    mean, updates, any_update = state.get(model.statistics)
+    np.testing.assert_allclose(mean, 0.75 * x.mean())
+    assert updates == 2 and any_update

@@ -122,6 +122,35 @@ def test_keyword_arguments_are_the_same_for_all() -> None:
     _close(expected, _split(value_and_grad(function))(_linear(), batch(), **named))
 
 
+class Remat(nnx.Module):
+    """Layers whose transformation gives all variables new values, equal ones; some are differentiated."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.LoRA(WIDTH, 2, WIDTH, base_module=_linear(), rngs=nnx.Rngs(1))
+
+    @nnx.remat
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("which", [nnx.Param, nnx.LoRAParam])
+def test_variables_that_come_back_from_a_transformation(which: Any) -> None:
+    argnums = nnx.DiffState(0, which)
+    model, reference = Remat(), Remat()
+    for each in model, reference:
+        each.linear.lora_b[...] = jnp.full((2, WIDTH), 0.1)
+    expected = nnx.value_and_grad(_squares, argnums=argnums)(reference, batch())
+    _close(expected, _split(value_and_grad(_squares, argnums=argnums))(model, batch()))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(reference), nnx.state(model))
+
+
+def test_verification_names_variables() -> None:
+    mean = value_and_grad(lambda model, x: jnp.mean(model(x)))  # zero here, unlike its gradients
+    step = strand_interleave(mean, microbatches=COUNT, passes=[], verify=True, reduce="sum")
+    with pytest.raises(DhelixError, match=r"gradient\['\w+'\] differs .* take reduce="):
+        step(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.zeros), batch())
+
+
 def test_without_a_batch() -> None:
     data = batch()
     with pytest.raises(DhelixError, match="got no batch to split"):
