@@ -94,8 +94,9 @@ def test_costs_that_stand_in_for_those_of_another_gpu() -> None:
     profile = storage.find("H100", "nvlink")
     assert profile is not None and "alike" in str(profile.sections["default"])
     manager = PassManager([StrandPairing(model=CostModel(profile, "default"))])
-    costs = {entry.what: entry.value for entry in description.before_compiling(manager, None, None)}["costs found"]
-    assert costs.startswith("H100 with link nvlink (")
+    lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
+    found = {entry.what: entry.value for entry in description.before_compiling(lowered, manager, None, None)}
+    assert str(found["costs found"]).startswith("H100 with link nvlink (")
 
 
 def test_a_version_that_runs_beside_another_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
