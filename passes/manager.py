@@ -228,10 +228,9 @@ class _Attempt:
         self.context.notes = []  # of what was done, nothing is left
         self.context.note(reason, instruction, **facts)
         where = f" (at {instruction})" if instruction else ""
-        say_once(
-            f"pass {self.one.name} left {self.module_name} as it was: {reason}{where}",
-            (self.manager.step or fingerprint.unmark(self.module_name), self.one.name, reason),
-        )
+        name = fingerprint.unmark(self.module_name)
+        key = (self.manager.step or name, self.one.name, reason)
+        say_once(f"pass {self.one.name} left {name} as it was: {reason}{where}", key)
         return self._report(outcome, count, count, before)
 
     def _report(self, outcome: str, count_before: int, count_after: int, after: bytes) -> PassReport:
