@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dhelix.runtime.step import interleaved_step
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.step.value_and_grad import value_and_grad
@@ -117,3 +118,14 @@ def test_methods_and_callable_objects() -> None:
     method.clear_cache()
     assert not Trainer.method._specializations
     assert jnp.isfinite(method(*arguments)[1])
+
+
+def test_shardings_that_lay_an_array_out_alike_are_one_program() -> None:
+    """Results are told without mesh axes of one device."""
+    mesh = jax.make_mesh((2, 1), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def place(*spec: str | None) -> object:
+        return interleaved_step._place(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+
+    assert place(None, "tp") == place() == place("tp", None)
+    assert place("dp") == place("dp", "tp") != place(None, "dp") != place()
