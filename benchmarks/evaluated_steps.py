@@ -15,11 +15,11 @@ from typing import Any
 
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.strands.activation_sharing import ActivationSharing
-from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
 

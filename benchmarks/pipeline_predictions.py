@@ -25,6 +25,7 @@ from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
 from dhelix.benchmarks.strand_variants import Setting
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.evaluation.timeline import evaluate as play
@@ -40,7 +41,6 @@ from dhelix.passes.pipeline_fold import (
     make_schedule,
     zero_bubble_v,
 )
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 
 ZERO_BUBBLE, BIDIRECTIONAL = "zero-bubble V", "bidirectional"
 FORWARD, BACKWARD, BOTH = frozenset({BETA}), frozenset({ALPHA}), frozenset({ALPHA, BETA})

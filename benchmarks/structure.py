@@ -108,9 +108,9 @@ def lower(case: Case) -> "jax.stages.Lowered":
 
 def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "StageReport"]:
     """The step as two strands, and what the passes say. Raises DhelixError where a pass refuses."""
+    from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
     from dhelix.passes.manager import PassManager, Stage
     from dhelix.passes.strands.activation_sharing import ActivationSharing
-    from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
     from dhelix.passes.strands.strand_duplication import StrandDuplication
     from dhelix.passes.strands.strand_lockstep import StrandLockstep
     from dhelix.runtime import lowering

@@ -19,7 +19,8 @@ ORDER = ("errors", "profiles", "passes", "runtime", "launch")
 LAYERS = {*ORDER, "models"}
 # So do those of the folders of `passes`; `pipeline_fold` stands apart.
 PASSES = (
-    "hlo", "analysis", "strands", "evaluation", "ordering", "collective_matmul", "communication", "plans", "replay",
+    "hlo", "analysis", "microbatches", "gradients", "strands", "evaluation", "ordering", "collective_matmul",
+    "communication", "plans", "replay",
 )  # fmt: skip
 
 

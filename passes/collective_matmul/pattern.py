@@ -16,9 +16,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dhelix.passes.analysis.collectives import Groups, device_groups
 from dhelix.passes.analysis.dimension_factors import Rearrangement
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.evaluation.collective_matmul_kernels import MARK
 from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 from dhelix.profiles.collective_matmul import Site
 
 ORDERED = "the program orders it"

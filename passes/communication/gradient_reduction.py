@@ -32,6 +32,7 @@ from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.collectives import device_groups
+from dhelix.passes.analysis.names import LAYERS
 from dhelix.passes.communication.exchange import UNMEASURED
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.instruction_costs import Lane
@@ -41,7 +42,6 @@ from dhelix.passes.hlo.graph import descendants, tied
 from dhelix.passes.hlo.loop_state import add_element, split
 from dhelix.passes.hlo.stacks import slots_changed
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.strand_duplication import LAYERS
 from dhelix.profiles.keys import CollectiveKey
 
 _ELEMENTWISE = frozenset("add subtract multiply divide".split())

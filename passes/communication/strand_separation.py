@@ -20,9 +20,9 @@ Why it is legal: it is a hint. It costs what combining would save, one launch of
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import keep_apart
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 
 _COMBINED = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
 

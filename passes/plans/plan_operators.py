@@ -21,11 +21,11 @@ from functools import cached_property
 from hashlib import blake2b
 
 from dhelix.passes.analysis.collectives import is_done, start_of
+from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.evaluation.collective_matmul_kernels import FAMILY, kernel_key
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, Instruction
-from dhelix.passes.strands.strand_partition import BACKWARD_NAME
 from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key, OperatorKey
 
 END = "end of "

@@ -32,23 +32,19 @@ Names: `strand_alpha/` (going backward) and `strand_beta/` (going forward) are p
 profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1, design.md 3.1.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
-from dhelix.passes.hlo.loop_state import merge
-from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.constraint_folding import fold_constraints
-from dhelix.passes.strands.missing_loop import no_loop
+from dhelix.passes.microbatches.constraint_folding import fold_constraints
+from dhelix.passes.microbatches.missing_loop import no_loop
+from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.strand_partition import Partition, is_shard_map, partition
 
-ALPHA, BETA = "strand_alpha", "strand_beta"
-STRANDS = "strands"  # name of a loop over micro-batches with two strands
-LAYERS = "strand_layers"  # name of a merged loop
 PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
 Copies = dict[Instruction, Instruction]
 
@@ -99,7 +95,7 @@ class StrandDuplication:
             replace = _replace_loop_by_pairs
         merged: list[str] = []
         for beta, alpha in together if self.merge_layers else ():
-            merged += _merge_pairs(body.computation, _loops_of(beta), _loops_of(alpha), context)
+            merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
         replace(computation, parts, body)
         context.note(
             "two strands",
@@ -131,7 +127,7 @@ def _partitions(
     try:
         inline_calls(WhileLoop(loop).body, keep=_must_stay_a_call)
         drop_dead(WhileLoop(loop).body)
-        for inner in _loops(WhileLoop(loop).body):
+        for inner in loops_of(WhileLoop(loop).body):
             _inline_nested(inner)
         parts = partition(WhileLoop(loop))
     except PassRefusal as refusal:
@@ -153,20 +149,11 @@ def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, In
                 yield from _outermost_loops(called)
 
 
-def merged_loops(computation: Computation) -> list[Instruction]:
-    """Loops of `computation` that hold layers of both strands."""
-    return [i for i in computation.instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
-
-
-def _loops(computation: Computation) -> list[Instruction]:
-    return [i for i in computation.instructions if i.opcode == "while"]
-
-
 def _inline_nested(loop: Instruction) -> None:
     body = loop.called[0]
     inline_calls(body, keep=_must_stay_a_call)
     drop_dead(body)
-    for inner in _loops(body):
+    for inner in loops_of(body):
         _inline_nested(inner)
 
 
@@ -298,63 +285,5 @@ def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Bui
     hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
 
 
-def _loops_of(copies: Copies) -> list[Instruction]:
+def _among(copies: Copies) -> list[Instruction]:
     return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
-
-
-def _merge_pairs(
-    computation: Computation, forward: list[Instruction], backward: list[Instruction], context: PassContext
-) -> list[str]:
-    """Merges loops of the two strands, most work first, as long as that closes no circle; then what they hold."""
-    computation.sort()
-    merged: list[str] = []
-    pairs = [(f, b) for f in forward for b in backward if _same_trip_count(f, b)]
-    pairs.sort(key=lambda pair: -min(loop_work(pair[0]), loop_work(pair[1])))  # stable: then in program order
-    used: dict[Instruction, str] = {}
-    for f, b in pairs:
-        if f in used or b in used or not _independent(computation, f, b):
-            continue
-        used |= {f: b.name, b: f.name}
-        inner_f, inner_b = _loops(f.called[0]), _loops(b.called[0])
-        loop, copies_f, copies_b = merge(f, b, LAYERS)
-        merged.append(f"{f.name} + {b.name} x {WhileLoop(loop).trip_count}")
-        merged += _merge_pairs(loop.called[0], [copies_f[i] for i in inner_f], [copies_b[i] for i in inner_b], context)
-    most = max(map(loop_work, forward), default=0)
-    for f in forward:
-        if f not in used and backward and loop_work(f) * 4 >= most:  # not those that only draw random numbers
-            context.note(f"layer loop not merged: {_why_apart(f, backward, used)}", f)
-    return merged
-
-
-def _why_apart(loop: Instruction, others: list[Instruction], used: dict[Instruction, str]) -> str:
-    """Why a loop merged with none of the other strand's."""
-    if proved_trip_count(loop) is None:
-        return "its number of iterations is not proved"
-    alike = [other for other in others if _same_trip_count(loop, other)]
-    if not alike:
-        proved = map(proved_trip_count, others)
-        counts = sorted({"an unproved number of" if count is None else str(count) for count in proved})
-        return f"it has {proved_trip_count(loop)} iterations, the other strand's loops have {', '.join(counts)}"
-    taken = next((other for other in alike if other in used), None)
-    if taken is not None:
-        return f"{taken.name}, the other strand's loop of as many iterations, has merged with {used[taken]} already"
-    return f"{alike[0].name}, the other strand's loop of as many iterations, must run before or after it"
-
-
-def _same_trip_count(a: Instruction, b: Instruction) -> bool:
-    count = proved_trip_count(a)
-    return count is not None and count == proved_trip_count(b)
-
-
-def _independent(computation: Computation, a: Instruction, b: Instruction) -> bool:
-    return b not in graph.descendants(computation, [a]) and a not in graph.descendants(computation, [b])
-
-
-def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
-    """Puts the strand before the name stack of instructions and of the loops and branches that they run."""
-    for instruction in instructions:
-        if instruction.op_name:
-            instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"
-        if instruction.opcode in ("while", "conditional", "call"):
-            for called in instruction.called:
-                name_strand(strand, called.instructions)

@@ -26,13 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.names import ALPHA, BETA, LAYERS, STRANDS
 from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import drop_dead, share_equal
 from dhelix.passes.hlo.loop_state import merge, split
 from dhelix.passes.hlo.stacks import last_reader, mirror_reads, slot_reads, slot_write, slots_changed
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strands.activation_sharing import Stack, write_in_place
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA, LAYERS, STRANDS
 from dhelix.passes.strands.strand_skew import FIRST, FIRST_BACK, LAST, LAST_BACK
 
 _Ends = dict[tuple[str, str], Instruction]

@@ -24,9 +24,9 @@ DHelix section 4.1.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dhelix.passes.analysis.names import ALPHA, BETA, LAYERS
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA, LAYERS
 
 _WORK = frozenset("dot ragged-dot convolution".split())
 

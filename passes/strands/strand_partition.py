@@ -21,11 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.analysis.work import loop_work
 from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, has_side_effect
-
-BACKWARD_NAME = "transpose("  # JAX's name stack for what reverse-mode differentiation made
 
 # What is cheaper to compute again than to carry from one iteration to the next.
 _CHEAP = frozenset(

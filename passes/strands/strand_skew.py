@@ -29,14 +29,15 @@ on 4 H200s, M 4, k 1 (docs/benchmarks.md). DHelix section 4.1 leaves first and l
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.analysis.names import BETA, name_strand
 from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.gradients.gradient_accumulation import accumulate
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead
 from dhelix.passes.hlo.loop_state import bounded_condition, split
 from dhelix.passes.hlo.stacks import is_empty, last_reader, resize, resized, slot_reads, slot_write
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.gradient_accumulation import accumulate
-from dhelix.passes.strands.strand_duplication import BETA, emit_shared, hand_over, name_strand, partitions
+from dhelix.passes.strands.strand_duplication import emit_shared, hand_over, partitions
 from dhelix.passes.strands.strand_partition import Partition, partition
 
 FIRST, LAST = "first_layers", "last_layers"  # names of forward loops: of F1 and F2

@@ -36,8 +36,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, patterns, phases
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 from dhelix.runtime.pipeline.derivatives import Derivatives
 from dhelix.runtime.pipeline.ends import Ends
 from dhelix.runtime.pipeline.rows import Row

@@ -38,6 +38,7 @@ from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatt
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.communication.strand_separation import StrandSeparation
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
@@ -47,7 +48,6 @@ from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.strands.activation_sharing import ActivationSharing
-from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
 from dhelix.passes.strands.slice_separation import SliceSeparation
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_ends import StrandEnds

@@ -4,13 +4,14 @@ import jax
 import pytest
 
 from dhelix.benchmarks.structure import Case, lower
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.communication.strand_separation import StrandSeparation
+from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.hlo import HloModule, graph
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import CHANGED, UNCHANGED
 from dhelix.passes.strands.activation_sharing import ActivationSharing
-from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA, StrandDuplication
+from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.runtime import deviceless, lowering
 from dhelix.runtime.registration import Session
 

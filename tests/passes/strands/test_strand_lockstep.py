@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.hlo import HloModule, Instruction, graph
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import UNCHANGED, PassReport
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA, StrandDuplication
+from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
 from dhelix.runtime import lowering
 from dhelix.tests.passes import golden

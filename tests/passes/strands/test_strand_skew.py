@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
+from dhelix.passes.analysis.names import STRANDS, merged_loops
 from dhelix.passes.hlo import HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.report import REFUSED, StageReport
-from dhelix.passes.strands.strand_duplication import STRANDS, merged_loops
 from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.runtime.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes

@@ -13,6 +13,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.models import Training, make_train_step, preset
 from dhelix.passes import manager
+from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.collective_matmul import choice as passes_choice
 from dhelix.passes.collective_matmul.collective_matmul import CollectiveMatmul, executed
 from dhelix.passes.collective_matmul.pattern import Pattern, Placed
@@ -20,7 +21,6 @@ from dhelix.passes.evaluation.collective_matmul_kernels import MARK
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Stage
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
-from dhelix.passes.strands.strand_duplication import ALPHA, BETA
 from dhelix.profiles import collective_matmul_times
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.report import CHANGED, UNCHANGED
-from dhelix.passes.strands.gradient_accumulation import GradientAccumulation
 from dhelix.tests.passes import golden
 
 LAYERS = "gradient_accumulation/layer_by_layer.hlo"

@@ -20,12 +20,12 @@ strand's logits, and its three trips through memory (zeros, write, read) per mic
 
 from dataclasses import dataclass
 
+from dhelix.passes.analysis.names import ALPHA
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.strand_duplication import ALPHA
 
 
 @dataclass(frozen=True)

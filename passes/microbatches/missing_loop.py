@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
-from dhelix.passes.strands.strand_partition import BACKWARD_NAME
 
 
 def no_loop(module: HloModule) -> PassRefusal:

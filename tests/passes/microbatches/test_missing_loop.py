@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.strands.missing_loop import no_loop
+from dhelix.passes.microbatches.missing_loop import no_loop
 from dhelix.runtime.lowering import hlo_bytes
 
 LAYERS, MICROBATCHES, WIDTH = 4, 3, 8

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.strands.constraint_folding import fold_constraints
+from dhelix.passes.microbatches.constraint_folding import fold_constraints
 
 
 def constraint(name: str, shape: str, operand: str, *split: str, unreduced: str = "") -> str:

@@ -1,0 +1,25 @@
+"""What JAX and strands write into name stacks, which profiles and dumps show, and what loops are called."""
+
+from collections.abc import Iterable
+
+from dhelix.passes.hlo import Computation, Instruction
+
+BACKWARD_NAME = "transpose("  # in JAX's name stack, of what reverse-mode differentiation made
+ALPHA, BETA = "strand_alpha", "strand_beta"
+STRANDS = "strands"  # name of a loop over micro-batches with two strands
+LAYERS = "strand_layers"  # name of a merged loop
+
+
+def merged_loops(computation: Computation) -> list[Instruction]:
+    """Loops of `computation` that hold layers of both strands."""
+    return [i for i in computation.instructions if i.opcode == "while" and i.name.startswith(LAYERS)]
+
+
+def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
+    """Puts the strand before the name stack of instructions and of the loops and branches that they run."""
+    for instruction in instructions:
+        if instruction.op_name:
+            instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"
+        if instruction.opcode in ("while", "conditional", "call"):
+            for called in instruction.called:
+                name_strand(strand, called.instructions)

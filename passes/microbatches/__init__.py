@@ -1,0 +1,1 @@
+"""Finds the loop over micro-batches that a step has, or says why there is none."""
