@@ -2,7 +2,7 @@
 
 How a program comes back (`with_hlo`):
 1. HLO -> StableHLO by jaxlib's own converter, parsed into the MLIR context of the original module.
-2. Shardy's operations, which HLO holds as custom calls, are rebuilt (`dhelix.runtime.shardy_import`).
+2. Shardy's operations, which HLO holds as custom calls, are rebuilt (`dhelix.passes.hlo.shardy_import`).
 3. Graft. The converter loses what belongs to JAX rather than to the program: donation, shardings, memory
    kinds and layouts of arguments and results, the number of partitions. They are attributes of the module and
    of its `main`, and `main` may not change its signature, so they are taken over from the original.
@@ -22,7 +22,7 @@ from jax.interpreters.mlir import ir
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.hlo import HloModule
-from dhelix.runtime.shardy_import import import_shardy, symbol_name
+from dhelix.passes.hlo.shardy_import import import_shardy, symbol_name
 
 
 class LoweringError(DhelixError):

@@ -8,6 +8,7 @@ BACKWARD_NAME = "transpose("  # in JAX's name stack, of what reverse-mode differ
 ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # name of a loop over micro-batches with two strands
 LAYERS = "strand_layers"  # name of a merged loop
+REPLICAS = "sum_over_replicas"  # name of a sum of parts that lie on different devices
 
 
 def merged_loops(computation: Computation) -> list[Instruction]:

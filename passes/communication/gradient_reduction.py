@@ -10,20 +10,23 @@ Before:                                             After:
 Contract
     Consumes  an all-reduce of a stack of layers that a loop wrote slot by slot, each slot once and read by nothing else
               than what adds to it; between them element by element what may be done to a slot alone. Calls in the
-              loop's body are inlined (`strand_duplication`).
+              loop's body are inlined (`strand_duplication`). Under automatic sharding, a sum over replicas
+              (`replica_sums`), which the partitioner makes an all-reduce of.
     Makes     the same of each slot, in the iteration after the one that writes it. Its first iteration stands in front
-              of the loop, its last reduction behind it.
+              of the loop, its last reduction behind it. Sums over replicas go into a stack of their own.
     Leaves    loops in which both strands run: the other one's compute is there to lie under; stacks of less than
               `least` bytes a layer, groups of one device, other types than the stack's; and loops whose compute hides
-              less than smaller messages cost, by `model`, which it says.
+              less than smaller messages cost, by `model`, which it says. Sums over replicas are taken without asking
+              it: what is not partitioned yet has no measured costs.
 
 Why it is legal: a slot has its last value when its own iteration is over (index tables of the proved counter), and an
 all-reduce and what stands before it do to each element what they do to it in the whole stack. All devices go through
 slots in the same order, for that follows from constants. What the devices' parts are added up in may change: NCCL's
 order depends on where an element lies in the buffer.
 Cost: an all-reduce per layer in place of one, so latency times layers, and the loop's body once more in the program.
-Nothing in memory. Gain: all but one layer's part has compute to lie under, in the last backward alone. Communication of
-data parallelism is not in DHelix; Megatron and DDP overlap it so.
+Nothing in memory; for sums over replicas one stack in their type. Gain: all but one layer's part has
+compute to lie under, in the last backward alone. Communication of data parallelism is not in DHelix; Megatron and DDP
+overlap it so.
 """
 
 from collections.abc import Callable
@@ -32,7 +35,7 @@ from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.collectives import device_groups
-from dhelix.passes.analysis.names import LAYERS
+from dhelix.passes.analysis.names import LAYERS, REPLICAS
 from dhelix.passes.communication.exchange import UNMEASURED
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.instruction_costs import Lane
@@ -44,7 +47,7 @@ from dhelix.passes.hlo.stacks import slots_changed
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.profiles.keys import CollectiveKey
 
-_ELEMENTWISE = frozenset("add subtract multiply divide".split())
+_ELEMENTWISE = frozenset("add subtract multiply divide convert".split())
 _WORTH = 3.0  # what is hidden has to be so many times what smaller messages cost: how much that is, is known roughly
 
 type Users = dict[Instruction, list[Instruction]]
@@ -69,17 +72,17 @@ class GradientReduction:
     stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        if self.costs_decide and self.model is None:
-            context.note(f"left alone: {UNMEASURED}")
-            return False
-        changed = False
+        changed, unmeasured = False, self.costs_decide and self.model is None
         for computation in list(module.computations):
             loops = [i for i in computation.instructions if i.opcode == "while"]
             for loop in [i for i in loops if not i.name.startswith(LAYERS)]:
                 found = _reductions(loop, self.least)
-                if found and not _pays(loop, found, self.model):
-                    context.left_alone({"gradients reduced layer by layer cost more than they hide": len(found)})
-                elif found:
+                measured = [one for one in found if not one.over_replicas]
+                if measured and (unmeasured or not _pays(loop, measured, self.model)):
+                    reason = UNMEASURED if unmeasured else "gradients reduced layer by layer cost more than they hide"
+                    context.left_alone({reason: len(measured)})
+                    found = [one for one in found if one.over_replicas]
+                if found:
                     changed |= _reduce_if_split(loop, found, context)
         return changed
 
@@ -100,6 +103,11 @@ class _Reduction:
     slots: list[int]
     steps: tuple[Instruction, ...]
     collective: Instruction
+
+    @property
+    def over_replicas(self) -> bool:
+        """Whether it is a sum along a dimension of the stack, of another shape than the stack."""
+        return self.collective.opcode == "reduce"
 
 
 def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
@@ -156,6 +164,9 @@ def _collective_of(
             alike = user.operands == [value] and shapes.same(user.shape, result.shape)
             worth = slot >= least and max(map(len, groups), default=2) > 1
             return (tuple(steps), user) if alike and worth else None
+        if user.opcode == "reduce" and user.name.startswith(f"{REPLICAS}."):
+            slot = shapes.byte_size(user.shape) // user.shape.dimensions[0]
+            return (tuple(steps), user) if slot >= least else None
         if user.opcode not in _ELEMENTWISE or not all(o is value or _is_scalar(o, after) for o in user.operands):
             return None
         steps.append(user)
@@ -209,17 +220,17 @@ def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]
             first = Builder(computation).scalar(one.slots[0], index.shape.element_type)
             previous[index] = add_element(rest, first)
             rest.called[0].root.operands[-1] = index
-        _reduce_inside(rest, one, previous[index])
-    for one in found:
-        _reduce_last(computation, one)
+    sums = [_reduce_inside(rest, one, previous[one.write.operands[2]]) for one in found]
+    for one, stack in zip(found, sums, strict=True):
+        _reduce_last(computation, one, stack)
     for changed in (rest.called[0], computation):
         drop_dead(changed)
         changed.sort()
 
 
-def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) -> None:
+def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) -> Instruction | None:
     """The body reduces the slot of the iteration before. The barrier keeps that slot's read before writes to the stack,
-    or XLA would copy it."""
+    or XLA would copy it. Returns the stack of sums over replicas, as the loop leaves it."""
     body = loop.called[0]
     builder, users = Builder(body), body.users()
     reads = [read for read, k in WhileLoop(loop).reads.items() if k == one.element]
@@ -233,15 +244,29 @@ def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) ->
         return builder.copy(value, []) if value.opcode == "constant" else add_element(loop, value)
 
     reduced = _reduced(builder, one, slot, scalar)
-    body.root.operands[one.element] = builder.copy(one.write, [one.write, reduced, *place])
+    if not one.over_replicas:
+        body.root.operands[one.element] = builder.copy(one.write, [one.write, reduced, *place])
+        return None
+    sums = add_element(loop, _empty(Builder(loop.computation), one.collective))
+    del place[1]
+    body.root.operands[-1] = builder.make("dynamic-update-slice", sums.shape, [sums, reduced, *place])
+    return Builder(loop.computation).element(loop, len(loop.shape.tuple_shapes) - 1)
 
 
-def _reduce_last(computation: Computation, one: _Reduction) -> None:
+def _empty(builder: Builder, like: Instruction) -> Instruction:
+    """A stack of which every slot will be written."""
+    return builder.make("broadcast", like.shape, [builder.number(0.0, like.shape.element_type)])
+
+
+def _reduce_last(computation: Computation, one: _Reduction, sums: Instruction | None) -> None:
     builder = Builder(computation)
     zero = [builder.scalar(0, o.shape.element_type) for o in one.write.operands[3:]]
     place = [builder.scalar(one.slots[-1], one.write.operands[2].shape.element_type), *zero]
     reduced = _reduced(builder, one, _slot(builder, one.result, place), lambda value: value)
-    written = builder.make("dynamic-update-slice", one.result.shape, [one.result, reduced, *place])
+    if sums is not None:
+        del place[1]
+    stack = one.result if sums is None else sums
+    written = builder.make("dynamic-update-slice", stack.shape, [stack, reduced, *place])
     replace_uses(computation, one.collective, written)
 
 
@@ -256,8 +281,10 @@ def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scala
     for step in (*one.steps, one.collective):
         for operand in step.operands:
             if operand not in known:
-                number = scalar(operand.operands[0])
-                known[operand] = builder.make("broadcast", _of_slot(operand.shape), [number])
+                number = scalar(operand.operands[0] if operand.opcode == "broadcast" else operand)
+                known[operand] = number
+                if operand.opcode == "broadcast":
+                    known[operand] = builder.make("broadcast", _of_slot(operand.shape), [number])
         known[step] = builder.copy(step, [known[o] for o in step.operands])
         known[step].proto.shape.CopyFrom(_of_slot(step.shape))
     return known[one.collective]

@@ -1,5 +1,6 @@
 """Making instructions: new ones and copies of others."""
 
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -84,11 +85,21 @@ class Builder:
         return constant
 
     def number(self, value: float, element_type: int) -> Instruction:
-        """A floating point constant, F32 or F64."""
+        """A floating point constant: F32, F64, or of 16 bits, cut off to what these hold."""
         constant = self.make("constant", shapes.scalar(element_type))
-        constant.proto.literal.shape.CopyFrom(constant.shape)
-        field = {shapes.F32: "f32s", shapes.F64: "f64s"}[element_type]
-        getattr(constant.proto.literal, field).append(value)
+        literal = constant.proto.literal
+        literal.shape.CopyFrom(constant.shape)
+        match element_type:
+            case shapes.F32:
+                literal.f32s.append(value)
+            case shapes.F64:
+                literal.f64s.append(value)
+            case shapes.F16:
+                literal.f16s = struct.pack("<e", value)
+            case shapes.BF16:
+                literal.bf16s = struct.pack("<f", value)[2:]
+            case _:
+                raise ValueError(f"no constant of type {element_type}")
         return constant
 
     def binary(self, opcode: str, a: Instruction, b: Instruction) -> Instruction:

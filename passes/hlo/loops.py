@@ -188,6 +188,15 @@ def is_sharding_constraint(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and instruction.proto.custom_call_target == "Sharding"
 
 
+def is_zero(value: Instruction) -> bool:
+    """Whether a constant of a floating point type is zero, of either sign."""
+    literal = value.proto.literal
+    halves = literal.f16s + literal.bf16s
+    return value.opcode == "constant" and not (
+        any(literal.f32s) or any(literal.f64s) or any(halves[0::2]) or any(b & 0x7F for b in halves[1::2])
+    )
+
+
 def _reads_parameter(instruction: Instruction) -> bool:
     return instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "parameter"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dhelix.passes.hlo.schema import Shape
 
-PRED, S32, S64, U32, U64, F32, F64, TUPLE, TOKEN = 1, 4, 5, 8, 9, 11, 12, 13, 17
+PRED, S32, S64, U32, U64, F16, F32, F64, TUPLE, BF16, TOKEN = 1, 4, 5, 8, 9, 10, 11, 12, 13, 16, 17
 
 # xla_data.proto PrimitiveType: number -> (name, bits)
 _TYPES: dict[int, tuple[str, int]] = {

@@ -39,6 +39,7 @@ from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.communication.strand_separation import StrandSeparation
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
+from dhelix.passes.gradients.replica_sums import ReplicaSums
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
@@ -113,7 +114,7 @@ def _strands(pairing: str = "forward-backward", skew: int = 0) -> tuple[Pass, ..
     """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`), `skew` layers apart."""
     before, behind = ((StrandSkew(skew),), (StrandEnds(),)) if skew else ((), ())
     structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
-    return *before, *structure, *behind, SliceSeparation(), StrandSeparation()
+    return *before, *structure, *behind, ReplicaSums(), SliceSeparation(), StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo.shardy_import import ShardyImportError
 from dhelix.runtime import lowering
-from dhelix.runtime.shardy_import import ShardyImportError
 from dhelix.tests.runtime.lowering_programs import PROGRAMS, array, keywords, mesh, single_result
 
 

@@ -1,0 +1,132 @@
+"""What Shardy's propagation makes of a program's shardings, before XLA partitions it.
+
+    dot(x, dy) of x: [{"dp"}, {}, {}] and dy: [{"dp"}, {}, {"tp"}], contracted over both first dimensions
+
+is a sum over "dp" that the partitioner closes with an all-reduce. The program says how its arguments lie and little
+else; the rest is propagated. XLA runs the same passes of the same jaxlib, so what this says is what it will find,
+unless a later pass changes the program. So use it to decide what pays, and never as the reason why a change is legal.
+
+Cost: one conversion to StableHLO and one propagation, 0.2 s for a step of 3,000 instructions.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.extend.mlir import hlo_to_stablehlo
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
+from jaxlib.mlir import passmanager
+
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.hlo.shardy_import import FRONTEND_ATTRIBUTES, import_shardy
+
+type Axes = tuple[str, ...]
+"""Mesh axes that a dimension is split over, the major one first."""
+
+_MARK = "dhelix.instruction"
+_SHARDING = "sdy.sharding"
+
+
+class Propagated:
+    """Shardings of a module's values.
+
+    Attributes:
+      mesh: name of the program's mesh; empty where it has none or several.
+      axes: the mesh's axes and their sizes.
+    """
+
+    def __init__(self, mesh: str, axes: Mapping[str, int], found: dict[Instruction, list[list[Axes] | None]]) -> None:
+        self.mesh = mesh
+        self.axes = dict(axes)
+        self._found = found
+
+    def of(self, value: Instruction) -> list[Axes] | None:
+        """What each dimension of an array is split over; None where that is not known."""
+        return self._entry(value, 0)
+
+    def of_operand(self, instruction: Instruction, number: int) -> list[Axes] | None:
+        return self._entry(instruction, 1 + number)
+
+    def _entry(self, instruction: Instruction, place: int) -> list[Axes] | None:
+        entries = self._found.get(instruction, [])
+        return entries[place] if place < len(entries) else None
+
+
+def propagate(module: HloModule) -> Propagated:
+    """Shardings of `module`, which stays as it is. Empty for a program without a Shardy mesh."""
+    marked = [i for c in module.computations for i in c.instructions if i.opcode not in ("parameter", "tuple")]
+    bare = [i for i in marked if not i.proto.HasField("frontend_attributes")]
+    for number, instruction in enumerate(marked):
+        instruction.proto.frontend_attributes.map[_MARK] = str(number)
+    try:
+        source = module.to_bytes()
+    finally:
+        for instruction in marked:
+            del instruction.proto.frontend_attributes.map[_MARK]
+        for instruction in bare:
+            instruction.proto.ClearField("frontend_attributes")
+    context = mlir.make_ir_context()
+    with context, ir.Location.unknown(context):
+        program = ir.Module.parse(hlo_to_stablehlo(source))
+        import_shardy(program)
+        meshes = [op.operation for op in program.body.operations if op.operation.name == "sdy.mesh"]
+        if len(meshes) != 1:
+            return Propagated("", {}, {})
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program.operation)
+        axes = sdy.MeshAttr(meshes[0].attributes["mesh"]).axes
+        sizes = {axis.name: axis.size for axis in (sdy.MeshAxisAttr(axis) for axis in axes)}
+        found = {marked[number]: entries for number, entries in _marked(program)}
+        return Propagated(ir.StringAttr(meshes[0].attributes["sym_name"]).value, sizes, found)
+
+
+def _marked(program: ir.Module) -> Iterator[tuple[int, list[list[Axes] | None]]]:
+    """For each marked instruction its number, and the shardings of its first result and of its operands."""
+    found: list[tuple[int, list[list[Axes] | None]]] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if FRONTEND_ATTRIBUTES in op.attributes:
+            attributes = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES])
+            if _MARK in attributes and len(op.results):
+                values = [op.results[0], *op.operands]
+                found.append((int(ir.StringAttr(attributes[_MARK]).value), [_sharding(v) for v in values]))
+        return ir.WalkResult.ADVANCE
+
+    program.operation.walk(visit)
+    yield from found
+
+
+def _sharding(value: ir.Value) -> list[Axes] | None:
+    """Of a value without a sharding of its own nothing is split."""
+    if not isinstance(value.type, ir.RankedTensorType):
+        return None
+    unsplit: list[Axes] = [()] * ir.RankedTensorType(value.type).rank
+    if isinstance(value.owner, ir.Block):
+        argument = ir.BlockArgument(value)
+        owner = argument.owner.owner
+        if owner.operation.name == "func.func":
+            attributes = ir.ArrayAttr(owner.attributes["arg_attrs"])[argument.arg_number]
+            attributes = ir.DictAttr(attributes)
+            return _dimensions(attributes[_SHARDING]) if _SHARDING in attributes else unsplit
+        place = argument.arg_number
+        if owner.operation.name != "stablehlo.while":
+            return None
+    else:
+        owner, place = value.owner, ir.OpResult(value).result_number
+    if _SHARDING not in owner.attributes:
+        return unsplit
+    attribute: Any = owner.attributes[_SHARDING]
+    if sdy.TensorShardingAttr.isinstance(attribute):  # of an operation with one result, such as a constraint
+        return _dimensions(attribute)
+    return _dimensions(sdy.TensorShardingPerValueAttr(attribute).shardings[place])
+
+
+def _dimensions(attribute: Any) -> list[Axes] | None:
+    """None where a dimension is split over a part of an axis."""
+    dimensions: list[Axes] = []
+    for dimension in sdy.TensorShardingAttr(attribute).dimension_shardings:
+        axes = [sdy.AxisRefAttr(axis) for axis in sdy.DimensionShardingAttr(dimension).axes]
+        if any(axis.sub_axis_info is not None for axis in axes):
+            return None
+        dimensions.append(tuple(axis.name for axis in axes))
+    return dimensions

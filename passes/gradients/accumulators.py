@@ -1,0 +1,180 @@
+"""Finds accumulators: what starts as zeros, goes through loops, and is added to, whole or slot by slot.
+
+    zeros -> while micro-batches:                     elements (micro-batches, 0), (layers, 2)
+                 while layers:                        values   reads, the slot, slot + g, the update, results
+                     slot = dynamic-slice(acc, l)     added    g
+                     acc[l] = slot + g                zeros    where the zeros come in
+             -> step(acc)                             ends     step
+
+All of it is found by one closure: from an element of a loop's state to what reads and makes it, inside and outside.
+"""
+
+from dataclasses import dataclass, field
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.loops import is_sharding_constraint, is_zero
+
+type Users = dict[Computation, dict[Instruction, list[Instruction]]]
+type Use = tuple[Instruction, int]
+"""An instruction and the number of one of its operands."""
+
+_SLICED = ("dynamic-slice", "dynamic-update-slice")
+
+
+@dataclass
+class Accumulator:
+    """Everything that one accumulator is on its way through a step, in the order in which it is found.
+
+    Attributes:
+      home: the computation of the loop over micro-batches.
+      values: what holds the accumulator or a slot of it.
+      elements: loops, with the number of the state element.
+      zeros: where it starts, as zeros that others may read, too.
+      added: what is added to it.
+      ends: what reads the sum behind all loops.
+    """
+
+    home: Computation
+    values: dict[Instruction, None] = field(default_factory=dict)
+    elements: dict[Use, None] = field(default_factory=dict)
+    zeros: list[Use] = field(default_factory=list)
+    added: list[Use] = field(default_factory=list)
+    ends: list[Use] = field(default_factory=list)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is added to slot by slot along dimension 0."""
+        return any(value.opcode in _SLICED for value in self.values)
+
+
+def accumulator(loop: Instruction, element: int, users: Users) -> Accumulator | None:
+    """What element `element` of a loop's state is part of. None where it is nothing that is added to.
+
+    Raises PassRefusal where it is added to and more is done with it inside of a loop than that.
+    """
+    if not shapes.is_floating(loop.shape.tuple_shapes[element]):
+        return None
+    found = Accumulator(loop.computation)
+    refusals: list[PassRefusal] = []
+    _close(found, loop, element, users)
+    for value in found.values:
+        try:
+            _look_at(found, value)
+        except PassRefusal as refusal:
+            refusals.append(refusal)
+    if not (found.zeros and any(reader.opcode == "add" for reader, _ in found.added)):
+        return None
+    if refusals:
+        raise refusals[0]
+    for value in found.values:
+        _look_at_readers(found, value, users)
+    return found
+
+
+def is_zeros(value: Instruction) -> bool:
+    """Whether an array is all zeros, as the program says."""
+    return value.opcode == "broadcast" and not value.operands[0].shape.dimensions and is_zero(value.operands[0])
+
+
+def _close(found: Accumulator, loop: Instruction, element: int, users: Users) -> None:
+    """Fills in `values` and `elements`."""
+    bodies = {i.called[0]: i for c in users for i in c.instructions if i.opcode == "while"}
+    loops: list[Use] = [(loop, element)]
+    values: list[Instruction] = []
+    while loops or values:
+        if loops:
+            one = loops.pop()
+            if one not in found.elements:
+                found.elements[one] = None
+                values += _held_by(*one, users)
+                state, number = one
+                found.zeros += [(start, number) for start in state.operands if is_zeros(start.operands[number])]
+            continue
+        value = values.pop()
+        if value in found.values or is_zeros(value):
+            continue
+        found.values[value] = None
+        if value.opcode == "get-tuple-element":
+            source = value.operands[0]
+            of = bodies.get(source.computation) if source.opcode == "parameter" else source
+            if of is not None and of.opcode == "while":
+                loops.append((of, value.tuple_index))
+        for user in users[value.computation][value]:
+            if user.opcode == "tuple":
+                owners = [u for u in users[user.computation][user] if u.opcode == "while"]
+                if user is user.computation.root and user.computation in bodies:
+                    owners.append(bodies[user.computation])
+                loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
+            elif user.opcode in (*_SLICED, "add") or is_sharding_constraint(user):
+                values.append(user)
+
+
+def _held_by(loop: Instruction, element: int, users: Users) -> list[Instruction]:
+    """What one element of a loop's state is: at its start, in the body, handed on, and behind the loop."""
+    initial, (body, condition) = loop.operands[0], loop.called
+    if initial.opcode != "tuple" or body.root.opcode != "tuple":
+        raise PassRefusal("a loop carries gradients otherwise than in a tuple", loop)
+    held = [initial.operands[element], body.root.operands[element]]
+    for source in (body.parameters[0], condition.parameters[0], loop):
+        for read in users[source.computation][source]:
+            if read.opcode != "get-tuple-element":
+                raise PassRefusal("a loop's state is read as a whole", read)
+            if read.tuple_index == element:
+                held.append(read)
+    return held
+
+
+def _look_at(found: Accumulator, value: Instruction) -> None:
+    """Where the zeros come in, and what is added. Raises PassRefusal where `value` is made in another way."""
+    first, *rest = value.operands or (value,)
+    match value.opcode:
+        case "get-tuple-element":
+            pass
+        case "add":
+            places = [k for k, o in enumerate(value.operands) if o in found.values]
+            if not places:
+                places = [k for k, o in enumerate(value.operands) if is_zeros(o)][:1]
+                found.zeros += [(value, k) for k in places]
+            if not places:
+                raise PassRefusal("gradients do not start as zeros", value)
+            found.added += [(value, k) for k in range(2) if k not in places]
+        case "dynamic-slice" | "dynamic-update-slice":
+            if is_zeros(first):
+                found.zeros.append((value, 0))
+            elif first not in found.values:
+                raise PassRefusal("gradients do not start as zeros", value)
+            if value.opcode == "dynamic-update-slice" and rest[0] not in found.values:
+                found.added.append((value, 1))
+            part = rest[0].shape if value.opcode == "dynamic-update-slice" else value.shape
+            if list(part.dimensions) != [1, *first.shape.dimensions[1:]]:
+                raise PassRefusal("more or less than one slot of a stack of gradients changes at once", value)
+        case _ if is_sharding_constraint(value):
+            if first not in found.values:
+                raise PassRefusal("gradients do not start as zeros", value)
+        case _:
+            raise PassRefusal(f"gradients are made by {value.opcode} before they are added up", value)
+
+
+def _look_at_readers(found: Accumulator, value: Instruction, users: Users) -> None:
+    """Behind all loops anything may read the sum; inside, nothing but what adds to it."""
+    for user in users[value.computation][value]:
+        for number in [k for k, o in enumerate(user.operands) if o is value]:
+            if user in found.values and user.opcode != "get-tuple-element":
+                continue
+            if user.opcode == "tuple" and any((loop, number) in found.elements for loop in _loops_of(user, users)):
+                continue
+            if value.computation is not found.home:
+                raise PassRefusal(f"a sum of gradients is read by {user.opcode} between micro-batches", user)
+            found.ends.append((user, number))
+    if value is value.computation.root:
+        raise PassRefusal("a sum of gradients is what a function returns", value)
+
+
+def _loops_of(state: Instruction, users: Users) -> list[Instruction]:
+    """The loops that a tuple is the initial state of, or what the body hands on."""
+    started = [u for u in users[state.computation][state] if u.opcode == "while"]
+    if state is not state.computation.root:
+        return started
+    every = (i for computation in users for i in computation.instructions if i.opcode == "while")
+    return started + [loop for loop in every if loop.called[0] is state.computation]

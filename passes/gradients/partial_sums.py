@@ -1,0 +1,317 @@
+"""A sum over devices, written as its parts: one for each replica, along a new first dimension.
+
+    dw = dot(x, dy)     x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp" of 4 devices
+
+is, in parts,
+
+    x'  = reshape(x)    [4, b/4, s, k];  dy' likewise
+    dw' = dot(x', dy')  [4, k, n], the 4 a batch dimension, split over "dp"
+
+and `dw` is what `dw'` adds up to along its first dimension. What comes after `dw` and treats a sum as it treats its
+parts (transposing, reshaping, converting, scaling, adding another such sum) is done to the parts. Nothing is assumed
+of the partitioner: the parts add up to the sum whatever is split, and where `b` is split as propagated, every device
+makes its own part without asking another.
+
+Why it is legal: addition over b is taken apart into additions over b/4 and over 4; floating point sums associate
+differently, as they do where a partitioner splits b. A product is taken apart along one of its factors.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.names import REPLICAS
+from dhelix.passes.analysis.propagation import Axes, Propagated
+from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
+from dhelix.passes.hlo.loops import is_sharding_constraint, is_zero
+
+_ALIKE = frozenset("convert copy negate transpose reshape broadcast slice pad concatenate".split())
+_SUMS = frozenset("add subtract".split())
+_FACTORS = frozenset("multiply divide".split())
+
+
+def partial_axes(value: Instruction, known: Propagated, reached: dict[Instruction, Axes] | None = None) -> Axes:
+    """Mesh axes over which `value` is a sum of parts that each device could make for itself, in the mesh's order.
+
+    Raises PassRefusal, with the reason, where it is none.
+    """
+    reached = {} if reached is None else reached
+    if value not in reached:
+        reached[value] = _partial_axes(value, known, reached)
+    return reached[value]
+
+
+def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instruction, Axes]) -> Axes:
+    if value.opcode == "dot" or (value.opcode == "reduce" and len(value.operands) == 2):
+        summed = _summed_dimensions(value, known)
+        axes = {axis for _, split in summed for axis in split}
+        if axes or value.opcode == "dot":
+            return _ordered(axes, known)
+    if value.opcode in _ALIKE | {"reduce"} or is_sharding_constraint(value):
+        terms = value.operands[:1] if value.opcode in ("pad", "reduce") else value.operands
+    elif value.opcode in _SUMS:
+        terms = value.operands
+    elif value.opcode in _FACTORS:
+        return partial_axes(_summed_factor(value, known, reached), known, reached)
+    else:
+        raise PassRefusal(f"a gradient is made by {value.opcode}, which is no plain sum over replicas", value)
+    shared = set(known.axes)
+    for term in terms:
+        shared &= set(partial_axes(term, known, reached))
+    return _ordered(shared, known)
+
+
+def _summed_factor(value: Instruction, known: Propagated, reached: dict[Instruction, Axes]) -> Instruction:
+    """The factor of a product that is a sum; only the first one of a quotient can be."""
+    refusal: PassRefusal | None = None
+    for factor in value.operands[: 1 if value.opcode == "divide" else 2]:
+        try:
+            if partial_axes(factor, known, reached):
+                return factor
+        except PassRefusal as found:
+            refusal = refusal or found
+    raise refusal or PassRefusal("a gradient is scaled, and neither factor is a sum over replicas", value)
+
+
+def _ordered(axes: set[str], known: Propagated) -> Axes:
+    return tuple(axis for axis in known.axes if axis in axes)
+
+
+def _summed_dimensions(value: Instruction, known: Propagated) -> list[tuple[tuple[int, ...], Axes]]:
+    """The dimensions that a dot or a reduction sums over: their number in each operand, and what they are split over.
+
+    Raises PassRefusal where the operands of a dot are split differently.
+    """
+    if value.opcode == "reduce":
+        _check_sum(value)
+        operand = known.of_operand(value, 0)
+        if operand is None:
+            raise PassRefusal("it is not known how a summed gradient is split", value)
+        return [((d,), operand[d]) for d in value.proto.dimensions]
+    numbers = value.proto.dot_dimension_numbers
+    left, right = known.of_operand(value, 0), known.of_operand(value, 1)
+    if left is None or right is None:
+        raise PassRefusal("it is not known how a gradient's factors are split", value)
+    found: list[tuple[tuple[int, ...], Axes]] = []
+    for a, b in zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True):
+        longer, shorter = sorted((left[a], right[b]), key=len, reverse=True)
+        if longer[: len(shorter)] != shorter:
+            raise PassRefusal(f"a gradient's factors are split over {left[a]} and {right[b]}", value)
+        found.append(((a, b), longer))
+    return found
+
+
+def _check_sum(reduction: Instruction) -> None:
+    body = reduction.called[0]
+    adds = body.root.opcode == "add" and set(body.root.operands) == set(body.parameters)
+    if not (adds and is_zero(reduction.operands[1])):
+        raise PassRefusal("a gradient is reduced by something else than a sum from zero", reduction)
+
+
+class Parts:
+    """Makes values in parts, beside the instructions that make them whole."""
+
+    def __init__(self, known: Propagated, axes: Axes) -> None:
+        """
+        Args:
+          known: shardings of the program.
+          axes: what is left open, among the `partial_axes` of all values that are asked for.
+        """
+        self.known = known
+        self.axes = axes
+        self.count = 1
+        for axis in axes:
+            self.count *= known.axes[axis]
+        self._made: dict[Instruction, Instruction] = {}
+
+    def of(self, value: Instruction) -> Instruction:
+        """[replicas, *shape of `value`], in the same computation; what adds up to `value` along the first dimension."""
+        if value not in self._made:
+            self._made[value] = self._of(value)
+            self._made[value].proto.metadata.CopyFrom(value.proto.metadata)
+        return self._made[value]
+
+    def _of(self, value: Instruction) -> Instruction:
+        builder = Builder(value.computation)
+        if value.opcode in ("dot", "reduce") and self._sums_here(value):
+            made = self._dot(builder, value) if value.opcode == "dot" else self._reduce(builder, value)
+            return self.placed(builder, made)
+        if is_sharding_constraint(value):
+            stated = self.known.of(value) or [()] * len(value.shape.dimensions)
+            return self.placed(builder, self.of(value.operands[0]), stated)
+        if value.opcode in _FACTORS:
+            factor = _summed_factor(value, self.known, {})
+            operands = [self.of(o) if o is factor else self._for_each(builder, o) for o in value.operands]
+        elif value.opcode in ("pad", "reduce"):
+            operands = [self.of(value.operands[0]), value.operands[1]]
+        else:
+            operands = [self.of(o) for o in value.operands]
+        return self._alike(builder, value, operands)
+
+    def _sums_here(self, value: Instruction) -> bool:
+        summed = {axis for _, split in _summed_dimensions(value, self.known) for axis in split}
+        return not summed.isdisjoint(self.axes)
+
+    def placed(self, builder: Builder, value: Instruction, stated: Sequence[Axes] | None = None, at: int = 0) -> Any:
+        """`value` with dimension `at` split over the replicas; the others as stated, or as propagation has it."""
+        text = [_dimension(axes) for axes in stated] if stated is not None else ["{?}"] * (_rank(value) - 1)
+        text.insert(at, _dimension(self.axes))
+        sharding = f"#sdy.sharding_per_value<[<@{self.known.mesh}, [{', '.join(text)}]>]>"
+        made = builder.make("custom-call", value.shape, [value], custom_call_target="Sharding")
+        made.proto.frontend_attributes.map["xla.sdy.sharding"] = sharding
+        return made
+
+    def _for_each(self, builder: Builder, value: Instruction) -> Instruction:
+        shape = with_dimension(value.shape, 0, self.count)
+        return builder.make("broadcast", shape, [value], dimensions=range(1, 1 + _rank(value)))
+
+    def _alike(self, builder: Builder, value: Instruction, operands: list[Instruction]) -> Instruction:
+        """`value` done to each part."""
+        made = builder.copy(value, operands)
+        made.proto.shape.CopyFrom(with_dimension(value.shape, 0, self.count))
+        moved = [d + 1 for d in value.proto.dimensions]
+        if value.opcode in ("transpose", "broadcast"):
+            moved = [0, *moved]
+        made.proto.dimensions[:] = moved
+        if value.opcode == "slice":
+            whole = type(made.proto.slice_dimensions[0])(start=0, limit=self.count, stride=1)
+            rest = list(made.proto.slice_dimensions)
+            del made.proto.slice_dimensions[:]
+            made.proto.slice_dimensions.extend([whole, *rest])
+        if value.opcode == "pad":
+            rest = list(made.proto.padding_config.dimensions)
+            del made.proto.padding_config.dimensions[:]
+            made.proto.padding_config.dimensions.add()
+            made.proto.padding_config.dimensions.extend(rest)
+        return made
+
+    def _dot(self, builder: Builder, value: Instruction) -> Instruction:
+        numbers = value.proto.dot_dimension_numbers
+        summed = _summed_dimensions(value, self.known)
+        sides = [self._taken_apart(builder, value, side, summed) for side in (0, 1)]
+        made = builder.copy(value, [operand for operand, _, _ in sides])
+        own = made.proto.dot_dimension_numbers
+        batches = (numbers.lhs_batch_dimensions, numbers.rhs_batch_dimensions)
+        fields = (
+            (own.lhs_batch_dimensions, own.lhs_contracting_dimensions),
+            (own.rhs_batch_dimensions, own.rhs_contracting_dimensions),
+        )
+        for (_, places, replicas), old, (batch, contracting) in zip(sides, batches, fields, strict=True):
+            side = fields.index((batch, contracting))
+            batch[:] = [*replicas, *(places[d][0] for d in old)]
+            contracting[:] = [d for dims, _ in summed for d in places[dims[side]] if d not in replicas]
+        return self._joined(builder, made, value)
+
+    def _reduce(self, builder: Builder, value: Instruction) -> Instruction:
+        summed = _summed_dimensions(value, self.known)
+        operand, places, replicas = self._taken_apart(builder, value, 0, summed)
+        made = builder.copy(value, [operand, value.operands[1]])
+        made.proto.dimensions[:] = [d for dims, _ in summed for d in places[dims[0]] if d not in replicas]
+        kept = [d for d in range(_rank(value.operands[0])) if d not in value.proto.dimensions]
+        order = [d for d in range(_rank(operand)) if d in replicas or any(places[k] == [d] for k in kept)]
+        shape = with_dimensions(value.shape, [operand.shape.dimensions[d] for d in order])
+        made.proto.shape.CopyFrom(shape)
+        to_front = [order.index(d) for d in replicas]
+        permutation = [*to_front, *(n for n in range(len(order)) if n not in to_front)]
+        if permutation != list(range(len(order))):
+            turned = with_dimensions(value.shape, [shape.dimensions[n] for n in permutation])
+            made = builder.make("transpose", turned, [made], dimensions=permutation)
+        return self._joined(builder, made, value)
+
+    def _taken_apart(
+        self, builder: Builder, value: Instruction, side: int, summed: list[tuple[tuple[int, ...], Axes]]
+    ) -> tuple[Instruction, dict[int, list[int]], list[int]]:
+        """An operand whose summed dimensions are cut at the axes that they are split over.
+
+        Returns it, where each old dimension went, and the new dimensions of the open axes, in the order of `axes`.
+        """
+        operand = value.operands[side]
+        cut = {dims[side]: split for dims, split in summed if not set(split).isdisjoint(self.axes)}
+        sizes: list[int] = []
+        places: dict[int, list[int]] = {}
+        replicas: dict[str, int] = {}
+        for number, size in enumerate(operand.shape.dimensions):
+            first = len(sizes)
+            for axis in cut.get(number, ()):
+                if axis in self.axes:
+                    replicas[axis] = len(sizes)
+                if size % self.known.axes[axis]:
+                    raise PassRefusal(f"{operand.shape.dimensions[number]} rows do not divide by {axis}", value)
+                size //= self.known.axes[axis]
+                sizes.append(self.known.axes[axis])
+            sizes.append(size)
+            places[number] = list(range(first, len(sizes)))
+        if set(replicas) != set(self.axes):
+            raise PassRefusal(f"a gradient is summed over {', '.join(replicas)} alone", value)
+        apart = builder.make("reshape", with_dimensions(operand.shape, sizes), [operand])
+        return apart, places, [replicas[axis] for axis in self.axes]
+
+    def _joined(self, builder: Builder, made: Instruction, value: Instruction) -> Instruction:
+        """With one dimension for all axes of replicas; `made` may be a dot whose shape is still to be set."""
+        sizes = [self.known.axes[axis] for axis in self.axes]
+        if made.opcode == "dot":
+            made.proto.shape.CopyFrom(with_dimensions(value.shape, [*sizes, *value.shape.dimensions]))
+        if len(sizes) == 1:
+            return made
+        return builder.make("reshape", with_dimension(value.shape, 0, self.count), [made])
+
+
+def summed_type(values: Sequence[Instruction]) -> int:
+    """The widest type in which the program sums these over devices, as XLA numbers types; at least one of 16 bits."""
+    found: list[Any] = []
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value.opcode in ("dot", "reduce"):
+            found.append(value.shape)
+        else:
+            waiting += [o for o in value.operands if o.opcode != "parameter"][:2]
+    widest = max(found, key=lambda shape: shapes.byte_size(type(shape)(element_type=shape.element_type))).element_type
+    return widest if widest in (shapes.BF16, shapes.F16, shapes.F64) else shapes.F32
+
+
+def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
+    """Adds up the parts along dimension `at`, in a given type."""
+    builder = Builder(value.computation)
+    sizes = list(value.shape.dimensions)
+    del sizes[at]
+    narrow = type(value.shape)(element_type=element_type)
+    part = builder.make("convert", with_dimensions(narrow, value.shape.dimensions), [value])
+    zero = builder.number(0.0, element_type)
+    made = builder.make(
+        "reduce",
+        with_dimensions(narrow, sizes),
+        [part, zero],
+        name=REPLICAS,
+        called=[_addition(builder, element_type)],
+        dimensions=[at],
+    )
+    return builder.make("convert", with_dimensions(value.shape, sizes), [made])
+
+
+def _addition(builder: Builder, element_type: int) -> Computation:
+    inside = Builder(builder.module.new_computation(REPLICAS))
+    a, b = (inside.parameter(k, shapes.scalar(element_type)) for k in range(2))
+    return inside.finish(inside.binary("add", a, b))
+
+
+def with_dimension(shape: Any, at: int, size: int) -> Any:
+    """An array's shape with one more dimension, major to what stands behind it."""
+    sizes = list(shape.dimensions)
+    sizes.insert(at, size)
+    return with_dimensions(shape, sizes)
+
+
+def with_dimensions(shape: Any, sizes: Sequence[int]) -> Any:
+    """The shape of an array of the same type, in the plain layout."""
+    made = type(shape)(element_type=shape.element_type, dimensions=sizes)
+    made.layout.minor_to_major.extend(reversed(range(len(sizes))))
+    return made
+
+
+def _rank(value: Instruction) -> int:
+    return len(value.shape.dimensions)
+
+
+def _dimension(axes: Axes) -> str:
+    return "{" + ", ".join(f'"{axis}"' for axis in axes) + "}"
