@@ -105,8 +105,9 @@ def _sharding(value: ir.Value) -> list[Axes] | None:
         argument = ir.BlockArgument(value)
         owner = argument.owner.owner
         if owner.operation.name == "func.func":
-            attributes = ir.ArrayAttr(owner.attributes["arg_attrs"])[argument.arg_number]
-            attributes = ir.DictAttr(attributes)
+            if "arg_attrs" not in owner.attributes:
+                return unsplit
+            attributes = ir.DictAttr(ir.ArrayAttr(owner.attributes["arg_attrs"])[argument.arg_number])
             return _dimensions(attributes[_SHARDING]) if _SHARDING in attributes else unsplit
         place = argument.arg_number
         if owner.operation.name != "stablehlo.while":

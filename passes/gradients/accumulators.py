@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import is_sharding_constraint, is_zero
+from dhelix.passes.hlo.loops import is_sharding_constraint
+from dhelix.passes.hlo.stacks import is_zeros
 
 type Users = dict[Computation, dict[Instruction, list[Instruction]]]
 type Use = tuple[Instruction, int]
@@ -70,11 +71,6 @@ def accumulator(loop: Instruction, element: int, users: Users) -> Accumulator | 
     for value in found.values:
         _look_at_readers(found, value, users)
     return found
-
-
-def is_zeros(value: Instruction) -> bool:
-    """Whether an array is all zeros, as the program says."""
-    return value.opcode == "broadcast" and not value.operands[0].shape.dimensions and is_zero(value.operands[0])
 
 
 def _close(found: Accumulator, loop: Instruction, element: int, users: Users) -> None:

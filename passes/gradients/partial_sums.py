@@ -24,6 +24,7 @@ from dhelix.passes.analysis.names import REPLICAS
 from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
 from dhelix.passes.hlo.loops import is_sharding_constraint, is_zero
+from dhelix.passes.hlo.stacks import is_zeros
 
 _ALIKE = frozenset("convert copy negate transpose reshape broadcast slice pad concatenate".split())
 _SUMS = frozenset("add subtract".split())
@@ -42,6 +43,10 @@ def partial_axes(value: Instruction, known: Propagated, reached: dict[Instructio
 
 
 def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instruction, Axes]) -> Axes:
+    if is_zeros(value):
+        return tuple(known.axes)
+    if value.opcode == "scatter":
+        return _ordered({axis for _, split in _scattered_dimensions(value, known) for axis in split}, known)
     if value.opcode == "dot" or (value.opcode == "reduce" and len(value.operands) == 2):
         summed = _summed_dimensions(value, known)
         axes = {axis for _, split in summed for axis in split}
@@ -102,10 +107,27 @@ def _summed_dimensions(value: Instruction, known: Propagated) -> list[tuple[tupl
 
 
 def _check_sum(reduction: Instruction) -> None:
-    body = reduction.called[0]
-    adds = body.root.opcode == "add" and set(body.root.operands) == set(body.parameters)
-    if not (adds and is_zero(reduction.operands[1])):
+    if not (_adds(reduction) and is_zero(reduction.operands[1])):
         raise PassRefusal("a gradient is reduced by something else than a sum from zero", reduction)
+
+
+def _adds(reduction: Instruction) -> bool:
+    body = reduction.called[0]
+    return body.root.opcode == "add" and set(body.root.operands) == set(body.parameters)
+
+
+def _scattered_dimensions(value: Instruction, known: Propagated) -> list[tuple[tuple[int, ...], Axes]]:
+    """The dimensions along which rows are added to zeros, as of embeddings: their number in the indices and in the
+    updates, and what the updates are split over."""
+    numbers = value.proto.scatter_dimension_numbers
+    if len(value.operands) != 3 or not (_adds(value) and is_zeros(value.operands[0])) or numbers.input_batching_dims:
+        raise PassRefusal("a gradient is scattered otherwise than by adding rows to zeros", value)
+    updates = known.of_operand(value, 2)
+    if updates is None:
+        raise PassRefusal("it is not known how scattered rows are split", value)
+    rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    indices = [d for d in range(_rank(value.operands[1])) if d != numbers.index_vector_dim]
+    return [((a, b), updates[b]) for a, b in zip(indices, rows, strict=True)]
 
 
 class Parts:
@@ -136,6 +158,11 @@ class Parts:
         if value.opcode in ("dot", "reduce") and self._sums_here(value):
             made = self._dot(builder, value) if value.opcode == "dot" else self._reduce(builder, value)
             return self.placed(builder, made)
+        if value.opcode == "scatter":
+            return self.placed(builder, self._scatter(builder, value))
+        if is_zeros(value):
+            shape = with_dimension(value.shape, 0, self.count)
+            return self.placed(builder, builder.make("broadcast", shape, value.operands))
         if is_sharding_constraint(value):
             stated = self.known.of(value) or [()] * len(value.shape.dimensions)
             return self.placed(builder, self.of(value.operands[0]), stated)
@@ -218,6 +245,26 @@ class Parts:
             made = builder.make("transpose", turned, [made], dimensions=permutation)
         return self._joined(builder, made, value)
 
+    def _scatter(self, builder: Builder, value: Instruction) -> Instruction:
+        """Rows are added to the zeros of their own replica: the replicas are batching dimensions."""
+        summed = _scattered_dimensions(value, self.known)
+        indices, of_indices, index_replicas = self._taken_apart(builder, value, 1, [((0, *d), s) for d, s in summed])
+        updates, of_updates, _ = self._taken_apart(builder, value, 2, [((0, *d), s) for d, s in summed])
+        sizes = [self.known.axes[axis] for axis in self.axes]
+        shape = with_dimensions(value.shape, [*sizes, *value.shape.dimensions])
+        start = builder.make("broadcast", shape, value.operands[0].operands)
+        made = builder.copy(value, [start, indices, updates])
+        made.proto.shape.CopyFrom(shape)
+        old, own = value.proto.scatter_dimension_numbers, made.proto.scatter_dimension_numbers
+        own.update_window_dims[:] = [of_updates[d][0] for d in old.update_window_dims]
+        own.inserted_window_dims[:] = [d + len(sizes) for d in old.inserted_window_dims]
+        own.scatter_dims_to_operand_dims[:] = [d + len(sizes) for d in old.scatter_dims_to_operand_dims]
+        own.input_batching_dims[:] = range(len(sizes))
+        own.scatter_indices_batching_dims[:] = index_replicas
+        last = len(value.operands[1].shape.dimensions)
+        own.index_vector_dim = _rank(indices) if old.index_vector_dim == last else of_indices[old.index_vector_dim][0]
+        return self._joined(builder, made, value)
+
     def _taken_apart(
         self, builder: Builder, value: Instruction, side: int, summed: list[tuple[tuple[int, ...], Axes]]
     ) -> tuple[Instruction, dict[int, list[int]], list[int]]:
@@ -262,7 +309,7 @@ def summed_type(values: Sequence[Instruction]) -> int:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if value.opcode in ("dot", "reduce"):
+        if value.opcode in ("dot", "reduce", "scatter"):
             found.append(value.shape)
         else:
             waiting += [o for o in value.operands if o.opcode != "parameter"][:2]

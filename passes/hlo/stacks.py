@@ -11,7 +11,7 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder
-from dhelix.passes.hlo.loops import WhileLoop
+from dhelix.passes.hlo.loops import WhileLoop, is_zero
 from dhelix.passes.hlo.module import Instruction
 
 _INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # which operand says where, along dimension 0
@@ -133,6 +133,11 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
 def is_empty(value: Instruction | None) -> bool:
     """Whether all slots of a stack are filled with one number."""
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
+
+
+def is_zeros(value: Instruction) -> bool:
+    """Whether an array is all zeros, as the program says."""
+    return value.opcode == "broadcast" and not value.operands[0].shape.dimensions and is_zero(value.operands[0])
 
 
 def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:

@@ -49,6 +49,7 @@ from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.strands.activation_sharing import ActivationSharing
+from dhelix.passes.strands.constant_sinking import ConstantSinking
 from dhelix.passes.strands.slice_separation import SliceSeparation
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_ends import StrandEnds
@@ -114,7 +115,7 @@ def _strands(pairing: str = "forward-backward", skew: int = 0) -> tuple[Pass, ..
     """Two strands of which what `pairing` says runs together (`strand_duplication.PAIRINGS`), `skew` layers apart."""
     before, behind = ((StrandSkew(skew),), (StrandEnds(),)) if skew else ((), ())
     structure = StrandDuplication(pairing=pairing), StrandLockstep(), GradientAccumulation(), ActivationSharing()
-    return *before, *structure, *behind, ReplicaSums(), SliceSeparation(), StrandSeparation()
+    return *before, *structure, *behind, ReplicaSums(), ConstantSinking(), SliceSeparation(), StrandSeparation()
 
 
 def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
