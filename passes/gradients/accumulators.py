@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import is_sharding_constraint
+from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.stacks import is_zeros
 
 type Users = dict[Computation, dict[Instruction, list[Instruction]]]

@@ -7,9 +7,12 @@ Before:                                         After:
 
 Contract
     Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
-              which is read by nothing but the addition to an accumulator that does not depend on the loop.
-    Makes     the accumulator a state element of the loop. The stack is gone.
-    Leaves    every other stack.
+              which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
+              them may stand conversions and sharding constraints that do not split the stack between layers.
+    Makes     the accumulator a state element of the loop. The stack is gone. Conversions and constraints are those
+              of a slot. What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
+              too, since no partitioner infers it.
+    Leaves    every other stack. A constraint that splits it between layers is named.
 
 Why it is legal: every slot is written exactly once (index table of the proved loop counter), so each element
 of the accumulator sees the same single addition of the same two numbers as before: results are equal to the
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.names import ALPHA
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open, splits_first
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
@@ -30,13 +34,18 @@ from dhelix.passes.manager import PassContext, Stage
 
 @dataclass(frozen=True)
 class _Sum:
-    """`total = accumulator + gradients`, and how the loop makes the gradients."""
+    """`total = accumulator + steps(gradients)`, and how the loop makes the gradients."""
 
     element: int
     write: Instruction
     total: Instruction
     accumulator: Instruction
-    convert: Instruction | None
+    steps: tuple[Instruction, ...]
+
+    @property
+    def open(self) -> Instruction | None:
+        """The constraint that leaves a sum over devices open, if any."""
+        return next((step for step in self.steps if leaves_open(step)), None)
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,9 @@ def accumulate(computation: Computation, context: PassContext, strand: str = "")
     """The same for the loops of one computation, of any strand or of none."""
     changed = False
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
-        sums = _sums(loop, strand)
+        sums, split = _without_split(_sums(loop, strand))
+        for constraint in split:
+            context.note("left alone: a sharding constraint splits gradients between layers", constraint)
         if not sums:
             continue
         freed = sum(shapes.byte_size(s.write.shape) for s in sums)
@@ -106,6 +117,12 @@ def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) ->
     )
 
 
+def _without_split(sums: list[_Sum]) -> tuple[list[_Sum], list[Instruction]]:
+    """Those of which no constraint splits the stack between layers, and the constraints of the others that do."""
+    splitting = {one.element: [s for s in one.steps if splits_first(s)] for one in sums}
+    return [one for one in sums if not splitting[one.element]], [s for found in splitting.values() for s in found]
+
+
 def _addition(
     loop: Instruction, element: int, write: Instruction, users: dict[Instruction, list[Instruction]]
 ) -> _Sum | None:
@@ -117,16 +134,17 @@ def _addition(
             if value is not None:
                 return None
             value = read
-    convert = None
-    if value is not None and len(users[value]) == 1 and users[value][0].opcode == "convert":
-        value = convert = users[value][0]
-    if value is None or len(users[value]) != 1 or users[value][0].opcode != "add":
-        return None
-    total = users[value][0]
-    others = [o for o in total.operands if o is not value]
-    if len(others) != 1 or loop.computation.root in (value, convert):
-        return None
-    return _Sum(element, write, total, others[0], convert)
+    steps: list[Instruction] = []
+    while value is not None and len(users[value]) == 1 and value is not loop.computation.root:
+        user = users[value][0]
+        if user.opcode == "add":
+            others = [o for o in user.operands if o is not value]
+            return _Sum(element, write, user, others[0], tuple(steps)) if len(others) == 1 else None
+        if user.opcode != "convert" and not is_sharding_constraint(user):
+            return None
+        steps.append(user)
+        value = user
+    return None
 
 
 def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
@@ -135,22 +153,31 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
     body = loop.called[0]
     builder = Builder(body)
     _, gradient, *index = one.write.operands
-    if one.convert is not None:
-        gradient = builder.make("convert", _like(gradient.shape, one.total.shape), [gradient])
-        gradient.proto.metadata.CopyFrom(one.convert.proto.metadata)
+    for step in one.steps:
+        made = builder.copy(step, [gradient])
+        made.proto.shape.CopyFrom(_like(gradient.shape, step.shape))
+        gradient = made
     slot = builder.make(
         "dynamic-slice", gradient.shape, [kept, *index], dynamic_slice_sizes=list(gradient.shape.dimensions)
     )
-    added = builder.binary("add", slot, gradient)
+    added = builder.binary("add", _as_open(builder, one, slot), gradient)
     added.proto.metadata.CopyFrom(one.total.proto.metadata)
-    written = builder.copy(one.write, [kept, added, *index])
+    written = builder.copy(one.write, [kept, _as_open(builder, one, added), *index])
     written.proto.shape.CopyFrom(kept.shape)
-    body.root.operands[-1] = written
+    body.root.operands[-1] = _as_open(builder, one, written)
     body.root.operands[one.element] = one.write.operands[0]
     body.sort()
     outside = Builder(loop.computation).element(loop, len(loop.shape.tuple_shapes) - 1)
-    replace_uses(loop.computation, one.total, outside)
+    replace_uses(loop.computation, one.total, _as_open(Builder(loop.computation), one, outside))
     loop.computation.sort()
+
+
+def _as_open(builder: Builder, one: _Sum, value: Instruction) -> Instruction:
+    if one.open is None:
+        return value
+    made = builder.copy(one.open, [value])
+    made.proto.shape.CopyFrom(value.shape)
+    return made
 
 
 def _like(shape: object, typed: object) -> object:

@@ -23,7 +23,8 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import REPLICAS
 from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import is_sharding_constraint, is_zero
+from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.hlo.loops import is_zero
 from dhelix.passes.hlo.stacks import is_zeros
 
 _ALIKE = frozenset("convert copy negate transpose reshape broadcast slice pad concatenate".split())

@@ -35,8 +35,8 @@ from dhelix.passes.analysis.propagation import Axes, Propagated, propagate
 from dhelix.passes.gradients.accumulators import Accumulator, Use, accumulator
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
 from dhelix.passes.hlo import Builder, HloModule, Instruction, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.edit import drop_dead
-from dhelix.passes.hlo.loops import is_sharding_constraint
 from dhelix.passes.manager import PassContext, Stage
 
 _FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.module import Computation, Instruction
 
 _MAX_TRIPS = 20_000  # about 0.2 s of evaluation; micro-batches and layers are far fewer
@@ -181,11 +182,6 @@ def _indices_read(values: Iterable[Instruction]) -> set[int]:
             if _reads_parameter(top):
                 found.add(top.tuple_index)
     return found
-
-
-def is_sharding_constraint(instruction: Instruction) -> bool:
-    """What tells the partitioner how its operand is split, as JAX does of counters on meshes of explicit axes."""
-    return instruction.opcode == "custom-call" and instruction.proto.custom_call_target == "Sharding"
 
 
 def is_zero(value: Instruction) -> bool:

@@ -84,7 +84,11 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "MeshAxesReplicaGroupList": (("mesh", 1, "Mesh"), ("axes", 2, "AxisRef*")),
     "DimSharding": (("axes", 1, "AxisRef*"), ("is_closed", 2, "bool")),
     "NamedSharding": (("mesh", 2, "Mesh"), ("dim_shardings", 3, "DimSharding*")),
-    "OpSharding": (("type", 1, "int32"), ("named_sharding", 14, "NamedSharding")),
+    "OpSharding": (
+        ("type", 1, "int32"),
+        ("tile_assignment_dimensions", 3, "int64*"),
+        ("named_sharding", 14, "NamedSharding"),
+    ),
     "OutputOperandAliasing": (
         ("output_shape_index", 1, "int64*"),
         ("operand_index", 2, "int64"),

@@ -23,17 +23,11 @@ constraint that stays.
 Cost: linear in instructions. No paper: it is JAX's way of writing programs.
 """
 
-import re
 from collections.abc import Collection
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph, shapes
+from dhelix.passes.hlo.constraints import Known, is_sharding_constraint, stated
 from dhelix.passes.hlo.edit import replace_all_uses
-from dhelix.passes.hlo.loops import is_sharding_constraint
-
-_SHARDING = "xla.sdy.sharding"
-
-type Known = tuple[str, tuple[str, ...], str]
-"""A mesh, for each dimension what it is split over, and over what its sum is still open (`unreduced`): as text."""
 
 
 def fold_constraints(module: HloModule) -> int:
@@ -73,12 +67,12 @@ class _Shardings:
     def says_nothing_new(self, constraint: Instruction) -> bool:
         if shapes.is_tuple(constraint.shape):
             return False
-        stated, operand = _stated(constraint), self.of(constraint.operands[0])
-        if _is_open(stated) or _is_open(operand):
-            return stated == operand and is_sharding_constraint(constraint.operands[0])
+        said, operand = stated(constraint), self.of(constraint.operands[0])
+        if _is_open(said) or _is_open(operand):
+            return said == operand and is_sharding_constraint(constraint.operands[0])
         if not constraint.shape.dimensions:
             return True
-        return stated is not None and stated in (operand, self._carried_as(constraint))
+        return said is not None and said in (operand, self._carried_as(constraint))
 
     def of(self, value: Instruction) -> Known | None:
         if value not in self.known:
@@ -87,8 +81,8 @@ class _Shardings:
         return self.known[value]
 
     def _of(self, value: Instruction) -> Known | None:
-        if stated := _stated(value):
-            return stated
+        if said := stated(value):
+            return said
         match value.opcode:
             case "call":
                 return self.of(value.called[0].root)
@@ -131,20 +125,6 @@ class _Shardings:
             return None
         start = self._start(body.parameters[0], places[0])
         return None if start is None else self.of(start)
-
-
-def _stated(value: Instruction) -> Known | None:
-    """What the program says of a single array: `...<@mesh, [{"dp"}, {}]>...`."""
-    text = value.proto.frontend_attributes.map.get(_SHARDING, "")
-    if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("<@") != 1:
-        return None
-    mesh, _, rest = text.rpartition("<")[2].partition(", [")
-    split, _, rest = rest.partition("]")
-    dimensions = tuple(part.strip(" {}") for part in split.split("}"))[:-1]
-    dimensions = tuple(part.lstrip(", {") for part in dimensions)
-    still_open = re.search(r"unreduced=\{[^}]*\}", rest)
-    known = mesh, dimensions, still_open[0] if still_open else ""
-    return known if len(dimensions) == len(value.shape.dimensions) else None
 
 
 def _is_open(known: Known | None) -> bool:
