@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
-from dhelix.passes.hlo.stacks import is_zeros
+from dhelix.passes.hlo.stacks import zeros_behind
 
 type Users = dict[Computation, dict[Instruction, list[Instruction]]]
 type Use = tuple[Instruction, int]
@@ -85,10 +85,10 @@ def _close(found: Accumulator, loop: Instruction, element: int, users: Users) ->
                 found.elements[one] = None
                 values += _held_by(*one, users)
                 state, number = one
-                found.zeros += [(start, number) for start in state.operands if is_zeros(start.operands[number])]
+                found.zeros += [(start, number) for start in state.operands if zeros_behind(start.operands[number])]
             continue
         value = values.pop()
-        if value in found.values or is_zeros(value):
+        if value in found.values or zeros_behind(value):
             continue
         found.values[value] = None
         if value.opcode == "get-tuple-element":
@@ -130,13 +130,13 @@ def _look_at(found: Accumulator, value: Instruction) -> None:
         case "add":
             places = [k for k, o in enumerate(value.operands) if o in found.values]
             if not places:
-                places = [k for k, o in enumerate(value.operands) if is_zeros(o)][:1]
+                places = [k for k, o in enumerate(value.operands) if zeros_behind(o)][:1]
                 found.zeros += [(value, k) for k in places]
             if not places:
                 raise PassRefusal("gradients do not start as zeros", value)
             found.added += [(value, k) for k in range(2) if k not in places]
         case "dynamic-slice" | "dynamic-update-slice":
-            if is_zeros(first):
+            if zeros_behind(first):
                 found.zeros.append((value, 0))
             elif first not in found.values:
                 raise PassRefusal("gradients do not start as zeros", value)
@@ -146,7 +146,9 @@ def _look_at(found: Accumulator, value: Instruction) -> None:
             if list(part.dimensions) != [1, *first.shape.dimensions[1:]]:
                 raise PassRefusal("more or less than one slot of a stack of gradients changes at once", value)
         case _ if is_sharding_constraint(value):
-            if first not in found.values:
+            if zeros_behind(first):
+                found.zeros.append((value, 0))
+            elif first not in found.values:
                 raise PassRefusal("gradients do not start as zeros", value)
         case _:
             raise PassRefusal(f"gradients are made by {value.opcode} before they are added up", value)

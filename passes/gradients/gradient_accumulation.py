@@ -85,14 +85,14 @@ def accumulate(computation: Computation, context: PassContext, strand: str = "")
 
 def _sums(loop: Instruction, strand: str) -> list[_Sum]:
     body = loop.called[0]
-    writes = [r for r in body.root.operands if r.opcode == "dynamic-update-slice"]
-    writes = [r for r in writes if r.op_name.startswith(strand)]
+    made = [_behind_open(r) for r in body.root.operands]
+    writes = [r for r in made if r.opcode == "dynamic-update-slice" and r.op_name.startswith(strand)]
     if not writes:
         return []
     users = loop.computation.users()
     after = descendants(loop.computation, [loop])
     found = []
-    for element, write in enumerate(body.root.operands):
+    for element, write in enumerate(made):
         if write in writes and _written_once_per_slot(WhileLoop(loop), element, write):
             one = _addition(loop, element, write, users)
             if one is not None and one.accumulator not in after:
@@ -102,19 +102,37 @@ def _sums(loop: Instruction, strand: str) -> list[_Sum]:
 
 def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) -> bool:
     """A stack whose slots along dimension 0 are each written whole, once, and not read inside."""
-    users = loop.body.users()
+    users, root = loop.body.users(), loop.body.root
     reads = [r for r, k in loop.reads.items() if k == element]
+    if len(reads) != 1:
+        return False
+    before, after = _before_open(reads[0], users), _before_open(write, users)
     stack, part = write.shape.dimensions, write.operands[1].shape.dimensions
     table = loop.index_table(write.operands[2])
     return (
-        [write.operands[0]] == reads
-        and users[reads[0]] == [write]
-        and users[write] == [loop.body.root]
-        and loop.body.root.operands.count(write) == 1
+        write.operands[0] is before
+        and users[before] == [write]
+        and root.operands[element] is after
+        and users[after] == [root]
+        and root.operands.count(after) == 1
         and list(part) == [1, *stack[1:]]
         and table is not None
         and sorted(table) == list(range(stack[0]))
     )
+
+
+def _behind_open(value: Instruction) -> Instruction:
+    """What constraints that leave a sum open are put on; other values as they are."""
+    while leaves_open(value):
+        value = value.operands[0]
+    return value
+
+
+def _before_open(value: Instruction, users: dict[Instruction, list[Instruction]]) -> Instruction:
+    """The last of the constraints on `value` that leave a sum open, where nothing else reads it."""
+    while len(users[value]) == 1 and leaves_open(users[value][0]):
+        value = users[value][0]
+    return value
 
 
 def _without_split(sums: list[_Sum]) -> tuple[list[_Sum], list[Instruction]]:
@@ -165,7 +183,7 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
     written = builder.copy(one.write, [kept, _as_open(builder, one, added), *index])
     written.proto.shape.CopyFrom(kept.shape)
     body.root.operands[-1] = _as_open(builder, one, written)
-    body.root.operands[one.element] = one.write.operands[0]
+    body.root.operands[one.element] = _behind_open(one.write.operands[0])
     body.sort()
     outside = Builder(loop.computation).element(loop, len(loop.shape.tuple_shapes) - 1)
     replace_uses(loop.computation, one.total, _as_open(Builder(loop.computation), one, outside))

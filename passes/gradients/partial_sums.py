@@ -25,7 +25,7 @@ from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.loops import is_zero
-from dhelix.passes.hlo.stacks import is_zeros
+from dhelix.passes.hlo.stacks import zeros_behind
 
 _ALIKE = frozenset("convert copy negate transpose reshape broadcast slice pad concatenate".split())
 _SUMS = frozenset("add subtract".split())
@@ -44,7 +44,7 @@ def partial_axes(value: Instruction, known: Propagated, reached: dict[Instructio
 
 
 def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instruction, Axes]) -> Axes:
-    if is_zeros(value):
+    if zeros_behind(value):
         return tuple(known.axes)
     if value.opcode == "scatter":
         return _ordered({axis for _, split in _scattered_dimensions(value, known) for axis in split}, known)
@@ -121,7 +121,11 @@ def _scattered_dimensions(value: Instruction, known: Propagated) -> list[tuple[t
     """The dimensions along which rows are added to zeros, as of embeddings: their number in the indices and in the
     updates, and what the updates are split over."""
     numbers = value.proto.scatter_dimension_numbers
-    if len(value.operands) != 3 or not (_adds(value) and is_zeros(value.operands[0])) or numbers.input_batching_dims:
+    if (
+        len(value.operands) != 3
+        or not (_adds(value) and zeros_behind(value.operands[0]))
+        or numbers.input_batching_dims
+    ):
         raise PassRefusal("a gradient is scattered otherwise than by adding rows to zeros", value)
     updates = known.of_operand(value, 2)
     if updates is None:
@@ -161,9 +165,8 @@ class Parts:
             return self.placed(builder, made)
         if value.opcode == "scatter":
             return self.placed(builder, self._scatter(builder, value))
-        if is_zeros(value):
-            shape = with_dimension(value.shape, 0, self.count)
-            return self.placed(builder, builder.make("broadcast", shape, value.operands))
+        if zeros := zeros_behind(value):
+            return self.zeros(zeros)
         if is_sharding_constraint(value):
             stated = self.known.of(value) or [()] * len(value.shape.dimensions)
             return self.placed(builder, self.of(value.operands[0]), stated)
@@ -175,6 +178,12 @@ class Parts:
         else:
             operands = [self.of(o) for o in value.operands]
         return self._alike(builder, value, operands)
+
+    def zeros(self, whole: Instruction, at: int = 0) -> Instruction:
+        """`whole` zeros in parts, the replicas along dimension `at`."""
+        builder = Builder(whole.computation)
+        made = builder.make("broadcast", with_dimension(whole.shape, at, self.count), whole.operands)
+        return self.placed(builder, made, at=at)
 
     def _sums_here(self, value: Instruction) -> bool:
         summed = {axis for _, split in _summed_dimensions(value, self.known) for axis in split}
@@ -253,7 +262,9 @@ class Parts:
         updates, of_updates, _ = self._taken_apart(builder, value, 2, [((0, *d), s) for d, s in summed])
         sizes = [self.known.axes[axis] for axis in self.axes]
         shape = with_dimensions(value.shape, [*sizes, *value.shape.dimensions])
-        start = builder.make("broadcast", shape, value.operands[0].operands)
+        zeros = zeros_behind(value.operands[0])
+        assert zeros is not None  # as `_scattered_dimensions` found
+        start = builder.make("broadcast", shape, zeros.operands)
         made = builder.copy(value, [start, indices, updates])
         made.proto.shape.CopyFrom(shape)
         old, own = value.proto.scatter_dimension_numbers, made.proto.scatter_dimension_numbers

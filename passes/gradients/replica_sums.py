@@ -36,7 +36,8 @@ from dhelix.passes.gradients.accumulators import Accumulator, Use, accumulator
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
 from dhelix.passes.hlo import Builder, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
-from dhelix.passes.hlo.edit import drop_dead
+from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.hlo.stacks import zeros_behind
 from dhelix.passes.manager import PassContext, Stage
 
 _FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
@@ -117,15 +118,17 @@ def _open(one: Accumulator, parts: Parts) -> None:
             _widen(owner.shape.tuple_shapes[element], at, parts.count)
     for value in one.values:
         _widen(value.shape, at, parts.count)
-        if is_sharding_constraint(value):
-            _forget_constraint(value)
-        elif value.opcode in _FIRST_INDEX:
+        if value.opcode in _FIRST_INDEX:
             first = _FIRST_INDEX[value.opcode]
             zero = Builder(value.computation).scalar(0, value.operands[first].shape.element_type)
             value.operands.insert(first + at, zero)
         if value.opcode == "dynamic-slice":
             value.proto.dynamic_slice_sizes.insert(at, parts.count)
-    _give([(use, _zeros(parts, use[0].operands[use[1]], at)) for use in one.zeros])  # (3)
+    for value in one.values:  # what they say of the sum, those of `parts` say of the parts
+        if is_sharding_constraint(value) and not zeros_behind(value):
+            replace_uses(value.computation, value, value.operands[0])
+    zeros = [(use, zeros_behind(use[0].operands[use[1]])) for use in one.zeros]
+    _give([(use, parts.zeros(found, at)) for use, found in zeros if found is not None])  # (3)
     sums: dict[Instruction, Instruction] = {}
     for reader, number in one.ends:  # (4)
         value = reader.operands[number]
@@ -148,17 +151,5 @@ def _in_place(parts: Parts, value: Instruction, at: int) -> Instruction:
     return builder.make("reshape", with_dimension(value.shape, at, parts.count), [made])
 
 
-def _zeros(parts: Parts, zeros: Instruction, at: int) -> Instruction:
-    builder = Builder(zeros.computation)
-    return parts.placed(
-        builder, builder.make("broadcast", with_dimension(zeros.shape, at, parts.count), zeros.operands), at=at
-    )
-
-
 def _widen(shape: Any, at: int, count: int) -> None:
     shape.CopyFrom(with_dimension(shape, at, count))
-
-
-def _forget_constraint(value: Instruction) -> None:
-    """What a constraint says of the sum is said of the parts by those of `Parts`: it hands on its operand."""
-    value.proto.opcode = "copy"

@@ -11,6 +11,7 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder
+from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.loops import WhileLoop, is_zero
 from dhelix.passes.hlo.module import Instruction
 
@@ -135,9 +136,12 @@ def is_empty(value: Instruction | None) -> bool:
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 
-def is_zeros(value: Instruction) -> bool:
-    """Whether an array is all zeros, as the program says."""
-    return value.opcode == "broadcast" and not value.operands[0].shape.dimensions and is_zero(value.operands[0])
+def zeros_behind(value: Instruction) -> Instruction | None:
+    """The broadcast of zero that an array is, as the program says, perhaps behind sharding constraints."""
+    while is_sharding_constraint(value):
+        value = value.operands[0]
+    filled = value.opcode == "broadcast" and not value.operands[0].shape.dimensions
+    return value if filled and is_zero(value.operands[0]) else None
 
 
 def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:
