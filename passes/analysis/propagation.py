@@ -114,11 +114,11 @@ def _sharding(value: ir.Value) -> list[Axes] | None:
             return None
     else:
         owner, place = value.owner, ir.OpResult(value).result_number
+    if owner.operation.name in ("sdy.sharding_constraint", "sdy.reshard"):
+        return _dimensions(owner.attributes["sharding"])
     if _SHARDING not in owner.attributes:
         return unsplit
     attribute: Any = owner.attributes[_SHARDING]
-    if sdy.TensorShardingAttr.isinstance(attribute):  # of an operation with one result, such as a constraint
-        return _dimensions(attribute)
     return _dimensions(sdy.TensorShardingPerValueAttr(attribute).shardings[place])
 
 

@@ -23,7 +23,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import REPLICAS
 from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
-from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
 from dhelix.passes.hlo.loops import is_zero
 from dhelix.passes.hlo.stacks import zeros_behind
 
@@ -168,8 +168,9 @@ class Parts:
         if zeros := zeros_behind(value):
             return self.zeros(zeros)
         if is_sharding_constraint(value):
-            stated = self.known.of(value) or [()] * len(value.shape.dimensions)
-            return self.placed(builder, self.of(value.operands[0]), stated)
+            said = stated(value)
+            split = None if said is None else [f"{{{axes}}}" for axes in said[1]]
+            return self.placed(builder, self.of(value.operands[0]), split)
         if value.opcode in _FACTORS:
             factor = _summed_factor(value, self.known, {})
             operands = [self.of(o) if o is factor else self._for_each(builder, o) for o in value.operands]
@@ -189,11 +190,13 @@ class Parts:
         summed = {axis for _, split in _summed_dimensions(value, self.known) for axis in split}
         return not summed.isdisjoint(self.axes)
 
-    def placed(self, builder: Builder, value: Instruction, stated: Sequence[Axes] | None = None, at: int = 0) -> Any:
-        """`value` with dimension `at` split over the replicas; the others as stated, or as propagation has it."""
-        text = [_dimension(axes) for axes in stated] if stated is not None else ["{?}"] * (_rank(value) - 1)
-        text.insert(at, _dimension(self.axes))
-        sharding = f"#sdy.sharding_per_value<[<@{self.known.mesh}, [{', '.join(text)}]>]>"
+    def placed(
+        self, builder: Builder, value: Instruction, split: Sequence[str] | None = None, at: int = 0
+    ) -> Instruction:
+        """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
+        dimensions = list(split) if split is not None else ["{?}"] * (_rank(value) - 1)
+        dimensions.insert(at, "{" + ", ".join(f'"{axis}"' for axis in self.axes) + "}")
+        sharding = f"#sdy.sharding_per_value<[<@{self.known.mesh}, [{', '.join(dimensions)}]>]>"
         made = builder.make("custom-call", value.shape, [value], custom_call_target="Sharding")
         made.proto.frontend_attributes.map["xla.sdy.sharding"] = sharding
         return made
@@ -370,7 +373,3 @@ def with_dimensions(shape: Any, sizes: Sequence[int]) -> Any:
 
 def _rank(value: Instruction) -> int:
     return len(value.shape.dimensions)
-
-
-def _dimension(axes: Axes) -> str:
-    return "{" + ", ".join(f'"{axis}"' for axis in axes) + "}"
