@@ -16,8 +16,7 @@ Contract
               of the loop, its last reduction behind it. Sums over replicas go into a stack of their own.
     Leaves    loops in which both strands run: the other one's compute is there to lie under; stacks of less than
               `least` bytes a layer, groups of one device, other types than the stack's; and loops whose compute hides
-              less than smaller messages cost, by `model`, which it says. Sums over replicas are taken without asking
-              it: what is not partitioned yet has no measured costs.
+              less than smaller messages cost, by `model`, which it says.
 
 Why it is legal: a slot has its last value when its own iteration is over (index tables of the proved counter), and an
 all-reduce and what stands before it do to each element what they do to it in the whole stack. All devices go through
@@ -40,11 +39,13 @@ from dhelix.passes.communication.exchange import UNMEASURED
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.constraints import mesh_size
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants, tied
 from dhelix.passes.hlo.loop_state import add_element, split
 from dhelix.passes.hlo.stacks import slots_changed
 from dhelix.passes.manager import PassContext, Stage
+from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
 
 _ELEMENTWISE = frozenset("add subtract multiply divide convert".split())
@@ -77,12 +78,10 @@ class GradientReduction:
             loops = [i for i in computation.instructions if i.opcode == "while"]
             for loop in [i for i in loops if not i.name.startswith(LAYERS)]:
                 found = _reductions(loop, self.least)
-                measured = [one for one in found if not one.over_replicas]
-                if measured and (unmeasured or not _pays(loop, measured, self.model)):
+                if found and (unmeasured or not _pays(loop, found, self.model)):
                     reason = UNMEASURED if unmeasured else "gradients reduced layer by layer cost more than they hide"
-                    context.left_alone({reason: len(measured)})
-                    found = [one for one in found if one.over_replicas]
-                if found:
+                    context.left_alone({reason: len(found)})
+                elif found:
                     changed |= _reduce_if_split(loop, found, context)
         return changed
 
@@ -108,6 +107,11 @@ class _Reduction:
     def over_replicas(self) -> bool:
         """Whether it is a sum along a dimension of the stack, of another shape than the stack."""
         return self.collective.opcode == "reduce"
+
+    @property
+    def replicas(self) -> int:
+        """How many, of a sum over replicas."""
+        return self.result.shape.dimensions[1]
 
 
 def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
@@ -184,19 +188,35 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
     if model is None:
         return True
     costs = model.costs()
+    hardware = costs.hardware
     layers, lanes = len(found[0].slots), set[Lane]()
     in_one = in_parts = 0.0
     for one in found:
-        key = costs.operator_keys[one.collective]
+        key = _replicas_key(one, hardware) if one.over_replicas else costs.operator_keys[one.collective]
         if isinstance(key, CollectiveKey):
-            lanes.add(costs[one.collective].lane)
+            lanes.add(Lane.COMM_INTER if key.nodes > 1 else Lane.COMM)
             in_one += model.estimator.solo(key).seconds
             in_parts += model.estimator.solo(replace(key, bytes=key.bytes // layers)).seconds
     body = [costs[i] for i in loop.called[0].instructions]
     compute = sum(cost.seconds for cost in body if cost.lane is Lane.COMPUTE)
-    of_compute, of_collective = costs.hardware.rates(lanes == {Lane.COMM_INTER})
-    beside = (layers - 1) * min(in_parts / of_collective, compute / of_compute)
+    waits = in_one
+    if found[0].over_replicas:  # the program is not partitioned yet: its shapes are those of all devices together
+        devices, replicas = mesh_size(loop.computation.module), found[0].replicas
+        compute /= devices
+        state = shapes.byte_size(loop.computation.root.shape) * replicas / devices
+        waits -= 2 * state / hardware.memory_bandwidth  # the optimizer reads and writes it meanwhile
+    of_compute, of_collective = hardware.rates(lanes == {Lane.COMM_INTER})
+    beside = min((layers - 1) * min(in_parts / of_collective, compute / of_compute), waits)
     return beside * (of_compute + of_collective - 1.0) > _WORTH * (layers * in_parts - in_one)
+
+
+def _replicas_key(one: _Reduction, hardware: Hardware) -> CollectiveKey:
+    """The all-reduce that the partitioner will make of a sum over replicas, whose stack all other axes split. Those are
+    taken to be the minor ones, as they communicate more."""
+    others = max(mesh_size(one.collective.computation.module) // one.replicas, 1)
+    per_node = max(min(one.replicas, hardware.gpus_per_node // others), 1)
+    size = shapes.byte_size(one.collective.shape) // others
+    return CollectiveKey("all-reduce", size, per_node, max(one.replicas // per_node, 1), others)
 
 
 def _reduce_if_split(loop: Instruction, found: list[_Reduction], context: PassContext) -> bool:

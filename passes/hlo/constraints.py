@@ -1,8 +1,9 @@
 """Sharding constraints: what a program says of how an array is split, as Shardy's text or as XLA's tiles."""
 
+import math
 import re
 
-from dhelix.passes.hlo.module import Instruction
+from dhelix.passes.hlo.module import HloModule, Instruction
 
 _SHARDING = "xla.sdy.sharding"
 
@@ -43,3 +44,10 @@ def splits_first(constraint: Instruction) -> bool:
     if known is not None:
         return known[1][0] not in ("", "?")
     return list(constraint.proto.sharding.tile_assignment_dimensions[:1]) not in ([], [1])
+
+
+def mesh_size(module: HloModule) -> int:
+    """Devices of the largest mesh that the program names to Shardy; 1 without."""
+    text = module.proto.frontend_attributes.map.get("xla.sdy.meshes", "")
+    sizes = [math.prod(map(int, re.findall(r"\"=(\d+)", mesh))) for mesh in re.findall(r"<\[(.*?)\]", text)]
+    return max(sizes, default=1)
