@@ -108,15 +108,11 @@ def lower(case: Case) -> "jax.stages.Lowered":
 
 def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "StageReport"]:
     """The step as two strands, and what the passes say. Raises DhelixError where a pass refuses."""
-    from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
     from dhelix.passes.manager import PassManager, Stage
-    from dhelix.passes.strands.activation_sharing import ActivationSharing
-    from dhelix.passes.strands.strand_duplication import StrandDuplication
-    from dhelix.passes.strands.strand_lockstep import StrandLockstep
     from dhelix.runtime import lowering
+    from dhelix.runtime.step.schedules import default_passes
 
-    passes = [StrandDuplication(), StrandLockstep(), GradientAccumulation(), ActivationSharing()]
-    manager = PassManager(passes, strict=True)
+    manager = PassManager(default_passes("xla"), strict=True)
     module = lowering.hlo_bytes(lowered)
     changed, report = manager.run(Stage.LOWERED, module)
     return lowering.with_hlo(lowered, changed or module), report
