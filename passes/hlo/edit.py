@@ -167,7 +167,7 @@ def _inline(
                 placed.append(original)
             else:
                 instruction = builder.copy(original, operands, copy_called(original))
-                _put_under(stack, instruction)
+                put_under(stack, instruction)
             instruction.control_predecessors = after
             values[original] = instruction
     return count
@@ -177,14 +177,14 @@ def _join(outer: str | None, inner: str) -> str:
     return f"{outer}/{inner}" if outer and inner else outer or inner
 
 
-def _put_under(stack: str, instruction: Instruction) -> None:
-    """Puts `stack` before the names of `instruction` and of its loop body; a call's body gets it later."""
+def put_under(stack: str, instruction: Instruction) -> None:
+    """Puts `stack` before the names of `instruction` and of its loop body; a call's body gets it when it is inlined."""
     if instruction.op_name:
         instruction.proto.metadata.op_name = _join(stack, instruction.op_name)
     if instruction.opcode in ("while", "conditional"):
         for called in instruction.called:
             for inner in called.instructions:
-                _put_under(stack, inner)
+                put_under(stack, inner)
 
 
 def drop_dead(computation: Computation) -> int:

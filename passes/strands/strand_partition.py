@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import BACKWARD_NAME
-from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.analysis.work import computation_work, loop_work
 from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
-from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, has_side_effect
+from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.manual_computation import is_manual, manual_computations
 
 # What is cheaper to compute again than to carry from one iteration to the next.
 _CHEAP = frozenset(
@@ -34,6 +35,13 @@ _CHEAP = frozenset(
 _CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
+
+
+INSIDE = "the layers are inside of a shard_map, which the loop over micro-batches calls"
+
+
+class LayersInside(PassRefusal):
+    """The loop calls a shard_map that holds both passes (`manual_loop` may move it in there)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ def partition(loop: WhileLoop) -> Partition | None:
     """The legal split of `loop`'s body; None when the body holds no backward pass."""
     seed = _first_backward(loop)
     if seed is None:
-        _refuse_hidden_backward(loop)
+        if holds_backward(loop):
+            raise LayersInside(INSIDE, loop.instruction)
         return None
     seed = _outside_of_shard_map(loop, seed)
     _refuse_effects(loop)
@@ -104,46 +113,25 @@ def _first_backward(loop: WhileLoop) -> Instruction | None:
     if loops:
         most = max(work for _, work in loops)
         return next(i for i, work in loops if work * 4 >= most)
+    calls = [(i, computation_work(i.called[0])) for i in marked if is_manual(i)]
+    largest, most = max(calls, key=lambda call: call[1], default=(None, 0))
+    if most * 2 > sum(work for _, work in calls):
+        return largest  # all layers, and not one of them
     return _narrowest_cotangent(loop, marked)
 
 
-def is_shard_map(call: Instruction) -> bool:
-    """Whether a call is the body of a `shard_map`, which the partitioner looks for: it stays a call."""
-    return call.opcode == "call" and "xla.sdy" in call.called[0].name
-
-
 def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
-    """A cut inside of a `shard_map`, which is a call between two custom calls, goes before all of it. Raises
-    PassRefusal where it holds the layers."""
-    at = _source(seed)
-    for call in filter(is_shard_map, loop.body.instructions):
-        sources = [_source(o) for o in call.operands]
-        begin = next((i for i in sources if i.proto.custom_call_target == TO_LOCAL), call)
-        if at in (begin, call) or (at.proto.custom_call_target == TO_GLOBAL and call in map(_source, at.operands)):
-            _refuse_layers_in_shard_map(call)
-            return begin
-    return seed
+    """A cut inside of a `shard_map`, which is a call between two custom calls, goes before all of it."""
+    at = seed.operands[0] if seed.opcode == "get-tuple-element" else seed
+    return next((one.instructions[0] for one in manual_computations(loop.body) if at in one.instructions), seed)
 
 
-def _source(value: Instruction) -> Instruction:
-    """What makes `value`, be it one of several."""
-    return value.operands[0] if value.opcode == "get-tuple-element" else value
-
-
-def _refuse_hidden_backward(loop: WhileLoop) -> None:
-    """Raises PassRefusal where gradients are taken inside of a `shard_map` that the loop holds."""
-    for call in filter(is_shard_map, loop.body.instructions):
-        if any(BACKWARD_NAME in i.op_name for i in graph.walk(call.called[0])):
-            _refuse_layers_in_shard_map(call)
-
-
-def _refuse_layers_in_shard_map(call: Instruction) -> None:
-    if any(i.opcode == "while" for i in graph.walk(call.called[0])):
-        raise PassRefusal(
-            "the layers are inside of a shard_map, which the loop over micro-batches calls and passes do not look into:"
-            " put that loop inside of the shard_map",
-            call,
-        )
+def holds_backward(loop: WhileLoop) -> bool:
+    """Whether `loop` calls a `shard_map` that is, or holds, a backward pass."""
+    return any(
+        BACKWARD_NAME in call.op_name or any(BACKWARD_NAME in i.op_name for i in graph.walk(call.called[0]))
+        for call in filter(is_manual, loop.body.instructions)
+    )
 
 
 def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruction | None:

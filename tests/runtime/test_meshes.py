@@ -13,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix import strand_interleave
-from dhelix.errors import PassRefusal
 
 LAYERS, WIDTH, INNER, ROWS, MICROBATCHES = 4, 8, 16, 16, 4
 SPECS = {"up": P(None, None, "tp"), "down": P(None, "tp")}
@@ -114,22 +113,3 @@ def test_strands_compute_the_same(name: str) -> None:
         (note,) = [n for n in interleaved.plan(params, rows)["strand-duplication"].notes if n.message == "two strands"]
     assert len(note.facts["merged_loops"]) == (0 if "unrolled" in name else 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), expected, actual)
-
-
-def local_loss(params: Params, x: jax.Array) -> jax.Array:
-    return lax.pmean(over_layers(summed)(params, x), "dp")
-
-
-def all_of_it(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    return jax.shard_map(function, mesh=AUTO, in_specs=(SPECS, P("dp")), out_specs=out_specs)
-
-
-def gradients_inside(params: Params, rows: jax.Array) -> Any:
-    gradients = all_of_it(jax.value_and_grad(local_loss), (P(), SPECS))
-    return lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, gradients(params, x)[1]), None), params, rows)
-
-
-@pytest.mark.parametrize("step", [steps(all_of_it(local_loss, P())), gradients_inside])
-def test_layers_inside_of_a_shard_map_that_the_loop_calls(step: Callable[..., Any]) -> None:
-    with pytest.raises(PassRefusal, match="layers are inside of a shard_map, .* put that loop inside of the shard_map"):
-        strand_interleave(step, strict=True)(*arguments(AUTO))

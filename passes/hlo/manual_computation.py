@@ -1,0 +1,243 @@
+"""A `shard_map` in HLO: three instructions that stay together, around a computation of each device's parts of arrays.
+
+    a = custom-call(x), custom_call_target="xla.sdy.GlobalToLocalShape"     x is a whole array, a this device's part
+    b = call(a), to_apply=xla.sdy.manual_computation_body
+    y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
+
+Attributes of the custom calls say how arrays are split: over which mesh axes each dimension is, and over which axes the
+computation is by hand. A shard_map without operands has no first custom call, one without results no last one.
+docs/lowering.md says what becomes of the three; `runtime/shardy_import.py` reads them back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import shapes
+from dhelix.passes.hlo.builder import Builder
+from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, drop_dead, inline_calls
+from dhelix.passes.hlo.module import Computation, HloModule, Instruction
+
+SHARDING = "xla.sdy.sharding"
+_AXES, _IN, _OUT = "xla.sdy.manual_axes", "xla.sdy.in_shardings", "xla.sdy.out_shardings"
+_AXIS = re.compile(r'"[^"]*"(?::\(\d+\)\d+)?')
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one array is split.
+
+    Attributes:
+      mesh: its name.
+      axes: for each dimension the mesh axes that it is split over, as the text has them.
+      free: for each dimension whether it may be split over more axes.
+      more: whether the text says more, such as sums that are still open.
+    """
+
+    mesh: str
+    axes: tuple[Axes, ...]
+    free: tuple[bool, ...]
+    more: bool = False
+
+    @property
+    def text(self) -> str:
+        each = [", ".join((*axes, *("?" * free))) for axes, free in zip(self.axes, self.free, strict=True)]
+        return f"<@{self.mesh}, [{', '.join(f'{{{dimension}}}' for dimension in each)}]>"
+
+
+def splits(text: str) -> list[Split]:
+    """All that an attribute lists. Raises PassRefusal for a mesh without a name."""
+    _, *pieces = text.split("<@")
+    if "<mesh<" in text:
+        raise PassRefusal("a sharding is on a mesh without a name")
+    found = []
+    for piece in pieces:
+        mesh, _, rest = piece.partition(", [")
+        dimensions, _, rest = rest.partition("]")
+        each = re.findall(r"\{([^}]*)\}", dimensions)
+        axes = tuple(tuple(_AXIS.findall(d)) for d in each)
+        found.append(Split(mesh.strip(), axes, tuple("?" in d for d in each), "={" in rest))
+    return found
+
+
+@dataclass(frozen=True)
+class ManualComputation:
+    """The three instructions of one shard_map."""
+
+    to_local: Instruction | None
+    call: Instruction
+    to_global: Instruction | None
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return [i for i in (self.to_local, self.call, self.to_global) if i is not None]
+
+    @property
+    def body(self) -> Computation:
+        return self.call.called[0]
+
+    @property
+    def axes(self) -> str:
+        """The mesh axes over which the computation is by hand, as text."""
+        edge = self.to_local or self.to_global
+        return "" if edge is None else _attribute(edge, _AXES)
+
+    @property
+    def axis_names(self) -> Axes:
+        return tuple(_AXIS.findall(self.axes))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it leaves axes of its mesh to the partitioner, or may leave some."""
+        module = self.call.computation.module
+        names = dict.fromkeys(split.mesh for _, split in (*self.operands, *self.results))
+        meshes = [mesh_axes(module, name) for name in names]
+        return any(not mesh or len(mesh) > len(self.axis_names) for mesh in meshes)
+
+    @property
+    def operands(self) -> list[tuple[Instruction, Split]]:
+        """The whole arrays of which the body gets parts, one for each of its parameters."""
+        if self.to_local is None:
+            return []
+        listed = splits(_attribute(self.to_local, _IN))
+        at = [_index(o) for o in self.call.operands]
+        return [(self.to_local.operands[k], listed[k]) for k in at]
+
+    @property
+    def results(self) -> list[tuple[int, Split]]:
+        """For each result the element of what the body returns, and how the whole array is split."""
+        if self.to_global is None:
+            return []
+        listed = splits(_attribute(self.to_global, _OUT))
+        return [(_index(o), split) for o, split in zip(self.to_global.operands, listed, strict=True)]
+
+
+def mesh_axes(module: HloModule, name: str) -> dict[str, int]:
+    """Axes of a mesh, as `Split` has them, with their sizes; none where the module does not say."""
+    return {axis: int(size) for axis, size in re.findall(r'("[^"]*")=(\d+)', _mesh(module, name))}
+
+
+def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
+    """Groups of devices that differ only in where they are along `axes` of a mesh. Raises PassRefusal where the module
+    does not say."""
+    mesh = mesh_axes(module, name)
+    if not mesh.keys() >= set(axes):
+        raise PassRefusal(f"it is not known which devices are along {', '.join(axes)} of mesh {name}")
+    listed = re.search(r"device_ids=\[([^\]]*)\]", _mesh(module, name))
+    ids = map(int, listed[1].split(",")) if listed else range(math.prod(mesh.values()))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, device in zip(itertools.product(*map(range, mesh.values())), ids, strict=True):
+        groups.setdefault(tuple(n for n, axis in zip(place, mesh, strict=True) if axis not in axes), []).append(device)
+    return list(groups.values())
+
+
+def _mesh(module: HloModule, name: str) -> str:
+    meshes = module.proto.frontend_attributes.map.get("xla.sdy.meshes", "")
+    found = re.search(rf"\b{re.escape(name)} = #sdy\.mesh<([^>]*)>", meshes)
+    return found[1] if found else ""
+
+
+def is_manual(call: Instruction) -> bool:
+    """Whether a call is the body of a `shard_map`, which the partitioner looks for: it stays a call."""
+    return call.opcode == "call" and "xla.sdy" in call.called[0].name
+
+
+def stays_a_call(call: Instruction) -> bool:
+    """Whether a call is no function of the program's: a shard_map, or a composite, one operation to the compiler."""
+    return "inlineable" in call.proto.frontend_attributes.map or is_manual(call) or call.proto.is_composite
+
+
+def inline_all(computation: Computation) -> None:
+    """Inlines the calls in `computation` and in its loops, but for those that stay; drops what is dead there."""
+    inline_calls(computation, keep=stays_a_call)
+    drop_dead(computation)
+    for loop in [i for i in computation.instructions if i.opcode == "while"]:
+        inline_all(loop.called[0])
+
+
+def manual_computations(computation: Computation) -> list[ManualComputation]:
+    """Those of `computation`, in order. Raises PassRefusal where one is not the chain of three that it should be."""
+    users = computation.users()
+    found = []
+    for call in filter(is_manual, computation.instructions):
+        before = {_source(o) for o in call.operands}
+        after = {u for value in _parts(call, users) for u in users[value] if u.opcode != "get-tuple-element"}
+        edges = [(i, target) for some, target in ((before, TO_LOCAL), (after, TO_GLOBAL)) for i in some]
+        if len(before) > 1 or len(after) > 1 or any(i.proto.custom_call_target != target for i, target in edges):
+            raise PassRefusal("it is no chain of to-local, call and to-global", call)
+        found.append(ManualComputation(next(iter(before), None), call, next(iter(after), None)))
+    return found
+
+
+def elements(value: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> list[tuple[Instruction, int]]:
+    """What stands for the results of one of the three, and which one each is: its elements, or itself."""
+    return [(i, _index(i)) for i in _parts(value, users)]
+
+
+def make_manual(
+    computation: Computation,
+    like: ManualComputation,
+    operands: Sequence[tuple[Instruction, Split]],
+    body: Computation,
+    results: Sequence[tuple[Any, Split]],
+) -> tuple[ManualComputation, list[Instruction]]:
+    """Appends a shard_map over the axes of `like`, and returns it and its results.
+
+    Args:
+      operands: whole arrays, as many as `body` has parameters.
+      body: returns a tuple.
+      results: shapes of the whole arrays, one for each element of that tuple.
+    """
+    builder = Builder(computation)
+    edge = like.to_local or like.to_global
+    assert edge is not None
+    to_local = to_global = None
+    given: list[Instruction] = []
+    if operands:
+        to_local = builder.copy(edge, [o for o, _ in operands], [])
+        _describe(to_local, TO_LOCAL, (p.shape for p in body.parameters), _IN, [split for _, split in operands])
+        given = [builder.element(to_local, k) for k in range(len(operands))]
+    call = builder.copy(like.call, given, [body])
+    call.proto.shape.CopyFrom(body.root.shape)
+    if results:
+        made = [builder.element(call, k) for k in range(len(results))]
+        to_global = builder.copy(edge, made, [])
+        _describe(to_global, TO_GLOBAL, (shape for shape, _ in results), _OUT, [split for _, split in results])
+    whole = [] if to_global is None else [builder.element(to_global, k) for k in range(len(results))]
+    return ManualComputation(to_local, call, to_global), whole
+
+
+def _describe(edge: Instruction, target: str, made: Iterable[Any], name: str, listed: Sequence[Split]) -> None:
+    """Makes what was copied from either end of a shard_map an end of this kind."""
+    edge.proto.custom_call_target = target
+    edge.proto.shape.CopyFrom(shapes.tuple_of(made))
+    attributes = edge.proto.frontend_attributes.map
+    for other in (_IN, _OUT):
+        attributes.pop(other, None)
+    attributes[name] = f"#sdy.sharding_per_value<[{', '.join(split.text for split in listed)}]>"
+
+
+def _attribute(edge: Instruction, name: str) -> str:
+    return edge.proto.frontend_attributes.map.get(name, "")
+
+
+def _source(value: Instruction) -> Instruction:
+    return value.operands[0] if value.opcode == "get-tuple-element" else value
+
+
+def _index(value: Instruction) -> int:
+    return value.tuple_index if value.opcode == "get-tuple-element" else 0
+
+
+def _parts(value: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> list[Instruction]:
+    if not shapes.is_tuple(value.shape):
+        return [value]
+    return [u for u in users[value] if u.opcode == "get-tuple-element"]
