@@ -8,9 +8,10 @@ Before:                                         After:
 Contract
     Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
               which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
-              them may stand conversions and sharding constraints that do not split the stack between layers.
-    Makes     the accumulator a state element of the loop. The stack is gone. Conversions and constraints are those
-              of a slot. What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
+              them may stand conversions, all-reduces and sharding constraints that do not split the stack between
+              layers.
+    Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
+              What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
               too, since no partitioner infers it.
     Leaves    every other stack. A constraint that splits it between layers is named.
 
@@ -158,7 +159,8 @@ def _addition(
         if user.opcode == "add":
             others = [o for o in user.operands if o is not value]
             return _Sum(element, write, user, others[0], tuple(steps)) if len(others) == 1 else None
-        if user.opcode != "convert" and not is_sharding_constraint(user):
+        reduces = user.opcode == "all-reduce" and len(user.operands) == 1
+        if user.opcode != "convert" and not reduces and not is_sharding_constraint(user):
             return None
         steps.append(user)
         value = user

@@ -6,15 +6,16 @@ Before, with the batch split over "dp", as the partitioner reads it:      After:
         for l: acc[l] += all-reduce(own part of g(l))                             for l: acc[l, own] += own part of g(l)
     step(acc)                                                                 step(all-reduce(acc))
 
+In a shard_map, where the program writes its all-reduces, these move (`late_reductions`).
+
 Contract
     Consumes  accumulators of two strands (`accumulators.py`) to which only such gradients are added as `partial_sums`
-              can write in parts. `strand_duplication` and `gradient_accumulation` ran before.
+              can write in parts, or as all-reduces give. `strand_duplication` and `gradient_accumulation` ran before.
     Makes     accumulators with one more dimension R, one part a replica, split over the axes that the gradients are
               summed over and the accumulator is not split over. Behind the last loop stands their sum over R, in the
               type in which the program summed over replicas.
-    Leaves    gradients of which that is not so (scatters, as of embeddings; sums inside of a `shard_map`; an element
-              that is read between micro-batches), with the reason: they are left to XLA's own motion of all-reduces out
-              of loops. Programs without a Shardy mesh.
+    Leaves    gradients of which that is not so (made by loops or custom calls, or read between micro-batches), with the
+              reason: they are left to XLA's own motion of all-reduces out of loops. Programs without a Shardy mesh.
 
 Why it is legal: an accumulator is the sum of its parts throughout: zeros are, and a sum is added to part by part. Only
 the order of additions changes: over micro-batches first, over replicas last. Where values lie never changes what is
@@ -33,10 +34,12 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import STRANDS
 from dhelix.passes.analysis.propagation import Axes, Propagated, propagate
 from dhelix.passes.gradients.accumulators import Accumulator, Use, accumulator
+from dhelix.passes.gradients.late_reductions import move_behind, reduced
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
-from dhelix.passes.hlo import Builder, HloModule, Instruction, shapes
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.hlo.manual_computation import is_manual
 from dhelix.passes.hlo.stacks import zeros_behind
 from dhelix.passes.manager import PassContext, Stage
 
@@ -52,30 +55,45 @@ class ReplicaSums:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         loops = list(_strand_loops(module))
-        known = propagate(module) if loops else None
-        if known is None or not known.mesh:
-            return False
+        by_hand = _by_hand(module)
+        automatic = any(loop.computation not in by_hand for loop in loops)
+        known = propagate(module) if automatic else Propagated("", {}, {})
         users = {c: c.users() for c in module.computations}
         changed = False
         for loop in loops:
             found: list[tuple[Accumulator, Axes]] = []
+            late = 0
             reasons: dict[str, int] = {}
             for element in range(len(loop.shape.tuple_shapes)):
                 try:
                     one = accumulator(loop, element, users)
-                    if one is not None and (axes := _open_axes(one, known)):
+                    if one is not None and (collectives := reduced(one)):
+                        move_behind(one, collectives)
+                        late += 1
+                    elif one is not None and loop.computation not in by_hand and (axes := _open_axes(one, known)):
                         found.append((one, axes))
                 except PassRefusal as refusal:
                     reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
             for one, axes in found:
                 _open(one, Parts(known, axes))
             _note(found, loop, context)
+            if late:
+                context.note("all-reduces of gradients stand behind the last micro-batch", loop, accumulators=late)
             context.left_alone(reasons)
-            changed |= bool(found)
+            changed |= bool(found) or late > 0
         for computation in module.computations if changed else ():
             computation.sort()
             drop_dead(computation)
         return changed
+
+
+def _by_hand(module: HloModule) -> set[Computation]:
+    """Computations of one device's parts: of shard_maps, and what these call."""
+    found: set[Computation] = set()
+    for call in [i for c in module.computations for i in c.instructions if i.opcode == "call" and is_manual(i)]:
+        found.update(called for i in graph.walk(call.called[0]) for called in i.called)
+        found.update(call.called)
+    return found
 
 
 def _strand_loops(module: HloModule) -> Iterator[Instruction]:
