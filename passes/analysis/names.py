@@ -8,6 +8,9 @@ BACKWARD_NAME = "transpose("  # in JAX's name stack, of what reverse-mode differ
 ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # name of a loop over micro-batches with two strands
 LAYERS = "strand_layers"  # name of a merged loop
+FIRST, LAST = "first_layers", "last_layers"  # names of forward loops where strands are kept apart
+FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
+SKEWED = (FIRST, LAST, FIRST_BACK, LAST_BACK)
 
 
 def merged_loops(computation: Computation) -> list[Instruction]:

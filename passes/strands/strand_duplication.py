@@ -12,8 +12,9 @@ Contract
     Consumes  a `while` over micro-batches that `strand_partition` splits legally, anywhere in the module, with loop
               bodies and `jit` calls still to be inlined; whatever it was made from (scan, fori_loop, microbatching).
     Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Loops over
-              layers merge where they are independent and their trip counts are proved equal, nested ones too;
-              others (frozen layers, encoder-decoder) stay apart and merely share an iteration.
+              layers merge where they are independent and their trip counts are proved equal, nested ones too
+              (`loop_merging`); others (frozen layers) stay apart and merely share an iteration. Independent loops of
+              F(0), such as those of policy and reference, merge with each other, and those of B(M-1).
     Keeps     every value that the loop computes, and so losses and gradients to the last bit: additions are not
               reordered, F(i) and B(i) run once per micro-batch.
     Leaves    everything else as it was; raises PassRefusal with the reason and the instruction.
@@ -34,9 +35,10 @@ profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sectio
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, name_strand
+from dhelix.passes.analysis.names import ALPHA, BETA, SKEWED, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
 from dhelix.passes.manager import PassContext, Stage
@@ -96,7 +98,11 @@ class StrandDuplication:
         merged: list[str] = []
         for beta, alpha in together if self.merge_layers else ():
             merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
-        replace(computation, parts, body)
+        alone = replace(computation, parts, body)
+        if self.merge_layers and not any(i.name.startswith(SKEWED) for i in loops_of(computation)):
+            at_ends = [merge_loops(computation, _left(computation, copies), (), context) for copies in alone]
+            if any(at_ends):
+                context.note("loops of one micro-batch that runs alone are one loop", loops=list(chain(*at_ends)))
         context.note(
             "two strands",
             loop.instruction,
@@ -209,8 +215,8 @@ def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: In
     return copies
 
 
-def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> None:
-    """F(0), the loop over the new body, B(M-1), in the place of the old loop."""
+def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
+    """F(0), the loop over the new body, B(M-1), in the place of the old loop. Returns copies of F(0) and of B(M-1)."""
     loop = parts.loop
     old = loop.instruction
     builder = Builder(computation)
@@ -230,6 +236,7 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
         for k, value in enumerate(loop.body.root.operands)
     ]
     hand_over(computation, old, builder.tuple(result))
+    return [forward, backward]
 
 
 def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
@@ -273,17 +280,27 @@ def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], s
     return copies
 
 
-def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> None:
-    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop."""
+def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
+    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop.
+    Returns copies of the former."""
     loop = parts.loop
     old, start = loop.instruction, loop.instruction.operands[0]
     builder = Builder(computation)
+    alone: list[Copies] = []
     if parts.trip_count % 2:
         first = _micro_batch(builder, parts, [builder.element(start, k) for k in range(loop.size)], ALPHA)
         start = builder.tuple([first[value] for value in loop.body.root.operands])
+        alone.append(first)
     strands = builder.while_loop(start, body.computation, loop.condition, old, STRANDS)
     hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
+    return alone
 
 
 def _among(copies: Copies) -> list[Instruction]:
     return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
+
+
+def _left(computation: Computation, copies: Copies) -> list[Instruction]:
+    """Loops among `copies` whose results something reads."""
+    made = set(_among(copies))
+    return [i for i in computation.instructions if i in made]
