@@ -56,15 +56,22 @@ class Partition:
 
 def partition(loop: WhileLoop) -> Partition | None:
     """The legal split of `loop`'s body; None when the body holds no backward pass."""
-    seed = _first_backward(loop)
-    if seed is None:
+    seeds = _first_backward(loop)
+    if not seeds:
         _refuse_hidden_backward(loop)
         return None
-    seed = _outside_of_shard_map(loop, seed)
+    seeds = [_outside_of_shard_map(loop, seed) for seed in seeds]
     _refuse_effects(loop)
-    backward, written = _close(loop, seed)
-    _refuse_forward_reads(loop, seed, written)
-    backward |= _made_for(loop, backward, seed)
+    backward, written = _close(loop, seeds)
+    try:
+        _refuse_forward_reads(loop, seeds, written)
+    except PassRefusal:
+        if len(seeds) == 1:
+            raise
+        seeds = seeds[:1]
+        backward, written = _close(loop, seeds)
+        _refuse_forward_reads(loop, seeds, written)
+    backward |= _made_for(loop, backward, seeds)
     trips = loop.trip_count
     if trips is None:
         raise PassRefusal(
@@ -95,16 +102,22 @@ def partition(loop: WhileLoop) -> Partition | None:
     )
 
 
-def _first_backward(loop: WhileLoop) -> Instruction | None:
-    """Where the cut is proposed: the first backward layer loop, or in unrolled code the first backward layer."""
+def _first_backward(loop: WhileLoop) -> list[Instruction]:
+    """Where the cut is proposed: the first backward layer loop, or in unrolled code the first backward layer. Several
+    where models are trained side by side, as actor and critic are: loops that do not depend on each other."""
     if BACKWARD_NAME in loop.instruction.op_name:
-        return None  # itself the backward of something
+        return []  # itself the backward of something
     marked = [i for i in loop.body.instructions if BACKWARD_NAME in i.op_name and i.operands]
     loops = [(i, loop_work(i)) for i in marked if i.opcode == "while"]
     if loops:
         most = max(work for _, work in loops)
-        return next(i for i, work in loops if work * 4 >= most)
-    return _narrowest_cotangent(loop, marked)
+        found: list[Instruction] = []
+        for i, work in loops:
+            if work * 4 >= most and i not in graph.descendants(loop.body, found):
+                found.append(i)
+        return found
+    narrowest = _narrowest_cotangent(loop, marked)
+    return [] if narrowest is None else [narrowest]
 
 
 def is_shard_map(call: Instruction) -> bool:
@@ -181,10 +194,10 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
     return next((u for u in users[chosen] if u in path), chosen)
 
 
-def _close(loop: WhileLoop, seed: Instruction) -> tuple[set[Instruction], frozenset[int]]:
-    """Everything that depends on `seed`, through the loop state too, and the state elements that it writes."""
+def _close(loop: WhileLoop, seeds: list[Instruction]) -> tuple[set[Instruction], frozenset[int]]:
+    """Everything that depends on `seeds`, through the loop state too, and the state elements that it writes."""
     root = loop.body.root
-    backward = {seed}
+    backward = set(seeds)
     written: frozenset[int] = frozenset()
     while True:
         backward = graph.descendants(loop.body, backward) - {root}
@@ -206,13 +219,13 @@ def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int])
     return found
 
 
-def _made_for(loop: WhileLoop, backward: set[Instruction], seed: Instruction) -> set[Instruction]:
-    """What only backward reads: tuples, and what JAX made for it, but for what leads to the cut.
+def _made_for(loop: WhileLoop, backward: set[Instruction], seeds: list[Instruction]) -> set[Instruction]:
+    """What only backward reads: tuples, and what JAX made for it, but for what leads to a cut.
 
     In unrolled code, recomputation under `jax.checkpoint` depends on residuals alone: data flow would let
     forward do it, and what it makes would be alive from there on.
     """
-    needed = graph.ancestors(loop.body, [seed]) | loop.reads.keys()
+    needed = graph.ancestors(loop.body, seeds) | loop.reads.keys()
     users = loop.body.users()
     found: set[Instruction] = set()
     for instruction in reversed(loop.body.instructions):
@@ -224,12 +237,12 @@ def _made_for(loop: WhileLoop, backward: set[Instruction], seed: Instruction) ->
     return found
 
 
-def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset[int]) -> None:
-    needed = graph.ancestors(loop.body, [seed])
+def _refuse_forward_reads(loop: WhileLoop, seeds: list[Instruction], written: frozenset[int]) -> None:
+    needed = graph.ancestors(loop.body, seeds)
     for source, k in loop.reads.items():
         if k in written and source in needed:
             reached = graph.descendants(loop.body, [source]) & needed
-            readers = {i for i in reached if i.opcode != "tuple"} - {source, seed}
+            readers = {i for i in reached if i.opcode != "tuple"} - {source, *seeds}
             if not readers:
                 continue  # the first backward loop adds to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
