@@ -29,7 +29,8 @@ from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, has_side_effect
 # What is cheaper to compute again than to carry from one iteration to the next.
 _CHEAP = frozenset(
     "add and bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice iota maximum minimum "
-    "multiply negate not or pad reshape select shift-left shift-right-logical slice subtract transpose xor".split()
+    "multiply negate not opt-barrier or pad reshape select shift-left shift-right-logical slice subtract transpose "
+    "tuple xor".split()
 )
 _CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
@@ -328,6 +329,12 @@ def _crossing(
     return recomputed, list(crossing)
 
 
+def _is_cheap(value: Instruction) -> bool:
+    """Barriers cost nothing: `jax.checkpoint` puts all that it computes again from behind one, weights too."""
+    behind_barrier = value.opcode == "get-tuple-element" and value.operands[0].opcode == "opt-barrier"
+    return value.opcode in _CHEAP or behind_barrier
+
+
 def _recipe(
     value: Instruction, loop: WhileLoop, available: Callable[[Instruction], bool]
 ) -> tuple[list[Instruction], list[Instruction]]:
@@ -339,7 +346,7 @@ def _recipe(
         current = stack.pop()
         if current in again or current in leaves or available(current):
             continue
-        if current in loop.reads or current.opcode not in _CHEAP or len(again) > 64:
+        if current in loop.reads or not _is_cheap(current) or len(again) > 64:
             leaves[current] = None
         else:
             again[current] = None
