@@ -65,7 +65,8 @@ def make_step(config: Any, mesh: Any, microbatches: int, with_reference: bool) -
 
     def log_probability(params: Any, rows: Any) -> Any:
         inputs, targets = rows[:, :-1], rows[:, 1:]
-        return -cross_entropy(llama.logits(config, params, inputs, parallel), targets, parallel.ends)
+        entropy: Any = cross_entropy(llama.logits(config, params, inputs, parallel), targets, parallel.ends)
+        return -entropy
 
     def loss(policy: Any, reference: Any, rows: Any, advantage: Any) -> Any:
         ours = log_probability(policy, rows)
@@ -158,11 +159,13 @@ def rows_of(options: argparse.Namespace, tp: int, link: str, setting: str) -> li
         alone = simulate_module(module, costs.hardware, costs)
         ordered = plan_search.search(both, model, "dp", plan_search.MemoryLimit.of(None, plain))
         for strands, program, timeline in ((False, plain, alone), (True, both, ordered.timeline)):
-            times = (round(1e3 * s, 2) for s in (timeline.seconds, timeline.communication, timeline.exposed))
-            size = tp, options.layers, options.microbatches
+            step_ms, sent, exposed = (
+                round(1e3 * s, 2) for s in (timeline.seconds, timeline.communication, timeline.exposed)
+            )
             gib = round(program.memory.temporaries / 2**30, 3)
             made = merged if strands else ()
-            found.append(Row(options.gpu, link, setting, *size, reference, strands, *times, gib, made))
+            size = tp, options.layers, options.microbatches
+            found.append(Row(options.gpu, link, setting, *size, reference, strands, step_ms, sent, exposed, gib, made))
             print(found[-1], flush=True)
     return found
 

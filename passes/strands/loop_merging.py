@@ -96,6 +96,9 @@ class _Group:
         return all(self.names)
 
 
+_Pairs = tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]]  # work beside work and all work, and of what
+
+
 class _Merging:
     """Loops of one computation on their way into one another."""
 
@@ -174,10 +177,10 @@ class _Merging:
             self.context.note(f'merged loop has {key}="{kept}" of {a}; {b} had "{lost}"', a.loop)
         names = a.names[0] + b.names[0], a.names[1] + b.names[1]
         loop, copies_a, copies_b = merge(a.loop, b.loop, LAYERS if all(names) else a.loop.name)
-        inner = tuple([copies_a[i] for i in a.inner[s]] + [copies_b[i] for i in b.inner[s]] for s in (0, 1))
+        ahead, back = ([copies_a[i] for i in a.inner[s]] + [copies_b[i] for i in b.inner[s]] for s in (0, 1))
         work = a.work[0] + b.work[0], a.work[1] + b.work[1]
         self.groups = [group for group in self.groups if group is not a and group is not b]
-        self.groups.append(_Group(loop, a.trips, names, work, inner, a.is_large or b.is_large))
+        self.groups.append(_Group(loop, a.trips, names, work, (ahead, back), a.is_large or b.is_large))
         self._waits = self._find_waits()
 
     def _find_waits(self) -> dict[Instruction, int]:
@@ -237,12 +240,12 @@ def _group(loop: Instruction, strand: int, work: int, is_large: bool) -> _Group:
 def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tuple[_Group, _Group], ...]:
     """Pairs of equal trip count, in the order of both, that put most work beside each other; then of most work at all,
     so that the loop that makes gradients comes before the one that computes residuals again."""
-    nothing: tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]] = (0, 0), ()
-    row = [nothing] * (len(backward) + 1)  # of none of `forward`, and the first 0, 1, ... of `backward`
+    nothing: _Pairs = (0, 0), ()
+    row: list[_Pairs] = [nothing] * (len(backward) + 1)  # of none of `forward`, and the first 0, 1, ... of `backward`
     for f in forward:
         above, row = row, [nothing]
         for n, b in enumerate(backward):
-            choices = [above[n + 1], row[n]]
+            choices: list[_Pairs] = [above[n + 1], row[n]]
             if f.trips is not None and f.trips == b.trips:
                 (hidden, work), pairs = above[n]
                 both = f.work[_FORWARD], b.work[_BACKWARD]
