@@ -240,10 +240,11 @@ def _group(loop: Instruction, strand: int, work: int, is_large: bool) -> _Group:
 def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tuple[_Group, _Group], ...]:
     """Pairs of equal trip count, in the order of both, that put most work beside each other; then of most work at all,
     so that the loop that makes gradients comes before the one that computes residuals again."""
-    nothing: _Pairs = (0, 0), ()
-    row: list[_Pairs] = [nothing] * (len(backward) + 1)  # of none of `forward`, and the first 0, 1, ... of `backward`
+    row: list[_Pairs] = [
+        ((0, 0), ()) for _ in range(len(backward) + 1)
+    ]  # of none of `forward`, and the first 0, 1, ... of `backward`
     for f in forward:
-        above, row = row, [nothing]
+        above, row = row, row[:1]
         for n, b in enumerate(backward):
             choices: list[_Pairs] = [above[n + 1], row[n]]
             if f.trips is not None and f.trips == b.trips:
