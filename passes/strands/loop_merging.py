@@ -50,6 +50,7 @@ def merge_loops(
     merging.pair_in_order()
     merging.join()
     merging.split_longer()
+    merging.join()  # what a split has left
     if forward and backward:
         merging.note_apart()
     merged: list[str] = []
