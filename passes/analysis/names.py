@@ -9,6 +9,9 @@ ALPHA, BETA = "strand_alpha", "strand_beta"
 STRANDS = "strands"  # name of a loop over micro-batches with two strands
 LAYERS = "strand_layers"  # name of a merged loop
 REPLICAS = "sum_over_replicas"  # name of a sum of parts that lie on different devices
+FIRST, LAST = "first_layers", "last_layers"  # names of forward loops where strands are kept apart
+FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
+SKEWED = (FIRST, LAST, FIRST_BACK, LAST_BACK)
 
 
 def merged_loops(computation: Computation) -> list[Instruction]:

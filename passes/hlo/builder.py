@@ -66,10 +66,19 @@ class Builder:
     def while_loop(
         self, initial: Instruction, body: Computation, condition: Computation, like: Instruction, name: str
     ) -> Instruction:
-        """A loop from `initial` with the metadata of `like`, but not what the compiler knew of that."""
+        """A loop from `initial` with the metadata and attributes of `like`, but not what the compiler knew of that,
+        such as its trip count and its shardings."""
         loop = self.make("while", initial.shape, [initial], name=name, called=[body, condition])
         loop.proto.metadata.CopyFrom(like.proto.metadata)
+        self.add_attributes(loop, like)
         return loop
+
+    def add_attributes(self, instruction: Instruction, like: Instruction) -> None:
+        """Gives `instruction` those `attributes` of `like` that it does not have."""
+        own = instruction.proto.frontend_attributes.map
+        for key, value in sorted(attributes(like).items()):
+            if key not in own:
+                own[key] = value
 
     def scalar(self, value: int | bool, element_type: int) -> Instruction:
         field = {
@@ -114,3 +123,10 @@ class Builder:
     def finish(self, root: Instruction) -> Computation:
         self.computation.root = root
         return self.computation
+
+
+def attributes(instruction: Instruction) -> dict[str, str]:
+    """What `jax.experimental.xla_metadata` and others wrote on an instruction for XLA; not shardings, which are of its
+    shape."""
+    found = dict(instruction.proto.frontend_attributes.map)
+    return {key: value for key, value in found.items() if not key.startswith("xla.sdy.")}

@@ -10,7 +10,7 @@ from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
-from dhelix.passes.hlo.builder import Builder
+from dhelix.passes.hlo.builder import Builder, attributes
 from dhelix.passes.hlo.edit import copy_computation, copy_instructions
 from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Computation, Instruction
@@ -85,6 +85,7 @@ def merge(
 
     Elements of `second` that are the same as elements of `first` are carried once: invariants with the same
     initial value, and counters that go through the same values (the conditions then agree).
+    The merged loop has the attributes of both; where they differ, `first`'s (`differing_attributes`).
     Readers of both loops read the merged one. Returns it, and where each body's instructions went.
     """
     a, b = WhileLoop(first), WhileLoop(second)
@@ -111,6 +112,7 @@ def merge(
     roots += [copies_b[b.body.root.operands[own[n]]] for n in range(a.size, size)]
     condition = _copy_condition(a, initial, name)
     merged = builder.while_loop(initial, body.finish(body.tuple(roots)), condition, first, name)
+    builder.add_attributes(merged, second)
     for old, to in ((first, lambda k: k), (second, lambda k: place[k])):
         _redirect(computation, old, merged, to)
     gone = {first, second}
@@ -119,6 +121,12 @@ def merge(
     computation.instructions = [i for i in computation.instructions if i not in gone]
     computation.sort()
     return merged, copies_a, copies_b
+
+
+def differing_attributes(first: Instruction, second: Instruction) -> list[tuple[str, str, str]]:
+    """Attributes that both have with different values: name, `first`'s value and `second`'s."""
+    kept, lost = attributes(first), attributes(second)
+    return [(key, kept[key], lost[key]) for key in sorted(kept.keys() & lost.keys()) if kept[key] != lost[key]]
 
 
 def _places(a: WhileLoop, b: WhileLoop, threaded: Mapping[int, int]) -> dict[int, int]:

@@ -8,8 +8,8 @@ A scheduled body of 260 instructions becomes two chains that share nothing but w
 
 1. *Strands* are found by data flow, followed through tuples element by element. What reads loop state and moves it
    (slices of weights, norms of the input) belongs to whoever uses it, so it ties nothing together. All else, that is
-   whatever depends on a collective, a matrix product or attention, falls into parts that share no value; the two
-   longest are the strands. Names only say which of them is called first.
+   whatever depends on a collective, a matrix product or attention, falls into parts that share no value. The two
+   longest are the strands; each further part goes with the one that takes less. Names only say which is called first.
 2. *Operators*: a collective (its start, its done), or an instruction that takes at least 20 us, or 0.3 % of the
    body's time. Whatever takes less travels with the first operator that needs it, or the last that it needs.
 3. *Floating* operators are those that nothing but the loop state waits for: weight gradients, writes of residuals.
@@ -179,14 +179,26 @@ def find_strands(
     tiny = min(_TINY * sum(seconds.values()), _LONG)
     parts = [p for p in _independent_parts(sequence, costs) if sum(seconds[i] for i in p) > tiny]
     parts.sort(key=lambda part: -sum(seconds[i] for i in part))
-    two = sorted(parts[:2], key=lambda part: _backward_share(part, seconds))
-    if len(two) < 2 or most < 2:
-        two = [list(sequence), []]
+    two = [list(sequence), []]
+    if len(parts) > 1 and most > 1:
+        two = sorted(_halves(parts, seconds), key=lambda part: _backward_share(part, seconds))
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, limits.memory):
         before[later].append(earlier)
     heads = [i for i in sequence if not is_done(i) and (costs[i].lane is not Lane.COMPUTE or seconds[i] >= tiny)]
     return _Maker(computation, sequence, costs, seconds, before, heads).body(two)
+
+
+def _halves(
+    parts: Sequence[Sequence[Instruction]], seconds: Mapping[Instruction, float]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Parts as two that take about as long: those of policy and reference are one beside the policy's backward pass."""
+    one: list[Instruction] = []
+    other: list[Instruction] = []
+    for part in parts:  # the longest first
+        lighter = min(one, other, key=lambda half: sum(seconds[i] for i in half))
+        lighter += part
+    return one, other
 
 
 def _seconds(instruction: Instruction, costs: Mapping[Instruction, Cost], limits: Limits) -> float:

@@ -1,60 +1,271 @@
-"""Merges loops of two strands into one loop, where they are independent and run equally often."""
+"""Merges loops of two strands into loops that run both, where they are independent and run equally often.
 
+Before, in one iteration of the strand loop:       After:
+    for l < L: policy, forward        beta             for l < L: policy, forward       beta
+    for l < L: reference, forward     beta                        reference, forward    beta
+    for l < L: policy, backward       alpha                       policy, backward      alpha
+
+1. Loops of both strands pair in the order in which each strand runs them, so that most work stands beside each other.
+   An encoder's forward loop takes the decoder's backward loop, and the decoder's forward loop the encoder's; pairs in
+   that order never wait for each other in a circle.
+2. What is left joins what it does not depend on: loops of the other strand, merged loops, large loops of its own
+   strand. The merge that puts most work beside the other strand comes first.
+3. A forward loop that runs longer and stacks nothing (a frozen reference of more layers) is split: its first iterations
+   join, the others run by themselves. A loop with stacks is not split; its residuals could no longer share one buffer.
+4. Loops inside of merged loops merge alike.
+
+Every large loop that runs beside nothing of the other strand gets a note with the reason.
+
+Why it is legal: merged loops do not depend on each other, by data flow and control dependencies as they are after the
+merges before; and their trip counts are proved equal. Cost: what one iteration of each needs is alive at once.
+DHelix section 4.1.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import LAYERS
 from dhelix.passes.analysis.work import loop_work
-from dhelix.passes.hlo import Computation, Instruction, WhileLoop, graph
-from dhelix.passes.hlo.loop_state import merge
+from dhelix.passes.hlo import Computation, Instruction
+from dhelix.passes.hlo.loop_state import differing_attributes, merge, split
 from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.passes.manager import PassContext
 
+_FORWARD, _BACKWARD = 0, 1
+
 
 def merge_loops(
-    computation: Computation, forward: list[Instruction], backward: list[Instruction], context: PassContext
+    computation: Computation, forward: Sequence[Instruction], backward: Sequence[Instruction], context: PassContext
 ) -> list[str]:
-    """Merges loops of the two strands, most work first, as long as that closes no circle; then what they hold."""
+    """Merges loops of `computation` as the module says. Returns what became one loop, in the order of execution.
+
+    Args:
+      forward, backward: loops of either strand in instruction order. One may be empty: then those of the other that are
+        independent of each other merge, and there are no notes.
+    """
     computation.sort()
+    merging = _Merging(computation, forward, backward, context)
+    merging.pair_in_order()
+    merging.join()
+    merging.split_longer()
+    merging.join()  # what a split has left
+    if forward and backward:
+        merging.note_apart()
     merged: list[str] = []
-    pairs = [(f, b) for f in forward for b in backward if _same_trip_count(f, b)]
-    pairs.sort(key=lambda pair: -min(loop_work(pair[0]), loop_work(pair[1])))  # stable: then in program order
-    used: dict[Instruction, str] = {}
-    for f, b in pairs:
-        if f in used or b in used or not _independent(computation, f, b):
-            continue
-        used |= {f: b.name, b: f.name}
-        inner_f, inner_b = loops_of(f.called[0]), loops_of(b.called[0])
-        loop, copies_f, copies_b = merge(f, b, LAYERS)
-        merged.append(f"{f.name} + {b.name} x {WhileLoop(loop).trip_count}")
-        merged += merge_loops(loop.called[0], [copies_f[i] for i in inner_f], [copies_b[i] for i in inner_b], context)
-    most = max(map(loop_work, forward), default=0)
-    for f in forward:
-        if f not in used and backward and loop_work(f) * 4 >= most:  # not those that only draw random numbers
-            context.note(f"layer loop not merged: {_why_apart(f, backward, used)}", f)
+    for group in merging.in_order():
+        if group.count > 1:
+            merged.append(f"{group} x {group.trips}")
+            merged += merge_loops(group.loop.called[0], *group.inner, context)
     return merged
-
-
-def _why_apart(loop: Instruction, others: list[Instruction], used: dict[Instruction, str]) -> str:
-    """Why a loop merged with none of the other strand's."""
-    if proved_trip_count(loop) is None:
-        return "its number of iterations is not proved"
-    alike = [other for other in others if _same_trip_count(loop, other)]
-    if not alike:
-        proved = map(proved_trip_count, others)
-        counts = sorted({"an unproved number of" if count is None else str(count) for count in proved})
-        return f"it has {proved_trip_count(loop)} iterations, the other strand's loops have {', '.join(counts)}"
-    taken = next((other for other in alike if other in used), None)
-    if taken is not None:
-        return f"{taken.name}, the other strand's loop of as many iterations, has merged with {used[taken]} already"
-    return f"{alike[0].name}, the other strand's loop of as many iterations, must run before or after it"
-
-
-def _same_trip_count(a: Instruction, b: Instruction) -> bool:
-    count = proved_trip_count(a)
-    return count is not None and count == proved_trip_count(b)
-
-
-def _independent(computation: Computation, a: Instruction, b: Instruction) -> bool:
-    return b not in graph.descendants(computation, [a]) and a not in graph.descendants(computation, [b])
 
 
 def loops_of(computation: Computation) -> list[Instruction]:
     return [i for i in computation.instructions if i.opcode == "while"]
+
+
+@dataclass
+class _Group:
+    """Loops that are one by now.
+
+    Attributes:
+      loop: what they are.
+      trips: how often it runs; None where that is not proved.
+      names: of what each strand has of it.
+      work: the same, as `loop_work`.
+      inner: loops that each strand runs inside.
+      is_large: one of them has a quarter or more of the work of its strand's largest loop.
+    """
+
+    loop: Instruction
+    trips: int | None
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    work: tuple[int, int]
+    inner: tuple[list[Instruction], list[Instruction]]
+    is_large: bool
+
+    def __str__(self) -> str:
+        return " + ".join(itertools.chain(*self.names))
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.names))
+
+    @property
+    def has_both(self) -> bool:
+        return all(self.names)
+
+
+_Pairs = tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]]  # work beside work and all work, and of what
+
+
+class _Merging:
+    """Loops of one computation on their way into one another."""
+
+    def __init__(
+        self,
+        computation: Computation,
+        forward: Iterable[Instruction],
+        backward: Iterable[Instruction],
+        context: PassContext,
+    ) -> None:
+        self.computation, self.context = computation, context
+        self.groups: list[_Group] = []
+        for strand, loops in enumerate((forward, backward)):
+            work = {loop: loop_work(loop) for loop in loops}
+            for loop in work:
+                is_large = 4 * work[loop] >= max(work.values())
+                self.groups.append(_group(loop, strand, work[loop], is_large))
+        self._waits = self._find_waits()
+
+    def in_order(self) -> list[_Group]:
+        """All groups, in the order of execution."""
+        place = {i: n for n, i in enumerate(self.computation.instructions)}
+        return sorted(self.groups, key=lambda group: place[group.loop])
+
+    def pair_in_order(self) -> None:
+        for f, b in _aligned(self._of(_FORWARD), self._of(_BACKWARD)):
+            if self._independent(f, b):
+                self._merge(f, b)
+
+    def join(self) -> None:
+        """Merges two groups as long as there are such, most gain first; of equal gain the largest first."""
+        while fitting := [pair for pair in itertools.combinations(self.groups, 2) if self._may_merge(*pair)]:
+            self._merge(*max(fitting, key=lambda pair: (_gain(*pair), min(sum(g.work) for g in pair))))
+
+    def split_longer(self) -> None:
+        """Forward loops that run longer than what they could run beside leave iterations to a second loop."""
+        waiting = [g for g in self._of(_FORWARD) if g.is_large and not g.has_both and not _stacks(g.loop)]
+        for longer in waiting:  # which grows meanwhile
+            others = [g for g in self._of(_BACKWARD) if _is_shorter(g, longer) and self._independent(g, longer)]
+            if not others:
+                continue
+            other = max(others, key=lambda group: (_gain(group, longer), group.trips))
+            assert other.trips and longer.trips  # _is_shorter
+            name, trips = longer.loop.name, longer.trips
+            try:
+                first, rest = split(longer.loop, other.trips, (name, name))
+            except PassRefusal:
+                continue  # more than one counter decides
+            self.groups.remove(longer)
+            begun, left = (_group(loop, _FORWARD, loop_work(loop), longer.is_large) for loop in (first, rest))
+            self.groups += [begun, left]
+            self._waits = self._find_waits()
+            self.context.note(
+                f"layer loop split: {other.trips} of {trips} iterations run in one loop with {other}", rest
+            )
+            self._merge(other, begun)
+            waiting.append(left)
+
+    def note_apart(self) -> None:
+        for group in self.in_order():
+            if group.is_large and not group.has_both:  # not those that only draw random numbers
+                self.context.note(f"layer loop not merged: {self._why_apart(group)}", group.loop)
+
+    def _of(self, strand: int) -> list[_Group]:
+        return [group for group in self.groups if group.names[strand]]
+
+    def _may_merge(self, a: _Group, b: _Group) -> bool:
+        """Whether they can, and it is of use: one strand's loops alone are merged where both are large."""
+        of_use = (a.is_large and b.is_large) or all(one or other for one, other in zip(a.names, b.names, strict=True))
+        return of_use and a.trips is not None and a.trips == b.trips and self._independent(a, b)
+
+    def _merge(self, a: _Group, b: _Group) -> None:
+        if (b.has_both, bool(b.names[_FORWARD]), sum(b.work)) > (a.has_both, bool(a.names[_FORWARD]), sum(a.work)):
+            a, b = b, a
+        for key, kept, lost in differing_attributes(a.loop, b.loop):
+            self.context.note(f'merged loop has {key}="{kept}" of {a}; {b} had "{lost}"', a.loop)
+        names = a.names[0] + b.names[0], a.names[1] + b.names[1]
+        loop, copies_a, copies_b = merge(a.loop, b.loop, LAYERS if all(names) else a.loop.name)
+        ahead, back = ([copies_a[i] for i in a.inner[s]] + [copies_b[i] for i in b.inner[s]] for s in (0, 1))
+        work = a.work[0] + b.work[0], a.work[1] + b.work[1]
+        self.groups = [group for group in self.groups if group is not a and group is not b]
+        self.groups.append(_Group(loop, a.trips, names, work, (ahead, back), a.is_large or b.is_large))
+        self._waits = self._find_waits()
+
+    def _find_waits(self) -> dict[Instruction, int]:
+        """What each loop waits for: a bit for each of `groups`."""
+        bit = {group.loop: 1 << n for n, group in enumerate(self.groups)}
+        reached: dict[Instruction, int] = {}
+        found: dict[Instruction, int] = {}
+        for instruction in self.computation.instructions:
+            mask = 0
+            for source in itertools.chain(instruction.operands, instruction.control_predecessors):
+                mask |= reached.get(source, 0)
+            if instruction in bit:
+                found[instruction] = mask
+                mask |= bit[instruction]
+            if mask:
+                reached[instruction] = mask
+        return found
+
+    def _waits_for(self, a: _Group, b: _Group) -> bool:
+        number = next(n for n, group in enumerate(self.groups) if group is b)
+        return bool(self._waits[a.loop] >> number & 1)
+
+    def _independent(self, a: _Group, b: _Group) -> bool:
+        return not self._waits_for(a, b) and not self._waits_for(b, a)
+
+    def _why_apart(self, group: _Group) -> str:
+        """Why nothing of the other strand is in a group."""
+        if group.trips is None:
+            return "its number of iterations is not proved"
+        strand = _BACKWARD if group.names[_FORWARD] else _FORWARD
+        others = [other for other in self.in_order() if other.names[strand]]
+        alike = [other for other in others if other.trips == group.trips]
+        if not alike:
+            counts = sorted({"an unproved number of" if o.trips is None else str(o.trips) for o in others})
+            own = f"{group.trips} iteration{'s' * (group.trips != 1)}"
+            return f"it has {own}, the other strand's loops have {', '.join(counts)}"
+        return "; ".join(self._why_not_with(group, other, strand) for other in alike)
+
+    def _why_not_with(self, group: _Group, other: _Group, strand: int) -> str:
+        """Why not with a group of as many iterations: one waits for the other, by itself or since others merged."""
+        earlier, later = (group, other) if self._waits_for(other, group) else (other, group)
+        name = " + ".join(other.names[strand])
+        when = "after" if later is other else "before"
+        between = [g for g in self.groups if self._waits_for(g, earlier) and self._waits_for(later, g)]
+        merged = next((g for g in (other, *between) if g.has_both), None)
+        since = "" if merged is None else f", since {merged} are one loop"
+        return f"{name}, the other strand's loop of as many iterations, must run {when} it{since}"
+
+
+def _group(loop: Instruction, strand: int, work: int, is_large: bool) -> _Group:
+    name, inner = (loop.name,), loops_of(loop.called[0])
+    if strand == _FORWARD:
+        return _Group(loop, proved_trip_count(loop), (name, ()), (work, 0), (inner, []), is_large)
+    return _Group(loop, proved_trip_count(loop), ((), name), (0, work), ([], inner), is_large)
+
+
+def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tuple[_Group, _Group], ...]:
+    """Pairs of equal trip count, in the order of both, that put most work beside each other; then of most work at all,
+    so that the loop that makes gradients comes before the one that computes residuals again."""
+    row: list[_Pairs] = [
+        ((0, 0), ()) for _ in range(len(backward) + 1)
+    ]  # of none of `forward`, and the first 0, 1, ... of `backward`
+    for f in forward:
+        above, row = row, row[:1]
+        for n, b in enumerate(backward):
+            choices: list[_Pairs] = [above[n + 1], row[n]]
+            if f.trips is not None and f.trips == b.trips:
+                (hidden, work), pairs = above[n]
+                both = f.work[_FORWARD], b.work[_BACKWARD]
+                choices.append(((hidden + min(both), work + max(both)), (*pairs, (f, b))))
+            row.append(max(choices, key=lambda choice: choice[0]))
+    return row[-1][1]
+
+
+def _gain(a: _Group, b: _Group) -> int:
+    """Work that stands beside work of the other strand in one loop of both, and not in two."""
+    both = [one + other for one, other in zip(a.work, b.work, strict=True)]
+    return min(both) - min(a.work) - min(b.work)
+
+
+def _is_shorter(a: _Group, b: _Group) -> bool:
+    return a.trips is not None and b.trips is not None and 0 < a.trips < b.trips
+
+
+def _stacks(loop: Instruction) -> bool:
+    """Whether the loop keeps something of each iteration."""
+    return any(value.opcode == "dynamic-update-slice" for value in loop.called[0].root.operands)

@@ -13,9 +13,10 @@ Contract
               bodies and `jit` calls still to be inlined; whatever it was made from (scan, fori_loop, microbatching).
               One that calls shard_maps for its layers goes into them first (`manual_loop`).
     Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Loops over
-              layers merge where they are independent and their trip counts are proved equal, nested ones and those
-              in shard_maps too (`manual_merging`); others (frozen layers, encoder-decoder) stay apart and merely share
-              an iteration.
+              layers merge where they are independent and their trip counts are proved equal (`loop_merging`), nested
+              ones and those in shard_maps too (`manual_merging`); others (frozen layers) stay apart and merely share
+              an iteration. Independent loops of F(0), such as those of policy and reference, merge with each other, and
+              those of B(M-1).
     Keeps     every value that the loop computes, and so losses and gradients to the last bit: additions are not
               reordered, F(i) and B(i) run once per micro-batch.
     Leaves    everything else as it was; raises PassRefusal with the reason and the instruction.
@@ -36,9 +37,10 @@ profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sectio
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, name_strand
+from dhelix.passes.analysis.names import ALPHA, BETA, SKEWED, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_uses
 from dhelix.passes.hlo.manual_computation import inline_all, is_manual
@@ -47,7 +49,7 @@ from dhelix.passes.microbatches.constraint_folding import fold_constraints
 from dhelix.passes.microbatches.lone_collectives import drop_lone_collectives
 from dhelix.passes.microbatches.manual_loop import move_inside
 from dhelix.passes.microbatches.missing_loop import no_loop
-from dhelix.passes.strands.loop_merging import merge_loops
+from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.manual_merging import merge_manual_computations
 from dhelix.passes.strands.strand_partition import INSIDE, LayersInside, Partition, holds_backward, partition
 
@@ -103,7 +105,11 @@ class StrandDuplication:
         for beta, alpha in together if self.merge_layers else ():
             merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
             merged += merge_manual_computations(body.computation, beta.values(), alpha.values(), context)
-        replace(computation, parts, body)
+        alone = replace(computation, parts, body)
+        if self.merge_layers and not any(i.name.startswith(SKEWED) for i in loops_of(computation)):
+            at_ends = [merge_loops(computation, _left(computation, copies), (), context) for copies in alone]
+            if any(at_ends):
+                context.note("loops of one micro-batch that runs alone are one loop", loops=list(chain(*at_ends)))
         context.note(
             "two strands",
             loop.instruction,
@@ -231,8 +237,8 @@ def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: In
     return copies
 
 
-def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> None:
-    """F(0), the loop over the new body, B(M-1), in the place of the old loop."""
+def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
+    """F(0), the loop over the new body, B(M-1), in the place of the old loop. Returns copies of F(0) and of B(M-1)."""
     loop = parts.loop
     old = loop.instruction
     builder = Builder(computation)
@@ -252,6 +258,7 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
         for k, value in enumerate(loop.body.root.operands)
     ]
     hand_over(computation, old, builder.tuple(result))
+    return [forward, backward]
 
 
 def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
@@ -295,17 +302,27 @@ def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], s
     return copies
 
 
-def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> None:
-    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop."""
+def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
+    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop.
+    Returns copies of the former."""
     loop = parts.loop
     old, start = loop.instruction, loop.instruction.operands[0]
     builder = Builder(computation)
+    alone: list[Copies] = []
     if parts.trip_count % 2:
         first = _micro_batch(builder, parts, [builder.element(start, k) for k in range(loop.size)], ALPHA)
         start = builder.tuple([first[value] for value in loop.body.root.operands])
+        alone.append(first)
     strands = builder.while_loop(start, body.computation, loop.condition, old, STRANDS)
     hand_over(computation, old, builder.tuple([builder.element(strands, k) for k in range(loop.size)]))
+    return alone
 
 
 def _among(copies: Copies) -> list[Instruction]:
     return [i for i in dict.fromkeys(copies.values()) if i.opcode == "while"]
+
+
+def _left(computation: Computation, copies: Copies) -> list[Instruction]:
+    """Loops among `copies` whose results something reads."""
+    made = set(_among(copies))
+    return [i for i in computation.instructions if i in made]

@@ -26,14 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.analysis.names import ALPHA, BETA, LAYERS, STRANDS
+from dhelix.passes.analysis.names import ALPHA, BETA, FIRST, FIRST_BACK, LAST, LAST_BACK, LAYERS, SKEWED, STRANDS
 from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import drop_dead, share_equal
-from dhelix.passes.hlo.loop_state import merge, split
+from dhelix.passes.hlo.loop_state import differing_attributes, merge, split
 from dhelix.passes.hlo.stacks import last_reader, mirror_reads, slot_reads, slot_write, slots_changed
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strands.activation_sharing import Stack, write_in_place
-from dhelix.passes.strands.strand_skew import FIRST, FIRST_BACK, LAST, LAST_BACK
 
 _Ends = dict[tuple[str, str], Instruction]
 
@@ -59,7 +58,7 @@ def _ends(computation: Computation) -> _Ends:
     """Loops over some of the layers, by which layers and strand."""
     found: _Ends = {}
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
-        for name in (FIRST, LAST, FIRST_BACK, LAST_BACK):
+        for name in SKEWED:
             if loop.name.startswith(name):
                 found[name, ALPHA if loop.op_name.startswith(ALPHA) else BETA] = loop
     return found
@@ -97,6 +96,8 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
     if first in needed or first in graph.descendants(computation, [second]):
         context.note("layers at an end of the step stay apart: they depend on each other", second)
         return None
+    for key, kept, lost in differing_attributes(first, second):
+        context.note(f'merged loop has {key}="{kept}" of {first.name}; {second.name} had "{lost}"', second)
     loop, _, _ = merge(first, second, LAYERS, threaded)
     return loop
 

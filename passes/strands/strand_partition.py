@@ -30,7 +30,8 @@ from dhelix.passes.hlo.manual_computation import is_manual, manual_computations
 # What is cheaper to compute again than to carry from one iteration to the next.
 _CHEAP = frozenset(
     "add and bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice iota maximum minimum "
-    "multiply negate not or pad reshape select shift-left shift-right-logical slice subtract transpose xor".split()
+    "multiply negate not opt-barrier or pad reshape select shift-left shift-right-logical slice subtract transpose "
+    "tuple xor".split()
 )
 _CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
@@ -64,16 +65,23 @@ class Partition:
 
 def partition(loop: WhileLoop) -> Partition | None:
     """The legal split of `loop`'s body; None when the body holds no backward pass."""
-    seed = _first_backward(loop)
-    if seed is None:
+    seeds = _first_backward(loop)
+    if not seeds:
         if holds_backward(loop):
             raise LayersInside(INSIDE, loop.instruction)
         return None
-    seed = _outside_of_shard_map(loop, seed)
+    seeds = [_outside_of_shard_map(loop, seed) for seed in seeds]
     _refuse_effects(loop)
-    backward, written = _close(loop, seed)
-    _refuse_forward_reads(loop, seed, written)
-    backward |= _made_for(loop, backward, seed)
+    backward, written = _close(loop, seeds)
+    try:
+        _refuse_forward_reads(loop, seeds, written)
+    except PassRefusal:
+        if len(seeds) == 1:
+            raise
+        seeds = seeds[:1]
+        backward, written = _close(loop, seeds)
+        _refuse_forward_reads(loop, seeds, written)
+    backward |= _made_for(loop, backward, seeds)
     trips = loop.trip_count
     if trips is None:
         raise PassRefusal(
@@ -104,20 +112,26 @@ def partition(loop: WhileLoop) -> Partition | None:
     )
 
 
-def _first_backward(loop: WhileLoop) -> Instruction | None:
-    """Where the cut is proposed: the first backward layer loop, or in unrolled code the first backward layer."""
+def _first_backward(loop: WhileLoop) -> list[Instruction]:
+    """Where the cut is proposed: the first backward layer loop, or in unrolled code the first backward layer. Several
+    where models are trained side by side, as actor and critic are: loops that do not depend on each other."""
     if BACKWARD_NAME in loop.instruction.op_name:
-        return None  # itself the backward of something
+        return []  # itself the backward of something
     marked = [i for i in loop.body.instructions if BACKWARD_NAME in i.op_name and i.operands]
     loops = [(i, loop_work(i)) for i in marked if i.opcode == "while"]
     if loops:
         most = max(work for _, work in loops)
-        return next(i for i, work in loops if work * 4 >= most)
+        found: list[Instruction] = []
+        for i, work in loops:
+            if work * 4 >= most and i not in graph.descendants(loop.body, found):
+                found.append(i)
+        return found
     calls = [(i, computation_work(i.called[0])) for i in marked if is_manual(i)]
     largest, most = max(calls, key=lambda call: call[1], default=(None, 0))
-    if most * 2 > sum(work for _, work in calls):
-        return largest  # all layers, and not one of them
-    return _narrowest_cotangent(loop, marked)
+    if largest is not None and most * 2 > sum(work for _, work in calls):
+        return [largest]  # all layers, and not one of them
+    narrowest = _narrowest_cotangent(loop, marked)
+    return [] if narrowest is None else [narrowest]
 
 
 def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
@@ -169,10 +183,10 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
     return next((u for u in users[chosen] if u in path), chosen)
 
 
-def _close(loop: WhileLoop, seed: Instruction) -> tuple[set[Instruction], frozenset[int]]:
-    """Everything that depends on `seed`, through the loop state too, and the state elements that it writes."""
+def _close(loop: WhileLoop, seeds: list[Instruction]) -> tuple[set[Instruction], frozenset[int]]:
+    """Everything that depends on `seeds`, through the loop state too, and the state elements that it writes."""
     root = loop.body.root
-    backward = {seed}
+    backward = set(seeds)
     written: frozenset[int] = frozenset()
     while True:
         backward = graph.descendants(loop.body, backward) - {root}
@@ -194,13 +208,13 @@ def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int])
     return found
 
 
-def _made_for(loop: WhileLoop, backward: set[Instruction], seed: Instruction) -> set[Instruction]:
-    """What only backward reads: tuples, and what JAX made for it, but for what leads to the cut.
+def _made_for(loop: WhileLoop, backward: set[Instruction], seeds: list[Instruction]) -> set[Instruction]:
+    """What only backward reads: tuples, and what JAX made for it, but for what leads to a cut.
 
     In unrolled code, recomputation under `jax.checkpoint` depends on residuals alone: data flow would let
     forward do it, and what it makes would be alive from there on.
     """
-    needed = graph.ancestors(loop.body, [seed]) | loop.reads.keys()
+    needed = graph.ancestors(loop.body, seeds) | loop.reads.keys()
     users = loop.body.users()
     found: set[Instruction] = set()
     for instruction in reversed(loop.body.instructions):
@@ -212,12 +226,12 @@ def _made_for(loop: WhileLoop, backward: set[Instruction], seed: Instruction) ->
     return found
 
 
-def _refuse_forward_reads(loop: WhileLoop, seed: Instruction, written: frozenset[int]) -> None:
-    needed = graph.ancestors(loop.body, [seed])
+def _refuse_forward_reads(loop: WhileLoop, seeds: list[Instruction], written: frozenset[int]) -> None:
+    needed = graph.ancestors(loop.body, seeds)
     for source, k in loop.reads.items():
         if k in written and source in needed:
             reached = graph.descendants(loop.body, [source]) & needed
-            readers = {i for i in reached if i.opcode != "tuple"} - {source, seed}
+            readers = {i for i in reached if i.opcode != "tuple"} - {source, *seeds}
             if not readers:
                 continue  # the first backward loop adds to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
@@ -303,6 +317,12 @@ def _crossing(
     return recomputed, list(crossing)
 
 
+def _is_cheap(value: Instruction) -> bool:
+    """Barriers cost nothing: `jax.checkpoint` puts all that it computes again from behind one, weights too."""
+    behind_barrier = value.opcode == "get-tuple-element" and value.operands[0].opcode == "opt-barrier"
+    return value.opcode in _CHEAP or behind_barrier
+
+
 def _recipe(
     value: Instruction, loop: WhileLoop, available: Callable[[Instruction], bool]
 ) -> tuple[list[Instruction], list[Instruction]]:
@@ -314,7 +334,7 @@ def _recipe(
         current = stack.pop()
         if current in again or current in leaves or available(current):
             continue
-        if current in loop.reads or current.opcode not in _CHEAP or len(again) > 64:
+        if current in loop.reads or not _is_cheap(current) or len(again) > 64:
             leaves[current] = None
         else:
             again[current] = None

@@ -29,7 +29,7 @@ on 4 H200s, M 4, k 1 (docs/benchmarks.md). DHelix section 4.1 leaves first and l
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError, PassRefusal
-from dhelix.passes.analysis.names import BETA, name_strand
+from dhelix.passes.analysis.names import BETA, FIRST, FIRST_BACK, LAST, LAST_BACK, name_strand
 from dhelix.passes.analysis.work import loop_work
 from dhelix.passes.gradients.gradient_accumulation import accumulate
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph
@@ -40,8 +40,6 @@ from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strands.strand_duplication import emit_shared, hand_over, partitions
 from dhelix.passes.strands.strand_partition import Partition, partition
 
-FIRST, LAST = "first_layers", "last_layers"  # names of forward loops: of F1 and F2
-FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
 Copies = dict[Instruction, Instruction]
 
 
