@@ -41,6 +41,7 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Whil
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
 from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.microbatches.constraint_folding import fold_constraints
+from dhelix.passes.microbatches.loop_rolling import roll
 from dhelix.passes.microbatches.missing_loop import no_loop
 from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.strand_partition import Partition, is_shard_map, partition
@@ -113,6 +114,11 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
     """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
     that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
     fold_constraints(module)
+    for computation in dict.fromkeys([module.entry, *_called(module.entry)]):
+        try:
+            roll(computation)
+        except PassRefusal as refusal:
+            refusals.append(refusal)
     for computation, loop in list(_outermost_loops(module.entry)):
         yield from _partitions(computation, loop, refusals)
 
@@ -137,6 +143,15 @@ def _partitions(
         return
     for body, inner in list(_outermost_loops(loop.called[0])):
         yield from _partitions(body, inner, refusals)
+
+
+def _called(computation: Computation) -> Iterator[Computation]:
+    """What runs once where `computation` does: the body of a shard_map and the branches of a condition, too."""
+    for instruction in computation.instructions:
+        if instruction.opcode in ("call", "conditional"):
+            for called in instruction.called:
+                yield called
+                yield from _called(called)
 
 
 def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:

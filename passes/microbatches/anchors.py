@@ -1,0 +1,64 @@
+"""Anchors: an operation of each of N backward passes that a program holds one beside another; and what belongs to each.
+
+Written-out micro-batches are told by their backward passes: operations of one name, shape and kind, none of which
+depends on another. Layers that are written out depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from dhelix.passes.analysis.names import BACKWARD_NAME
+from dhelix.passes.hlo import Computation, Instruction, graph
+
+
+def anchors(computation: Computation) -> list[Instruction]:
+    """Of the kind with fewest; none where some kind is there once."""
+    kinds: dict[Hashable, list[Instruction]] = {}
+    for instruction in computation.instructions:
+        if (kind := _kind(instruction)) is not None:
+            kinds.setdefault(kind, []).append(instruction)
+    if any(len(members) < 2 for members in kinds.values()):
+        return []
+    # Those of one layer are as many as micro-batches; gradients of several layers' weights may be independent, too.
+    return min((_first(computation, members) for members in kinds.values()), key=len, default=[])
+
+
+def labels(computation: Computation, found: list[Instruction]) -> dict[Instruction, int]:
+    """The parts that each instruction is made of, as bits: 1 << k is the part of anchor k. 0 is what belongs to none:
+    it leads to several anchors, or neither leads to one nor follows from what does."""
+    leads_to = dict.fromkeys(computation.instructions, 0) | {anchor: 1 << k for k, anchor in enumerate(found)}
+    for instruction in reversed(computation.instructions):
+        for operand in instruction.operands:
+            leads_to[operand] |= leads_to[instruction]
+    label: dict[Instruction, int] = {}
+    for instruction in computation.instructions:
+        own = leads_to[instruction]
+        label[instruction] = own if own.bit_count() == 1 else 0
+        for operand in instruction.operands:
+            label[instruction] |= label[operand]
+    return label
+
+
+def is_backward(instruction: Instruction) -> bool:
+    return BACKWARD_NAME in instruction.op_name
+
+
+def _kind(instruction: Instruction) -> Hashable | None:
+    """Equal for what one line of a user's program became, each time that it ran; None for what carries no weight."""
+    held = instruction.opcode == "call" and any(map(is_backward, graph.walk(instruction.called[0])))
+    if not held and not (instruction.opcode in ("dot", "while") and is_backward(instruction)):
+        return None
+    proto = instruction.proto
+    shape, numbers = (part.SerializeToString(deterministic=True) for part in (proto.shape, proto.dot_dimension_numbers))
+    return instruction.opcode, instruction.op_name, shape, numbers
+
+
+def _first(computation: Computation, members: list[Instruction]) -> list[Instruction]:
+    """Those of `members` that depend on no other one."""
+    inside = set(members)
+    behind: set[Instruction] = set()
+    for instruction in computation.instructions:
+        if any(operand in behind or operand in inside for operand in instruction.operands):
+            behind.add(instruction)
+    return [member for member in members if member not in behind]
