@@ -51,7 +51,13 @@ def _kind(instruction: Instruction) -> Hashable | None:
         return None
     proto = instruction.proto
     shape, numbers = (part.SerializeToString(deterministic=True) for part in (proto.shape, proto.dot_dimension_numbers))
-    return instruction.opcode, instruction.op_name, shape, numbers
+    return instruction.opcode, _own_name(instruction), shape, numbers
+
+
+def _own_name(instruction: Instruction) -> str:
+    """The name from where it was differentiated: what stands before is another in a loop than behind it."""
+    name = instruction.op_name
+    return name[min(at for part in ("jvp(", "transpose(") if (at := name.find(part)) >= 0) :] if "(" in name else name
 
 
 def _first(computation: Computation, members: list[Instruction]) -> list[Instruction]:

@@ -67,9 +67,13 @@ class Value:
     operands: list[Value] = field(default_factory=list)
 
     @property
+    def instances(self) -> list[Instruction]:
+        return [i for i in self.row if i is not None]
+
+    @property
     def first(self) -> Instruction:
         """The instruction that stands for all."""
-        return next(i for i in self.row if i is not None)
+        return self.instances[0]
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,19 @@ class Parts:
     sums: list[Sum]
     results: list[Result]
     name: str
+
+    @property
+    def inputs(self) -> list[Value]:
+        return [value for value in self.values if value.role == "input"]
+
+    @property
+    def shared(self) -> list[Value]:
+        return [value for value in self.values if value.role == "shared"]
+
+    @property
+    def kept(self) -> list[Value]:
+        """Values of which there are results."""
+        return list(dict.fromkeys(result.value for result in self.results))
 
 
 def equal_parts(computation: Computation) -> Parts | None:
@@ -211,22 +228,22 @@ class _Search:
                 raise self._refuse(f"all of them read {first.opcode} as a whole", first)
             return Value(row, "shared")
         if None in row:
-            if self.constants.isdisjoint([first]) and _is_heavy(first):
+            if self.constants.isdisjoint([first]) and is_heavy(first):
                 raise self._refuse(f"only micro-batch {row.index(first) + 1} holds {_text(first)}", first)
             return None
         if self._alike(row) and (self._private(row) or first.opcode == "constant"):
             return None
-        for k, i in enumerate(row):
-            assert i is not None
-            if not shapes.same(i.shape, first.shape) or shapes.is_tuple(i.shape):
-                raise self._refuse(f"micro-batch {k + 1} has {_text(i)} where the first one has {_text(first)}", i)
-            if i in self.behind:
-                raise self._refuse(
-                    f"micro-batch {k + 1} reads {_text(i)} where the first one reads {_text(first)}, and that depends "
-                    "on gradients of another one",
-                    i,
-                )
+        full = [i for i in row if i is not None]
+        same = all(shapes.same(i.shape, first.shape) for i in full) and not shapes.is_tuple(first.shape)
+        if not same or not self.behind.isdisjoint(full):
+            raise self._differ(full)
         return Value(row, "input")
+
+    def _differ(self, row: list[Instruction]) -> Unequal:
+        """What one of `row` has that another one has not."""
+        odd = next((k for k, i in enumerate(row) if self.signatures.of(i) != self.signatures.of(row[0])), 1)
+        other = row[odd]
+        return self._refuse(f"micro-batch {odd + 1} has {_text(other)} where the first one has {_text(row[0])}", other)
 
     def _sum(self, chain: Chain) -> Sum:
         start, first = chain.first_summand(self.label, self.signatures)
@@ -258,15 +275,12 @@ class _Search:
     def _before_inputs(self) -> set[Instruction]:
         """What inputs are made of. Raises Unequal where that is a product: the parts are not one program."""
         inputs = [v for v in self.values if v.role == "input"]
-        before = graph.ancestors(self.computation, [i for v in inputs for i in v.row if i is not None])
-        heavy = next((i for i in before if self.label[i] and _is_heavy(i)), None)
+        before = graph.ancestors(self.computation, [i for v in inputs for i in v.instances])
+        heavy = next((i for i in before if self.label[i] and is_heavy(i)), None)
         for value in inputs if heavy is not None else ():
-            leading = graph.ancestors(self.computation, [i for i in value.row if i is not None])
-            if any(self.label[i] and _is_heavy(i) for i in leading):
-                k, other = next((k, i) for k, i in enumerate(value.row) if k and i is not None)
-                raise self._refuse(
-                    f"micro-batch {k + 1} has {_text(other)} where the first one has {_text(value.first)}", other
-                )
+            leading = graph.ancestors(self.computation, value.instances)
+            if any(self.label[i] and is_heavy(i) for i in leading):
+                raise self._differ(value.instances)
         return before
 
     def _refuse_large(self, results: list[Result]) -> None:
@@ -292,7 +306,8 @@ def _constants(computation: Computation) -> set[Instruction]:
     return found
 
 
-def _is_heavy(instruction: Instruction) -> bool:
+def is_heavy(instruction: Instruction) -> bool:
+    """Whether it is a product, or holds one; what a custom call does is not known."""
     if instruction.opcode in _HEAVY and instruction.proto.custom_call_target != "Sharding":
         return True
     return any(i.opcode in _HEAVY for called in instruction.called for i in graph.walk(called))
@@ -312,5 +327,5 @@ def _slices_of_one(row: Row) -> bool:
 
 
 def _text(instruction: Instruction) -> str:
-    where = f" of {instruction.op_name}" if instruction.op_name else ""
+    where = f" ({instruction.op_name})" if instruction.op_name else ""
     return f"{shapes.text(instruction.shape)} {instruction.opcode}{where}"

@@ -1,7 +1,7 @@
 """Sums over parts of a program: `((y0 + y1) + y2) + y3`, on top of something or not, in one order of additions.
 
-    u1 = op(y0, y1);  u2 = op(u1, y2);  ...         one chain: `op` is an addition, a maximum, ..., and each step may
-    u0 = op(start, y0);  u1 = op(u0, y1);  ...      end in sharding constraints
+u1 = op(y0, y1);  u2 = op(u1, y2);  ...         one chain: `op` is an addition, a maximum, ..., and each step may
+u0 = op(start, y0);  u1 = op(u0, y1);  ...      end in sharding constraints
 """
 
 from __future__ import annotations

@@ -33,16 +33,20 @@ profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sectio
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
-from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses
+from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses, take_over
 from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.microbatches.anchors import anchors
 from dhelix.passes.microbatches.constraint_folding import fold_constraints
+from dhelix.passes.microbatches.equal_parts import equal_parts
+from dhelix.passes.microbatches.loop_flattening import flatten
 from dhelix.passes.microbatches.loop_rolling import roll
 from dhelix.passes.microbatches.missing_loop import no_loop
+from dhelix.passes.microbatches.remainder import with_remainder
 from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.strand_partition import Partition, is_shard_map, partition
 
@@ -90,14 +94,14 @@ class StrandDuplication:
         loop = parts.loop
         if self.pairing == "forward-backward":
             body, forward, backward = _co_executed_body(parts)
-            together, replace = [(forward, backward)], _replace_loop
+            together, put_in_place = [(forward, backward)], _replace_loop
         else:
             body, together = _same_direction_body(parts, self.pairing)
-            replace = _replace_loop_by_pairs
+            put_in_place = _replace_loop_by_pairs
         merged: list[str] = []
         for beta, alpha in together if self.merge_layers else ():
             merged += merge_loops(body.computation, _among(beta), _among(alpha), context)
-        replace(computation, parts, body)
+        put_in_place(computation, parts, body)
         context.note(
             "two strands",
             loop.instruction,
@@ -115,12 +119,28 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
     that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
     fold_constraints(module)
     for computation in dict.fromkeys([module.entry, *_called(module.entry)]):
-        try:
-            roll(computation)
-        except PassRefusal as refusal:
-            refusals.append(refusal)
+        _roll(computation, refusals)
     for computation, loop in list(_outermost_loops(module.entry)):
         yield from _partitions(computation, loop, refusals)
+
+
+def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction | None:
+    """Puts micro-batches that are written out in `computation` into a loop; why not, where there are such and it cannot
+    be, goes to `refusals`."""
+    joined = with_remainder(computation, keep=_must_stay_a_call)
+    if joined is not None:
+        take_over(computation, joined.computation)
+        return roll(replace(joined, computation=computation))
+    if len(anchors(computation)) < 2:
+        return None
+    inline_calls(computation, keep=_must_stay_a_call)  # what a call does not need differs by call
+    drop_dead(computation)
+    try:
+        parts = equal_parts(computation)
+    except PassRefusal as refusal:
+        refusals.append(refusal)
+        return None
+    return None if parts is None else roll(parts)
 
 
 def _partitions(
@@ -129,18 +149,21 @@ def _partitions(
     """Of `loop`, or else of what it holds: a loop over steps may hold one over micro-batches."""
     if loop not in computation.instructions:
         return  # in a function that is called twice, and done already
-    parts = None
+    parts, why = None, []
     try:
         inline_calls(WhileLoop(loop).body, keep=_must_stay_a_call)
         drop_dead(WhileLoop(loop).body)
         for inner in loops_of(WhileLoop(loop).body):
             _inline_nested(inner)
+        loop = _flattened(loop) or loop
         parts = partition(WhileLoop(loop))
     except PassRefusal as refusal:
-        refusals.append(refusal)
+        why.append(refusal)
     if parts is not None:
         yield computation, parts
         return
+    if _roll(loop.called[0], why) is None:
+        refusals += why
     for body, inner in list(_outermost_loops(loop.called[0])):
         yield from _partitions(body, inner, refusals)
 
@@ -152,6 +175,15 @@ def _called(computation: Computation) -> Iterator[Computation]:
             for called in instruction.called:
                 yield called
                 yield from _called(called)
+
+
+def _flattened(loop: Instruction) -> Instruction | None:
+    """A loop with an iteration for each of several equal micro-batches that an iteration of `loop` holds, if any."""
+    try:
+        parts = equal_parts(loop.called[0])
+    except PassRefusal:
+        return None  # an iteration may be one micro-batch that takes several gradients
+    return None if parts is None else flatten(WhileLoop(loop), parts)
 
 
 def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
