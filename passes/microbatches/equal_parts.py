@@ -28,12 +28,15 @@ from dataclasses import dataclass, field
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, Instruction, graph, shapes
 from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.loops import is_sharding_constraint
 from dhelix.passes.microbatches.anchors import anchors, labels
 from dhelix.passes.microbatches.signatures import Signatures
 from dhelix.passes.microbatches.sums import Chain, chains
 
 _LARGE = 64 * 2**20  # bytes: stacks of what differs by part, and is no slice of one array, are up to so large
 _OF_CONSTANTS = ("broadcast", "reshape", "convert")
+_MOVING = ("reshape", "convert", "transpose", "copy")
+_CUTTING = ("slice", "dynamic-slice", "gather")
 _HEAVY = ("dot", "convolution", "custom-call")
 _ADVICE = "loop with lax.scan, or take gradients with dhelix.value_and_grad and give microbatches="
 
@@ -170,7 +173,7 @@ class _Search:
 
     def _refuse_effects(self) -> None:
         for i in self.computation.instructions:
-            if self.label[i] and (has_side_effect(i) or i.control_predecessors):
+            if self.label[i].bit_count() == 1 and (has_side_effect(i) or i.control_predecessors):
                 what = i.proto.custom_call_target or i.opcode
                 raise self._refuse(f"{what} has side effects, whose order must stay", i)
 
@@ -308,7 +311,7 @@ def _constants(computation: Computation) -> set[Instruction]:
 
 def is_heavy(instruction: Instruction) -> bool:
     """Whether it is a product, or holds one; what a custom call does is not known."""
-    if instruction.opcode in _HEAVY and instruction.proto.custom_call_target != "Sharding":
+    if instruction.opcode in _HEAVY and not is_sharding_constraint(instruction):
         return True
     return any(i.opcode in _HEAVY for called in instruction.called for i in graph.walk(called))
 
@@ -318,12 +321,12 @@ def _slices_of_one(row: Row) -> bool:
     sources = set()
     for i in row:
         assert i is not None
-        while i.opcode in ("reshape", "convert", "transpose", "copy") or i.proto.custom_call_target == "Sharding":
+        cut = False
+        while i.opcode in (*_MOVING, *_CUTTING) or is_sharding_constraint(i):
+            cut |= i.opcode in _CUTTING
             i = i.operands[0]
-        if i.opcode not in ("slice", "dynamic-slice", "gather", "get-tuple-element"):
-            return False
-        sources.add(i.operands[0])
-    return len(sources) == 1
+        sources.add(i if cut else None)
+    return len(sources) == 1 and None not in sources
 
 
 def _text(instruction: Instruction) -> str:

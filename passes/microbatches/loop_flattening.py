@@ -72,20 +72,24 @@ def _is_little(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> bool:
     others = [k for k in range(loop.size) if k not in carried and k not in loop.invariants]
     if sum(shapes.byte_size(loop.instruction.shape.tuple_shapes[k]) for k in others) > _LARGE:
         return False
-    rest = _rest(loop, parts, carried)
-    reads = {read for read, k in loop.reads.items() if k in carried}
-    if any(is_heavy(i) or has_side_effect(i) or not reads.isdisjoint(i.operands) for i in rest):
+    if any(map(has_side_effect, loop.body.instructions)):
         return False
-    return not any(has_side_effect(i) for i in loop.condition.instructions)
+    sums = {read for read, k in loop.reads.items() if k in carried}
+    rest = _rest(loop, parts, carried)
+    read = {*_wanted(loop, parts, carried), *(operand for i in rest for operand in i.operands)}
+    return sums.isdisjoint(read) and not any(map(is_heavy, rest))
+
+
+def _wanted(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
+    """What the parts read, and the state behind the iteration, but for sums."""
+    read = [i for value in (*parts.inputs, *parts.shared) for i in value.instances]
+    return read + [value for k, value in enumerate(loop.body.root.operands) if k not in carried]
 
 
 def _rest(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
     """What the iteration computes beside its parts and sums: what they read, and what follows from results."""
-    root = loop.body.root
-    wanted = [i for value in (*parts.inputs, *parts.shared) for i in value.instances]
-    wanted += [value for k, value in enumerate(root.operands) if k not in carried]
     made = {result.instruction for result in parts.results}
-    needed: set[Instruction] = set(wanted)
+    needed = set(_wanted(loop, parts, carried))
     for i in reversed(loop.body.instructions):
         if i in needed and i not in made:
             needed.update(i.operands)

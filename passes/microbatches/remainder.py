@@ -1,4 +1,4 @@
-"""Joins the micro-batches that `unroll=` leaves over behind a loop, or that stand before or behind one, with the loop's.
+"""Joins micro-batches that stand behind a loop, where `unroll=` leaves some over, or before it, with those of the loop.
 
     while i < 2: two micro-batches          g0, ..., g3 written out, g4          loop_rolling:
     g = g + backward(w, x[4])          ->                                   ->   while k < 5: one micro-batch

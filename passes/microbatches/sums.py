@@ -53,13 +53,11 @@ class Chain:
         """What the first part is added to, if anything, and what is added to it."""
         operation, *constraints = self.path
         value = operation.operands[self.slot]
-        for constraint in reversed(constraints):
-            if signatures.of(value) == signatures.of(constraint):
-                value = value.operands[0]
-        second = self.summands[0]
-        begun = [i.opcode == operation.opcode and label[i.operands[self.slot]] == 0 for i in (value, second)]
-        if begun == [True, False]:
-            return value.operands[self.slot], value.operands[1 - self.slot]
+        begun, second = _bare(value), self.summands[0]
+        if _is_begun(operation, begun, self.slot, label) and not _is_begun(operation, second, self.slot, label):
+            return begun.operands[self.slot], begun.operands[1 - self.slot]
+        if constraints and signatures.of(value) == signatures.of(constraints[0]):
+            value = value.operands[0]
         return None, value
 
 
@@ -85,14 +83,15 @@ def _follow(
 ) -> Chain | None:
     steps = [[first]]
     slot: int | None = None
-    while len(steps) < count - 1 or len(steps[-1]) < len(steps[0]):
-        at = steps[-1][-1]
-        if len(users[at]) != 1 or users[at][0].operands.count(at) != 1:
-            return None
-        user = users[at][0]
-        if is_sharding_constraint(user):
+    while True:
+        at, complete = steps[-1][-1], len(steps) == count - 1
+        alone = len(users[at]) == 1 and users[at][0].operands.count(at) == 1
+        user = users[at][0] if alone else None
+        if user and is_sharding_constraint(user) and (not complete or len(steps[-1]) < len(steps[0])):
             steps[-1].append(user)
-        elif user.opcode == first.opcode and label[user].bit_count() == len(steps) + 2:
+        elif complete:
+            break
+        elif user and user.opcode == first.opcode and label[user].bit_count() == len(steps) + 2:
             place = user.operands.index(at)
             if label[user.operands[1 - place]].bit_count() != 1 or slot not in (None, place):
                 return None
@@ -100,11 +99,25 @@ def _follow(
             steps.append([user])
         else:
             return None
-    slot = slot or 0
-    if any([*map(signatures.of, step)] != [*map(signatures.of, steps[0])] for step in steps):
+    if slot is None:  # two parts, and so no second step that tells
+        slot = next((k for k in (0, 1) if _is_begun(first, _bare(first.operands[k]), k, label)), 0)
+    path = [*map(signatures.of, steps[0])]
+    if any([*map(signatures.of, step)] != path[: len(step)] for step in steps):
+        return None
+    if any(len(step) < len(path) for step in steps[:-1]):  # what a loop hands on is often told nothing
         return None
     parts = [first.operands[slot], *(step[0].operands[1 - slot] for step in steps)]
     return Chain(tuple(label[i].bit_length() - 1 for i in parts), tuple(map(tuple, steps)), slot)
+
+
+def _is_begun(operation: Instruction, value: Instruction, slot: int, label: Labels) -> bool:
+    """Whether `value` is a first summand on top of what belongs to no part."""
+    return value.opcode == operation.opcode and label[value.operands[slot]] == 0 != label[value.operands[1 - slot]]
+
+
+def _bare(value: Instruction) -> Instruction:
+    """What a constraint says nothing but the sharding of."""
+    return value.operands[0] if is_sharding_constraint(value) else value
 
 
 def _combines(instruction: Instruction) -> bool:

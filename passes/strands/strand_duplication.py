@@ -40,7 +40,7 @@ from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses, take_over
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.microbatches.anchors import anchors
+from dhelix.passes.microbatches.anchors import anchors, is_backward
 from dhelix.passes.microbatches.constraint_folding import fold_constraints
 from dhelix.passes.microbatches.equal_parts import equal_parts
 from dhelix.passes.microbatches.loop_flattening import flatten
@@ -162,7 +162,7 @@ def _partitions(
     if parts is not None:
         yield computation, parts
         return
-    if _roll(loop.called[0], why) is None:
+    if is_backward(loop) or _roll(loop.called[0], why) is None:
         refusals += why
     for body, inner in list(_outermost_loops(loop.called[0])):
         yield from _partitions(body, inner, refusals)
@@ -180,7 +180,7 @@ def _called(computation: Computation) -> Iterator[Computation]:
 def _flattened(loop: Instruction) -> Instruction | None:
     """A loop with an iteration for each of several equal micro-batches that an iteration of `loop` holds, if any."""
     try:
-        parts = equal_parts(loop.called[0])
+        parts = None if is_backward(loop) else equal_parts(loop.called[0])
     except PassRefusal:
         return None  # an iteration may be one micro-batch that takes several gradients
     return None if parts is None else flatten(WhileLoop(loop), parts)
