@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.hlo import Computation, Instruction, graph
 
+_OF_CONSTANTS = ("broadcast", "reshape", "convert")
 _WEIGHTY = ("dot", "while")
 _RESULT = "xla.sdy.FuncResultSharding"  # says how a result of the program is split
 _DIFFERENTIATED = re.compile(r"(jvp|transpose)\(")
@@ -32,8 +33,10 @@ def anchors(computation: Computation) -> list[Instruction]:
 def labels(computation: Computation, found: list[Instruction]) -> dict[Instruction, int]:
     """The parts that each instruction is made of, as bits: 1 << k is the part of anchor k.
 
-    0 is what belongs to none: it leads to several anchors, or neither leads to one nor follows from what does.
+    0 is what belongs to none: it is constant, leads to several anchors, or neither leads to one nor follows from what
+    does.
     """
+    fixed = constants(computation)
     leads_to = dict.fromkeys(computation.instructions, 0) | {anchor: 1 << k for k, anchor in enumerate(found)}
     for instruction in reversed(computation.instructions):
         for operand in instruction.operands:
@@ -41,12 +44,21 @@ def labels(computation: Computation, found: list[Instruction]) -> dict[Instructi
     label: dict[Instruction, int] = {}
     for instruction in computation.instructions:
         own = leads_to[instruction]
-        label[instruction] = own if own.bit_count() == 1 else 0
+        label[instruction] = own if own.bit_count() == 1 and instruction not in fixed else 0
         for operand in instruction.operands:
             label[instruction] |= label[operand]
         if label[instruction] and instruction.proto.custom_call_target == _RESULT:
             label[instruction] = (1 << len(found)) - 1  # stays with the program's results
     return label
+
+
+def constants(computation: Computation) -> set[Instruction]:
+    """Constants, and what is made of them alone in no time."""
+    found: set[Instruction] = set()
+    for i in computation.instructions:
+        if i.opcode in ("constant", "iota") or (i.opcode in _OF_CONSTANTS and found.issuperset(i.operands)):
+            found.add(i)
+    return found
 
 
 def is_backward(instruction: Instruction) -> bool:

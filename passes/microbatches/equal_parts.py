@@ -29,15 +29,14 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, Instruction, graph, shapes
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.loops import is_sharding_constraint
-from dhelix.passes.microbatches.anchors import anchors, labels
+from dhelix.passes.microbatches.anchors import anchors, constants, labels
 from dhelix.passes.microbatches.signatures import Signatures
 from dhelix.passes.microbatches.sums import Chain, chains
 
 _LARGE = 64 * 2**20  # bytes: stacks of what differs by part, and is no slice of one array, are up to so large
-_OF_CONSTANTS = ("broadcast", "reshape", "convert")
 _MOVING = ("reshape", "convert", "transpose", "copy")
 _CUTTING = ("slice", "dynamic-slice", "gather")
-_HEAVY = ("dot", "convolution", "custom-call")
+_HEAVY = ("dot", "convolution")
 _ADVICE = "loop with lax.scan, or take gradients with dhelix.value_and_grad and give microbatches="
 
 type Row = tuple[Instruction | None, ...]
@@ -146,7 +145,7 @@ class _Search:
         self.label = labels(computation, found)
         self.signatures = Signatures()
         self.behind = graph.descendants(computation, found)
-        self.constants = _constants(computation)
+        self.constants = constants(computation)
         self.values: list[Value] = []
         self.known: dict[Row, Value] = {}
         self.of_part: list[dict[Instruction, Value]] = [{} for _ in found]
@@ -234,7 +233,7 @@ class _Search:
             if self.constants.isdisjoint([first]) and is_heavy(first):
                 raise self._refuse(f"only micro-batch {row.index(first) + 1} holds {_text(first)}", first)
             return None
-        if self._alike(row) and (self._private(row) or first.opcode == "constant"):
+        if self._alike(row) and (self._private(row) or self.constants.issuperset(row)):
             return None
         full = [i for i in row if i is not None]
         same = all(shapes.same(i.shape, first.shape) for i in full) and not shapes.is_tuple(first.shape)
@@ -300,20 +299,14 @@ class _Search:
                 raise self._refuse(f"{_text(largest)} {why}, and a stack of it would need memory", largest)
 
 
-def _constants(computation: Computation) -> set[Instruction]:
-    """Constants, and what is made of them alone in no time."""
-    found: set[Instruction] = set()
-    for i in computation.instructions:
-        if i.opcode in ("constant", "iota") or (i.opcode in _OF_CONSTANTS and found.issuperset(i.operands)):
-            found.add(i)
-    return found
-
-
 def is_heavy(instruction: Instruction) -> bool:
     """Whether it is a product, or holds one; what a custom call does is not known."""
-    if instruction.opcode in _HEAVY and not is_sharding_constraint(instruction):
-        return True
-    return any(i.opcode in _HEAVY for called in instruction.called for i in graph.walk(called))
+    if instruction.opcode == "custom-call":
+        drawn = "threefry" in instruction.proto.custom_call_target  # random numbers, on GPUs
+        return not (drawn or is_sharding_constraint(instruction))
+    return instruction.opcode in _HEAVY or any(
+        is_heavy(i) for called in instruction.called for i in called.instructions
+    )
 
 
 def _slices_of_one(row: Row) -> bool:

@@ -3,8 +3,8 @@
     while i < 2: two micro-batches          g0, ..., g3 written out, g4          loop_rolling:
     g = g + backward(w, x[4])          ->                                   ->   while k < 5: one micro-batch
 
-A loop whose sums go on behind it, or begin before it, is written out, and all is put into one loop, if it is proved to
-be N times the same (`equal_parts`). If not, the loop stays.
+A loop is written out, and with what stands beside it put into one loop, if all of it is proved to be N times the same
+(`equal_parts`). If not, the loop stays.
 Why it is legal: a loop is its iterations, one after another. Cost: time for the program written out, while this runs.
 """
 
@@ -22,18 +22,19 @@ from dhelix.passes.hlo.edit import (
     read_through,
     replace_all_uses,
 )
-from dhelix.passes.microbatches.anchors import is_backward
+from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
 from dhelix.passes.microbatches.equal_parts import Parts, equal_parts
 
-_LARGEST = 50_000  # instructions of a loop that is written out: some seconds
+_LARGEST = 20_000  # instructions of a loop that is written out: about a second
 
 
 def with_remainder(computation: Computation, keep: Callable[[Instruction], bool]) -> Parts | None:
     """The micro-batches of a loop of `computation` and of what stands around it, as parts of a changed copy of it."""
-    places = [n for n, i in enumerate(computation.instructions) if i.opcode == "while" and not is_backward(i)]
+    places = [n for n, i in enumerate(computation.instructions) if i.opcode == "while"]
     for place in places:
-        trips = _trips(computation.instructions[place])
-        if not trips or not _goes_on(computation, computation.instructions[place]):
+        loop = computation.instructions[place]
+        trips = _trips(loop)
+        if not trips or not _goes_on(computation, loop) or is_backward(loop):
             continue
         trial = copy_computation(computation)
         _write_out(trial.instructions[place])
@@ -59,18 +60,9 @@ def _trips(instruction: Instruction) -> int | None:
 
 
 def _goes_on(computation: Computation, loop: Instruction) -> bool:
-    """Whether both the loop and what stands beside it take gradients, and what becomes of these meets."""
-    if not any(map(is_backward, graph.walk(loop.called[0]))):
-        return False
-    from_loop = graph.descendants(computation, [loop])
-    beside = [i for i in computation.instructions if is_backward(i) and i not in from_loop]
-    others = graph.descendants(computation, beside)
-    if loop in others:
-        return True
-    return any(
-        not from_loop.isdisjoint(i.operands) and any(o in others and o not in from_loop for o in i.operands)
-        for i in computation.instructions
-    )
+    """Whether both the loop and what stands beside it take gradients."""
+    inside = any(map(is_backward, graph.walk(loop.called[0])))
+    return inside and any(map(takes_gradients, computation.instructions))
 
 
 def _write_out(instruction: Instruction) -> None:
