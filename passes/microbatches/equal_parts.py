@@ -44,7 +44,11 @@ type Row = tuple[Instruction | None, ...]
 
 
 class Unequal(PassRefusal):
-    """Parts of a program look like micro-batches and are not, or are not proved to be, N times the same."""
+    """Parts of a program look like micro-batches and are not, or are not proved to be, N times the same.
+
+    Attributes:
+      why: what differs.
+    """
 
     def __init__(self, count: int, why: str, at: Instruction | None = None) -> None:
         super().__init__(
@@ -53,6 +57,7 @@ class Unequal(PassRefusal):
             + _ADVICE,
             at,
         )
+        self.why = why
 
 
 @dataclass(eq=False)

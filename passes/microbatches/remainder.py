@@ -23,13 +23,18 @@ from dhelix.passes.hlo.edit import (
     replace_all_uses,
 )
 from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
-from dhelix.passes.microbatches.equal_parts import Parts, equal_parts
+from dhelix.passes.microbatches.equal_parts import Parts, Unequal, equal_parts
 
 _LARGEST = 20_000  # instructions of a loop that is written out: about a second
 
 
-def with_remainder(computation: Computation, keep: Callable[[Instruction], bool]) -> Parts | None:
-    """The micro-batches of a loop of `computation` and of what stands around it, as parts of a changed copy of it."""
+def with_remainder(
+    computation: Computation, keep: Callable[[Instruction], bool], refusals: list[PassRefusal]
+) -> Parts | None:
+    """The micro-batches of a loop of `computation` and of what stands around it, as parts of a changed copy of it.
+
+    Why these are not the same goes to `refusals`.
+    """
     places = [n for n, i in enumerate(computation.instructions) if i.opcode == "while"]
     for place in places:
         loop = computation.instructions[place]
@@ -42,7 +47,9 @@ def with_remainder(computation: Computation, keep: Callable[[Instruction], bool]
         drop_dead(trial)
         try:
             parts = equal_parts(trial)
-        except PassRefusal:
+        except Unequal as refusal:
+            why = f"what takes gradients beside the loop over micro-batches has no partner: {refusal.why}"
+            refusals.append(PassRefusal(why, loop))
             continue
         if parts is not None and parts.count > trips:
             return parts

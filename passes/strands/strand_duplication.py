@@ -127,7 +127,7 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
 def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction | None:
     """Puts micro-batches that are written out in `computation` into a loop; why not, where there are such and it cannot
     be, goes to `refusals`."""
-    joined = with_remainder(computation, keep=_must_stay_a_call)
+    joined = with_remainder(computation, _must_stay_a_call, refusals)
     if joined is not None:
         take_over(computation, joined.computation)
         return roll(replace(joined, computation=computation))
