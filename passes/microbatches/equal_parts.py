@@ -236,7 +236,8 @@ class _Search:
             return Value(row, "shared")
         if None in row:
             if self.constants.isdisjoint([first]) and is_heavy(first):
-                raise self._refuse(f"only micro-batch {row.index(first) + 1} holds {_text(first)}", first)
+                where = f"micro-batch {row.index(first) + 1}"
+                raise self._refuse(f"{where} makes something of {_text(first)} that others do not make", first)
             return None
         if self._alike(row) and (self._private(row) or self.constants.issuperset(row)):
             return None
@@ -266,10 +267,14 @@ class _Search:
             for operand in reader.operands:
                 if self.label[operand] in single:
                     found[single[self.label[operand]]][operand] = None
-        new = [[i for i in of if i not in known] for of, known in zip(found, self.of_part, strict=True)]
-        if len({len(of) for of in new}) == 1:
-            for row in zip(*new, strict=True):
-                if self._alike(row):
+        new: dict[bytes, list[list[Instruction]]] = {}
+        for k, of in enumerate(found):
+            for i in of:
+                if i not in self.of_part[k]:
+                    new.setdefault(self.signatures.of(i), [[] for _ in found])[k].append(i)
+        for of_parts in new.values():
+            if len({len(of) for of in of_parts}) == 1:
+                for row in zip(*of_parts, strict=True):
                     self._walk(row)
         results = []
         for k, of in enumerate(found):

@@ -13,7 +13,8 @@ from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
 
 
 def no_loop(module: HloModule) -> PassRefusal:
-    """For a program in which no loop holds a backward pass, nor several of them stand one beside another."""
+    """For a program in which no loop holds a backward pass, nor several of them stand one beside another; calls are
+    inlined."""
     if not any(is_backward(i) for i in graph.walk(module.entry)):
         return PassRefusal(
             "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
@@ -47,7 +48,6 @@ def _runs_once(instruction: Instruction) -> bool:
 def _gradient_of_gradients(computation: Computation) -> Instruction | None:
     """Where a backward pass begins whose forward pass read what another backward pass made."""
     first = graph.descendants(computation, filter(takes_gradients, computation.instructions))
-    reading = [i for i in computation.instructions if not first.isdisjoint(i.operands)]
-    again = [i for i in reading if "jvp(" in i.op_name and not is_backward(i)]
-    behind = graph.descendants(computation, [*again, *(i for i in reading if i.opcode == "call")])
+    again = [i for i in computation.instructions if "jvp(" in i.op_name and not is_backward(i)]
+    behind = graph.descendants(computation, [i for i in again if not first.isdisjoint(i.operands)])
     return next((i for i in computation.instructions if takes_gradients(i) and i in behind), None)

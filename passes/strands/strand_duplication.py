@@ -40,7 +40,7 @@ from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, inline_calls, replace_all_uses, take_over
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.microbatches.anchors import anchors, is_backward
+from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
 from dhelix.passes.microbatches.constraint_folding import fold_constraints
 from dhelix.passes.microbatches.equal_parts import equal_parts
 from dhelix.passes.microbatches.loop_flattening import flatten
@@ -118,7 +118,7 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
     """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
     that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
     fold_constraints(module)
-    for computation in dict.fromkeys([module.entry, *_called(module.entry)]):
+    for computation in reversed(dict.fromkeys([module.entry, *_called(module.entry)])):  # what is called, first
         _roll(computation, refusals)
     for computation, loop in list(_outermost_loops(module.entry)):
         yield from _partitions(computation, loop, refusals)
@@ -131,16 +131,23 @@ def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction 
     if joined is not None:
         take_over(computation, joined.computation)
         return roll(replace(joined, computation=computation))
-    if len(anchors(computation)) < 2:
+    if sum(map(takes_gradients, computation.instructions)) < 2:
         return None
-    inline_calls(computation, keep=_must_stay_a_call)  # what a call does not need differs by call
+    # What a call does not need differs by call, and sums may be made in them.
+    inline_calls(computation, keep=lambda call: _must_stay_a_call(call) or _holds_micro_batches(call))
     drop_dead(computation)
+    loop = None
     try:
-        parts = equal_parts(computation)
+        while parts := equal_parts(computation):
+            loop = roll(parts)
     except PassRefusal as refusal:
         refusals.append(refusal)
-        return None
-    return None if parts is None else roll(parts)
+    return loop
+
+
+def _holds_micro_batches(call: Instruction) -> bool:
+    loops = (i for i in graph.walk(call.called[0]) if i.opcode == "while" and not is_backward(i))
+    return any(map(is_backward, (inner for loop in loops for inner in graph.walk(loop.called[0]))))
 
 
 def _partitions(

@@ -28,8 +28,8 @@ Step = Callable[..., Any]
     "step",
     [
         steps.from_zeros, steps.from_the_first, steps.own_mean, steps.rows_of_a_batch, steps.auxiliary_outputs,
-        steps.jitted_gradient, steps.jitted_loop, steps.named_scopes, steps.written_out_layers, steps.norms,
-        steps.unrolled_scan(True), steps.steps_of_written_out,
+        steps.jitted_gradient, steps.jitted_addition, steps.jitted_loop, steps.named_scopes,
+        steps.written_out_layers, steps.norms, steps.unrolled_scan(True), steps.steps_of_written_out,
     ],
     ids=lambda step: step.__qualname__.partition(".")[0],
 )  # fmt: skip

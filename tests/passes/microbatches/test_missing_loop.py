@@ -11,6 +11,7 @@ import pytest
 
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.microbatches.missing_loop import no_loop
+from dhelix.passes.strands.strand_duplication import partitions
 from dhelix.runtime.lowering import hlo_bytes
 from dhelix.tests.passes.microbatches.written_out import WIDTH, arguments, scanned, written_out
 
@@ -28,7 +29,9 @@ def forward_alone(loss: Loss) -> Callable[..., Any]:
 
 def reason(step: Callable[..., Any]) -> str:
     w, batch = arguments(MICROBATCHES)
-    return no_loop(HloModule.from_bytes(hlo_bytes(jax.jit(step).lower(w, batch)))).reason
+    module = HloModule.from_bytes(hlo_bytes(jax.jit(step).lower(w, batch)))
+    assert not list(partitions(module, refusals := [])) and not refusals
+    return no_loop(module).reason
 
 
 @pytest.mark.parametrize("loss", [scanned, written_out])

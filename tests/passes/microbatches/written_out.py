@@ -128,6 +128,14 @@ def jitted_loop(w: Array, batch: Array) -> Any:
     return jax.jit(from_zeros)(w, batch)
 
 
+def jitted_addition(w: Array, batch: Array) -> Any:
+    add = jax.jit(lambda total, x: total + jax.grad(scanned)(w, x))
+    total = jnp.zeros_like(w)
+    for x in batch:
+        total = add(total, x)
+    return updated(w, total), total
+
+
 def named_scopes(w: Array, batch: Array) -> Any:
     grads = jnp.zeros_like(w)
     for n, x in enumerate(batch):

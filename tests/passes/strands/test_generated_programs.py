@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "fori": (("fori", "countdown", *programs.OPTAX_LOOPS), losses.STACKS),
     "unrolled": ((*programs.LOOPS, *programs.OPTAX_LOOPS), ("unrolled",)),
+    "written_out": (programs.WRITTEN_OUT, losses.STACKS),
     "nested": (programs.LOOPS, ("groups", "frozen", "encoder_decoder", "skipping")),
 }
 
