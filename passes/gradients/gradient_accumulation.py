@@ -8,8 +8,8 @@ Before:                                         After:
 Contract
     Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
               which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
-              them may stand conversions, all-reduces and sharding constraints that do not split the stack between
-              layers.
+              them may stand conversions, a constant factor, all-reduces, and sharding constraints that do not split
+              the stack between layers.
     Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
               What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
               too, since no partitioner infers it.
@@ -30,6 +30,7 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open, s
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
+from dhelix.passes.hlo.stacks import is_constant
 from dhelix.passes.manager import PassContext, Stage
 
 
@@ -159,12 +160,19 @@ def _addition(
         if user.opcode == "add":
             others = [o for o in user.operands if o is not value]
             return _Sum(element, write, user, others[0], tuple(steps)) if len(others) == 1 else None
-        reduces = user.opcode == "all-reduce" and len(user.operands) == 1
-        if user.opcode != "convert" and not reduces and not is_sharding_constraint(user):
+        if not _is_step(user, value):
             return None
         steps.append(user)
         value = user
     return None
+
+
+def _is_step(user: Instruction, value: Instruction) -> bool:
+    """Whether it does to each element of `value` what it does to a slot alone."""
+    if user.opcode in ("multiply", "divide"):
+        return all(o is value or is_constant(o) for o in user.operands)
+    reduces = user.opcode == "all-reduce" and len(user.operands) == 1
+    return user.opcode == "convert" or reduces or is_sharding_constraint(user)
 
 
 def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
@@ -174,7 +182,8 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
     builder = Builder(body)
     _, gradient, *index = one.write.operands
     for step in one.steps:
-        made = builder.copy(step, [gradient])
+        numbers = {o: _number(builder, o, gradient) for o in step.operands if is_constant(o)}
+        made = builder.copy(step, [numbers.get(o, gradient) for o in step.operands])
         made.proto.shape.CopyFrom(_like(gradient.shape, step.shape))
         gradient = made
     slot = builder.make(
@@ -190,6 +199,11 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
     outside = Builder(loop.computation).element(loop, len(loop.shape.tuple_shapes) - 1)
     replace_uses(loop.computation, one.total, _as_open(Builder(loop.computation), one, outside))
     loop.computation.sort()
+
+
+def _number(builder: Builder, constant: Instruction, slot: Instruction) -> Instruction:
+    """An array of one number, of a slot's size."""
+    return builder.make("broadcast", _like(slot.shape, constant.shape), [builder.copy(constant.operands[0], [])])
 
 
 def _as_open(builder: Builder, one: _Sum, value: Instruction) -> Instruction:

@@ -13,6 +13,7 @@ from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.gradients.accumulators import Accumulator, Use
 from dhelix.passes.hlo import Builder, Instruction
 from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.hlo.stacks import is_constant
 
 _MOVES = frozenset("convert copy reshape transpose".split())
 _SCALES = frozenset("multiply divide".split())
@@ -47,9 +48,9 @@ def _reduced(use: Use) -> Reduced | None:
     while value.opcode != "all-reduce":
         if value.opcode in _MOVES or is_sharding_constraint(value):
             source = 0
-        elif value.opcode in _SCALES and _is_constant(value.operands[1]):
+        elif value.opcode in _SCALES and is_constant(value.operands[1]):
             source = 0
-        elif value.opcode == "multiply" and _is_constant(value.operands[0]):
+        elif value.opcode == "multiply" and is_constant(value.operands[0]):
             source = 1
         else:
             return None
@@ -59,11 +60,6 @@ def _reduced(use: Use) -> Reduced | None:
     groups = device_groups(value)
     apart = max(map(len, groups), default=2) > 1
     return Reduced(use, value, tuple(reversed(steps))) if adds and apart and len(value.operands) == 1 else None
-
-
-def _is_constant(value: Instruction) -> bool:
-    """Whether it is one number, the same on all devices."""
-    return value.opcode == "broadcast" and value.operands[0].opcode == "constant" and not value.proto.dimensions
 
 
 def move_behind(one: Accumulator, found: list[Reduced]) -> None:

@@ -94,6 +94,24 @@ def replace_all_uses(computation: Computation, stands_for: Mapping[Instruction, 
     computation.root = stands_for.get(computation.root, computation.root)
 
 
+def read_through(computation: Computation) -> None:
+    """Elements of tuples that are built in the same place are read directly."""
+    computation.sort()
+    stands_for: dict[Instruction, Instruction] = {}
+    for i in computation.instructions:
+        i.operands = [stands_for.get(o, o) for o in i.operands]
+        if i.opcode == "get-tuple-element" and i.operands[0].opcode == "tuple":
+            stands_for[i] = i.operands[0].operands[i.tuple_index]
+    computation.root = stands_for.get(computation.root, computation.root)
+
+
+def take_over(computation: Computation, changed: Computation) -> None:
+    """`computation` becomes what `changed` is, which is no longer of use."""
+    computation.instructions, computation.root = changed.instructions, changed.root
+    for instruction in computation.instructions:
+        instruction.computation = computation
+
+
 def share_equal(computation: Computation) -> None:
     """Of instructions that compute the same from the same operands, one is left; calls and effects stay."""
     computation.sort()

@@ -6,6 +6,7 @@
 Which slots a loop touches follows from its proved counters (`WhileLoop.index_table`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from dhelix.errors import PassRefusal
@@ -14,6 +15,7 @@ from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.loops import WhileLoop, is_zero
 from dhelix.passes.hlo.module import Instruction
+from dhelix.passes.hlo.schema import Shape
 
 _INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # which operand says where, along dimension 0
 
@@ -136,6 +138,11 @@ def is_empty(value: Instruction | None) -> bool:
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 
+def is_constant(value: Instruction) -> bool:
+    """Whether an array is one number, the same everywhere and on all devices."""
+    return value.opcode == "broadcast" and value.operands[0].opcode == "constant" and not value.proto.dimensions
+
+
 def zeros_behind(value: Instruction) -> Instruction | None:
     """The broadcast of zero that an array is, as the program says, perhaps behind sharding constraints."""
     while is_sharding_constraint(value):
@@ -187,3 +194,45 @@ def _moved(builder: Builder, index: Instruction, by: int | Instruction) -> Instr
     if by.shape.element_type != index.shape.element_type:
         by = builder.make("convert", index.shape, [by])
     return builder.binary("add", index, by)
+
+
+def stack_of(part: Any, slots: int) -> Any:
+    """The shape of a stack of arrays of shape `part`."""
+    layout = {"minor_to_major": reversed(range(len(part.dimensions) + 1))}
+    return Shape(element_type=part.element_type, dimensions=[slots, *part.dimensions], layout=layout)
+
+
+def stack(builder: Builder, parts: Sequence[Instruction]) -> Instruction:
+    """A stack of `parts`, which have one shape."""
+    slots = [builder.make("reshape", stack_of(part.shape, 1), [part]) for part in parts]
+    return builder.make("concatenate", stack_of(parts[0].shape, len(parts)), slots, dimensions=[0])
+
+
+def read_slot(builder: Builder, whole: Instruction, index: Instruction, part: Any) -> Instruction:
+    """Slot `index` of a stack of arrays of shape `part`."""
+    at = [index, *_zeros(builder, index, len(part.dimensions))]
+    sizes = [1, *part.dimensions]
+    slot = builder.make("dynamic-slice", stack_of(part, 1), [whole, *at], dynamic_slice_sizes=sizes)
+    return builder.make("reshape", part, [slot])
+
+
+def write_slot(builder: Builder, whole: Instruction, part: Instruction, index: Instruction) -> Instruction:
+    """The stack with `part` in slot `index`."""
+    slot = builder.make("reshape", stack_of(part.shape, 1), [part])
+    at = [index, *_zeros(builder, index, len(part.shape.dimensions))]
+    return builder.make("dynamic-update-slice", whole.shape, [whole, slot, *at])
+
+
+def static_slot(builder: Builder, whole: Instruction, index: int) -> Instruction:
+    """Slot `index` of a stack."""
+    sizes = whole.shape.dimensions[1:]
+    limits = [(index, index + 1), *((0, size) for size in sizes)]
+    ranges = [{"start": start, "limit": limit, "stride": 1} for start, limit in limits]
+    part = Shape(element_type=whole.shape.element_type, dimensions=sizes)
+    part.layout.minor_to_major.extend(reversed(range(len(sizes))))
+    slot = builder.make("slice", stack_of(part, 1), [whole], slice_dimensions=ranges)
+    return builder.make("reshape", part, [slot])
+
+
+def _zeros(builder: Builder, index: Instruction, count: int) -> list[Instruction]:
+    return [builder.scalar(0, index.shape.element_type)] * count if count else []

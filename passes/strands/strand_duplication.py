@@ -11,7 +11,7 @@ Before:                                    After:
 Contract
     Consumes  a `while` over micro-batches that `strand_partition` splits legally, anywhere in the module, with loop
               bodies and `jit` calls still to be inlined; whatever it was made from (scan, fori_loop, microbatching).
-              One that calls shard_maps for its layers goes into them first (`manual_loop`).
+              `micro_batch_loops` finds it, or makes it of micro-batches that are written out.
     Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Loops over
               layers merge where they are independent and their trip counts are proved equal (`loop_merging`), nested
               ones and those in shard_maps too (`manual_merging`); others (frozen layers) stay apart and merely share
@@ -35,7 +35,6 @@ Names: `strand_alpha/` (going backward) and `strand_beta/` (going forward) are p
 profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1, design.md 3.1.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -43,15 +42,12 @@ from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.names import ALPHA, BETA, SKEWED, STRANDS, name_strand
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_uses
-from dhelix.passes.hlo.manual_computation import inline_all, is_manual
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.microbatches.constraint_folding import fold_constraints
-from dhelix.passes.microbatches.lone_collectives import drop_lone_collectives
-from dhelix.passes.microbatches.manual_loop import move_inside
 from dhelix.passes.microbatches.missing_loop import no_loop
 from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.manual_merging import merge_manual_computations
-from dhelix.passes.strands.strand_partition import INSIDE, LayersInside, Partition, holds_backward, partition
+from dhelix.passes.strands.micro_batch_loops import partitions
+from dhelix.passes.strands.strand_partition import Partition
 
 PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
 Copies = dict[Instruction, Instruction]
@@ -120,75 +116,6 @@ class StrandDuplication:
             crossing_values=len(parts.crossing),
             crossing_bytes=sum(shapes.byte_size(v.shape) for v in parts.crossing),
         )
-
-
-def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
-    """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
-    that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
-    fold_constraints(module)
-    drop_lone_collectives(module)
-    for computation, loop in list(_outermost_loops(module.entry)):
-        yield from _partitions(computation, loop, refusals)
-
-
-def _partitions(
-    computation: Computation, loop: Instruction, refusals: list[PassRefusal]
-) -> Iterator[tuple[Computation, Partition]]:
-    """Of `loop`, or else of what it holds: a loop over steps may hold one over micro-batches. A loop that calls
-    shard_maps for its layers goes into them."""
-    if loop not in computation.instructions:
-        return  # in a function that is called twice, and done already
-    parts, why = None, None
-    try:
-        inline_all(WhileLoop(loop).body)
-        parts = partition(WhileLoop(loop))
-    except PassRefusal as refusal:
-        why = refusal
-    others: list[PassRefusal] = []
-    if parts is None:
-        found = False
-        for body, inner in list(_outermost_loops(loop.called[0])):
-            for part in _partitions(body, inner, others):
-                found = True
-                yield part
-        if found:
-            refusals += [*([why] if why else []), *others]
-            return
-    if isinstance(why, LayersInside) or (parts and holds_backward(parts.loop)):
-        try:
-            moved = move_inside(computation, loop)
-        except PassRefusal as stays:
-            why = _stays_outside(parts, stays)
-        else:
-            yield from _partitions(*moved, refusals)
-            return
-    refusals += [*([why] if why else []), *others]
-    if parts is not None:
-        yield computation, parts
-
-
-def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | None:
-    """What it means that a loop over micro-batches does not go into the shard_maps that it calls."""
-    if parts is None:
-        return PassRefusal(f"{INSIDE} and cannot go into: {why.reason}", why.instruction)
-    calls = [i for i in parts.backward if is_manual(i)]
-    if not any(i.opcode == "while" for call in calls for i in graph.walk(call.called[0])):
-        return None  # nothing is stacked in there
-    cost = "loops inside of them merge, but the strands keep their residuals apart, and gradients are stacked"
-    return PassRefusal(
-        f"the loop over micro-batches cannot go into the shard_maps that it calls: {why.reason}; {cost}",
-        why.instruction,
-    )
-
-
-def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
-    """Loops of `computation` and of what it calls (the body of a shard_map is a call)."""
-    for instruction in computation.instructions:
-        if instruction.opcode == "while":
-            yield computation, instruction
-        elif instruction.opcode in ("call", "conditional"):
-            for called in instruction.called:
-                yield from _outermost_loops(called)
 
 
 def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:

@@ -37,7 +37,8 @@ from dhelix.passes.hlo.edit import copy_instructions, drop_dead
 from dhelix.passes.hlo.loop_state import bounded_condition, split
 from dhelix.passes.hlo.stacks import is_empty, last_reader, resize, resized, slot_reads, slot_write
 from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.strands.strand_duplication import emit_shared, hand_over, partitions
+from dhelix.passes.strands.micro_batch_loops import partitions
+from dhelix.passes.strands.strand_duplication import emit_shared, hand_over
 from dhelix.passes.strands.strand_partition import Partition, partition
 
 Copies = dict[Instruction, Instruction]

@@ -22,6 +22,7 @@ from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes.program_losses import DTYPES, ROWS, WIDTH, WORDS
 
 LOOPS = ("scan", "reverse", "indexed", "twice", "fori", "countdown")
+WRITTEN_OUT = ("twice", "python", "unrolled")  # by `unroll=`, or by Python
 OPTAX_LOOPS = ("optax_sum", "optax_mean", "optax_running_mean")
 GRADIENTS = ("", "second_loss", "per_example", "jitted")
 CARRIES = (
@@ -205,14 +206,24 @@ def _own_loop(p: Program, differentiate: Callable[..., Any], params: Any, batch:
         state, outputs = _loop_without_outputs(p, indexed, state)
     elif p.loop == "indexed":
         state, outputs = jax.lax.scan(indexed, state, indices)
+    elif p.loop == "python":
+        state, outputs = _python_loop(p, micro_step, state, batch)
     else:
-        unroll, reverse = (2 if p.loop == "twice" else 1), p.loop == "reverse"
+        unroll, reverse = {"twice": 2, "unrolled": True}.get(p.loop, 1), p.loop == "reverse"
         state, outputs = jax.lax.scan(micro_step, state, (indices, batch), unroll=unroll, reverse=reverse)
     gradients = outputs["stacked"] if p.accumulation == "stacked" else state["sum"]
     if p.accumulation in ("stacked", "slots"):
         gradients = jax.tree.map(lambda g: jnp.sum(g, axis=0), gradients)
     state.pop("key", None)
     return gradients, {"state": state, "outputs": outputs}
+
+
+def _python_loop(p: Program, body: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, Any]:
+    outputs = []
+    for index in range(p.microbatches):
+        state, one = body(state, (index, jax.tree.map(lambda x, n=index: x[n], batch)))
+        outputs.append(one)
+    return state, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
 
 
 def _loop_without_outputs(p: Program, body: Callable[..., Any], state: Any) -> tuple[Any, Any]:

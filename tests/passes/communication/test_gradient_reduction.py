@@ -203,7 +203,8 @@ def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> N
     weights = jnp.asarray(draw.standard_normal((LAYERS, WIDTH, WIDTH)) / 4, jnp.float32)
     batches = jnp.asarray(draw.standard_normal((5, 8, WIDTH)), jnp.float32)
     strands = strand_interleave(step, passes=(*default_passes("xla"), ANY), strict=True)
-    np.testing.assert_array_equal(strands(weights, batches), jax.jit(step)(weights, batches))
+    # over micro-batches first, over devices last: other additions than the plain step's
+    np.testing.assert_allclose(strands(weights, batches), jax.jit(step)(weights, batches), rtol=1e-5, atol=1e-6)
     (note,) = strands.report(weights, batches)[GradientReduction.name].notes
     assert not (note.instruction or "").startswith("strand_layers")
 

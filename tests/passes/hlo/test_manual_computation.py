@@ -47,7 +47,8 @@ def test_a_chain_is_read_and_made_again() -> None:
     assert [(n, split.axes) for n, split in one.results] == [(0, (('"dp"',), ('"tp"',)))]
     assert one.axis_names == ('"dp"', '"tp"') and not one.is_partial
     users = module.entry.users()
-    ((y, _),) = elements(one.to_global, users) if one.to_global else ()
+    assert one.to_global is not None
+    ((y, _),) = elements(one.to_global, users)
     again, (made,) = make_manual(module.entry, one, one.operands, one.body, [(y.shape, one.results[0][1])])
     assert again.operands == one.operands and again.results == one.results and again.axes == one.axes
     module.entry.root = made

@@ -7,42 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.microbatches.missing_loop import no_loop
+from dhelix.passes.strands.strand_duplication import partitions
 from dhelix.runtime.lowering import hlo_bytes
+from dhelix.tests.passes.microbatches.written_out import WIDTH, arguments, scanned, written_out
 
-LAYERS, MICROBATCHES, WIDTH = 4, 3, 8
+MICROBATCHES = 3
 Loss = Callable[..., jax.Array]
-
-
-def scanned(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0] ** 2)
-
-
-def written_out(w: jax.Array, x: jax.Array) -> jax.Array:
-    """Of layers as wide as a micro-batch has rows, so that gradients of weights and of activations look alike."""
-    for layer in range(LAYERS):
-        x = x + jnp.tanh(x @ w[layer])
-    return jnp.mean(x**2)
-
-
-def python_loop(loss: Loss) -> Callable[..., Any]:
-    return lambda w, batch: sum(jax.grad(loss)(w, x) for x in batch)
-
-
-def python_loop_over_a_jitted_function(loss: Loss) -> Callable[..., Any]:
-    gradient = jax.jit(jax.grad(loss))
-    return lambda w, batch: sum(gradient(w, x) for x in batch)
-
-
-def unrolled_scan(loss: Loss) -> Callable[..., Any]:
-    def add(total: jax.Array, w: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-        return total + jax.grad(loss)(w, x), None
-
-    return lambda w, batch: jax.lax.scan(lambda t, x: add(t, w, x), jnp.zeros_like(w), batch, unroll=True)[0]
 
 
 def whole_batch(loss: Loss) -> Callable[..., Any]:
@@ -54,16 +28,10 @@ def forward_alone(loss: Loss) -> Callable[..., Any]:
 
 
 def reason(step: Callable[..., Any]) -> str:
-    w = jnp.ones((LAYERS, WIDTH, WIDTH))
-    batch = jnp.asarray(np.ones((MICROBATCHES, WIDTH, WIDTH), np.float32))
-    return no_loop(HloModule.from_bytes(hlo_bytes(jax.jit(step).lower(w, batch)))).reason
-
-
-@pytest.mark.parametrize("loss", [scanned, written_out])
-@pytest.mark.parametrize("step", [python_loop, python_loop_over_a_jitted_function, unrolled_scan])
-def test_micro_batches_that_are_written_out_are_counted(step: Callable[..., Any], loss: Loss) -> None:
-    found = reason(step(loss))
-    assert "takes gradients 3 times over" in found and "a Python loop or unroll= has written out" in found
+    w, batch = arguments(MICROBATCHES)
+    module = HloModule.from_bytes(hlo_bytes(jax.jit(step).lower(w, batch)))
+    assert not list(partitions(module, refusals := [])) and not refusals
+    return no_loop(module).reason
 
 
 @pytest.mark.parametrize("loss", [scanned, written_out])
@@ -73,6 +41,26 @@ def test_layers_that_are_written_out_are_no_micro_batches(loss: Loss) -> None:
 
 def test_a_step_without_gradients() -> None:
     assert "holds no backward pass" in reason(forward_alone(scanned))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("loss", [scanned, written_out])
+def test_steps_of_an_optimizer_are_named(loss: Loss, jitted: bool) -> None:
+    gradient = jax.jit(jax.grad(loss)) if jitted else jax.grad(loss)
+
+    def step(w: jax.Array, batch: jax.Array) -> jax.Array:
+        for x in batch:
+            w = w - gradient(w, x)
+        return w
+
+    assert "steps of an optimizer, one after another" in reason(step)
+
+
+def test_gradients_of_gradients_are_named() -> None:
+    def penalty(w: jax.Array, x: jax.Array) -> jax.Array:
+        return scanned(w, x) + jnp.sum(jax.grad(scanned)(w, x) ** 2)
+
+    assert "gradients of gradients" in reason(whole_batch(penalty))
 
 
 def test_gradients_of_two_losses_are_no_micro_batches() -> None:

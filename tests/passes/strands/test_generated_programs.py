@@ -44,6 +44,7 @@ from dhelix.tests.passes.programs import Program
 
 EXAMPLES = 76  # per family, at least, all different: more than 300 in all
 EXAMPLES_OTHER = 28  # of all families, each with every pairing other than backward beside forward
+EXAMPLES_WRITTEN_OUT = 24  # whose micro-batches are written out: what they carry but for sums is left alone
 EXAMPLES_SKEWED = 60  # of strands that are a layer apart, or two
 
 # Of what hypothesis draws: how the loop over micro-batches is written, and how the layers are.
@@ -174,6 +175,12 @@ def check_many(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits(family: str) -> None:
     check_many(drawn(*FAMILIES[family]), ["forward-backward"], EXAMPLES)
+
+
+@pytest.mark.slow
+def test_micro_batches_that_are_written_out_become_strands() -> None:
+    some = drawn(programs.WRITTEN_OUT, losses.STACKS)
+    check_many(some, ["forward-backward"], EXAMPLES_WRITTEN_OUT, share=0.5)
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ def _without_barriers(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
     for computation in module.computations:
         users = computation.users()
         for barrier in [i for i in computation.instructions if i.opcode == "opt-barrier"]:
+            if barrier.operands[0].opcode != "tuple":
+                continue
             for read in users[barrier]:
                 replace_uses(computation, read, barrier.operands[0].operands[read.tuple_index])
         computation.sort()
