@@ -23,7 +23,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import REPLICAS
 from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
-from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
+from dhelix.passes.hlo.constraints import constrained, is_sharding_constraint, unspecified
 from dhelix.passes.hlo.loops import is_zero
 from dhelix.passes.hlo.stacks import zeros_behind
 
@@ -168,8 +168,8 @@ class Parts:
         if zeros := zeros_behind(value):
             return self.zeros(zeros)
         if is_sharding_constraint(value):
-            said = stated(value)
-            split = None if said is None else [f"{{{axes}}}" for axes in said[1]]
+            said, open_ = self.known.of(value) or [None] * _rank(value), unspecified(value)
+            split = [None if d in open_ else over for d, over in enumerate(said)]
             return self.placed(builder, self.of(value.operands[0]), split)
         if value.opcode in _FACTORS:
             factor = _summed_factor(value, self.known, {})
@@ -191,15 +191,12 @@ class Parts:
         return not summed.isdisjoint(self.axes)
 
     def placed(
-        self, builder: Builder, value: Instruction, split: Sequence[str] | None = None, at: int = 0
+        self, builder: Builder, value: Instruction, split: Sequence[Axes | None] | None = None, at: int = 0
     ) -> Instruction:
         """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
-        dimensions = list(split) if split is not None else ["{?}"] * (_rank(value) - 1)
-        dimensions.insert(at, "{" + ", ".join(f'"{axis}"' for axis in self.axes) + "}")
-        sharding = f"#sdy.sharding_per_value<[<@{self.known.mesh}, [{', '.join(dimensions)}]>]>"
-        made = builder.make("custom-call", value.shape, [value], custom_call_target="Sharding")
-        made.proto.frontend_attributes.map["xla.sdy.sharding"] = sharding
-        return made
+        dimensions = list(split) if split is not None else [None] * (_rank(value) - 1)
+        dimensions.insert(at, self.axes)
+        return constrained(builder, value, dimensions, self.known.mesh, self.known.axes)
 
     def _for_each(self, builder: Builder, value: Instruction) -> Instruction:
         shape = with_dimension(value.shape, 0, self.count)

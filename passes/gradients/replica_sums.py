@@ -43,6 +43,7 @@ from dhelix.passes.hlo.manual_computation import is_manual
 from dhelix.passes.hlo.stacks import zeros_behind
 from dhelix.passes.manager import PassContext, Stage
 
+_UNKNOWN = Propagated("", {}, {})
 _FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
@@ -57,7 +58,7 @@ class ReplicaSums:
         loops = list(_strand_loops(module))
         by_hand = _by_hand(module)
         automatic = any(loop.computation not in by_hand for loop in loops)
-        known = propagate(module) if automatic else Propagated("", {}, {})
+        known = _propagated(module, context) if automatic else _UNKNOWN
         users = {c: c.users() for c in module.computations}
         changed = False
         for loop in loops:
@@ -85,6 +86,14 @@ class ReplicaSums:
             computation.sort()
             drop_dead(computation)
         return changed
+
+
+def _propagated(module: HloModule, context: PassContext) -> Propagated:
+    try:
+        return propagate(module)
+    except PassRefusal as refusal:
+        context.note(f"left alone: {refusal.reason}", refusal.instruction)
+        return _UNKNOWN
 
 
 def _by_hand(module: HloModule) -> set[Computation]:
