@@ -13,14 +13,16 @@ import of tiles makes the same mesh; jaxlib does not offer it.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.hlo.constraints import MESHES, REPLICATED, TILED, is_sharding_constraint, state, unspecified
+from dhelix.passes.hlo.constraints import MESHES, REPLICATED, TILED, is_sharding_constraint, state
 
 _MESH = "mesh"
+_UNSPECIFIED = re.compile(rb"unspecified_dims=\[([\d,]*)\]")
 
 type _Digit = tuple[int, int]
 """A part of a device's number: its size, and how many devices lie between two neighbours."""
@@ -41,9 +43,9 @@ def as_shardy(module: HloModule) -> None:
     sizes = ", ".join(f'"{name}"={size}' for name, (size, _) in axes.items())
     module.proto.frontend_attributes.map[MESHES] = f"{{{_MESH} = #sdy.mesh<[{sizes}]>}}"
     for instruction, split in said.items():
-        open_ = unspecified(instruction)
-        over = [[name for digit in digits for name, axis in axes.items() if _within(axis, digit)] for digits in split]
-        state(instruction, [None if d in open_ else names for d, names in enumerate(over)], _MESH)
+        left = _left_open(instruction)
+        over = [tuple(name for digit in of for name, axis in axes.items() if _within(axis, digit)) for of in split]
+        state(instruction, [None if d in left else names for d, names in enumerate(over)], _MESH)
 
 
 def _sharded(module: HloModule) -> Iterator[Instruction]:
@@ -56,12 +58,22 @@ def _sharded(module: HloModule) -> Iterator[Instruction]:
                     yield i
 
 
+def _left_open(instruction: Instruction) -> set[int]:
+    """The dimensions that it leaves to propagation."""
+    found = _UNSPECIFIED.search(instruction.proto.backend_config)
+    return set(map(int, filter(None, found[1].split(b",")))) if found else set()
+
+
 def _digits(instruction: Instruction) -> list[list[_Digit]]:
     """For each dimension what it is split over, the major digit first."""
     tiles, rank = instruction.proto.sharding, len(instruction.shape.dimensions)
     if tiles.type == REPLICATED:
         return [[] for _ in range(rank)]
-    if tiles.type != TILED or tiles.HasField("named_sharding") or any(kind != REPLICATED for kind in tiles.last_tile_dims):
+    if (
+        tiles.type != TILED
+        or tiles.HasField("named_sharding")
+        or any(kind != REPLICATED for kind in tiles.last_tile_dims)
+    ):
         raise PassRefusal("its sharding is neither tiles nor a copy on every device", instruction)
     if tiles.tile_assignment_devices:
         raise PassRefusal("its tiles list their devices one by one, which fits no mesh", instruction)

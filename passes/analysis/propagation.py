@@ -21,7 +21,7 @@ from jaxlib.mlir import passmanager
 
 from dhelix.passes.analysis.gspmd_shardings import as_shardy
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.hlo.constraints import MESHES
+from dhelix.passes.hlo.constraints import MESHES, Split, is_sharding_constraint, stated_split
 from dhelix.passes.hlo.shardy_import import FRONTEND_ATTRIBUTES, import_shardy
 
 type Axes = tuple[str, ...]
@@ -39,10 +39,17 @@ class Propagated:
       axes: the mesh's axes and their sizes; for GSPMD in the order of devices, the last axis changing fastest.
     """
 
-    def __init__(self, mesh: str, axes: Mapping[str, int], found: dict[Instruction, list[list[Axes] | None]]) -> None:
+    def __init__(
+        self,
+        mesh: str,
+        axes: Mapping[str, int],
+        found: Mapping[Instruction, list[list[Axes] | None]],
+        said: Mapping[Instruction, list[Split]],
+    ) -> None:
         self.mesh = mesh
         self.axes = dict(axes)
         self._found = found
+        self._said = said
 
     def of(self, value: Instruction) -> list[Axes] | None:
         """What each dimension of an array is split over; None where that is not known."""
@@ -51,9 +58,16 @@ class Propagated:
     def of_operand(self, instruction: Instruction, number: int) -> list[Axes] | None:
         return self._entry(instruction, 1 + number)
 
+    def said(self, constraint: Instruction) -> list[Split] | None:
+        """What a sharding constraint says itself; None where that is not known."""
+        return self._said.get(constraint)
+
     def _entry(self, instruction: Instruction, place: int) -> list[Axes] | None:
         entries = self._found.get(instruction, [])
         return entries[place] if place < len(entries) else None
+
+
+UNKNOWN = Propagated("", {}, {}, {})
 
 
 def propagate(module: HloModule) -> Propagated:
@@ -61,35 +75,34 @@ def propagate(module: HloModule) -> Propagated:
 
     Raises PassRefusal for tiles (GSPMD) of which no mesh can be made.
     """
-    tiled = MESHES not in module.proto.frontend_attributes.map
-    marked = [i for c in module.computations for i in c.instructions if i.opcode not in ("parameter", "tuple")]
-    bare = [i for i in marked if not i.proto.HasField("frontend_attributes")]
-    for number, instruction in enumerate(marked):
-        instruction.proto.frontend_attributes.map[_MARK] = str(number)
-    try:
-        source = module.to_bytes()
-    finally:
-        for instruction in marked:
-            del instruction.proto.frontend_attributes.map[_MARK]
-        for instruction in bare:
-            instruction.proto.ClearField("frontend_attributes")
+    marked = HloModule.from_bytes(module.to_bytes())
+    own = dict(zip(_instructions(marked), _instructions(module), strict=True))
+    tiled = MESHES not in marked.proto.frontend_attributes.map
     if tiled:
-        copy = HloModule.from_bytes(source)
-        as_shardy(copy)
-        source = copy.to_bytes()
+        as_shardy(marked)
+    numbered = [i for i in own if i.opcode not in ("parameter", "tuple")]
+    for number, instruction in enumerate(numbered):
+        instruction.proto.frontend_attributes.map[_MARK] = str(number)
     context = mlir.make_ir_context()
     with context, ir.Location.unknown(context):
-        program = ir.Module.parse(hlo_to_stablehlo(source))
+        program = ir.Module.parse(hlo_to_stablehlo(marked.to_bytes()))
         import_shardy(program)
         meshes = [op.operation for op in program.body.operations if op.operation.name == "sdy.mesh"]
         if len(meshes) != 1:
-            return Propagated("", {}, {})
+            return UNKNOWN
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program.operation)
         axes = sdy.MeshAttr(meshes[0].attributes["mesh"]).axes
         sizes = {axis.name: axis.size for axis in (sdy.MeshAxisAttr(axis) for axis in axes)}
-        found = {marked[number]: entries for number, entries in _marked(program)}
+        found = {own[numbered[number]]: entries for number, entries in _marked(program)}
         mesh = "" if tiled else ir.StringAttr(meshes[0].attributes["sym_name"]).value
-        return Propagated(mesh, sizes, found)
+        constraints = {i: stated_split(i) for i in numbered if is_sharding_constraint(i)}
+        said = {own[i]: split for i, split in constraints.items() if split is not None}
+        return Propagated(mesh, sizes, found, said)
+
+
+def _instructions(module: HloModule) -> Iterator[Instruction]:
+    for computation in module.computations:
+        yield from computation.instructions
 
 
 def _marked(program: ir.Module) -> Iterator[tuple[int, list[list[Axes] | None]]]:

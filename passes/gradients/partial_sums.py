@@ -23,7 +23,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import REPLICAS
 from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
-from dhelix.passes.hlo.constraints import constrained, is_sharding_constraint, unspecified
+from dhelix.passes.hlo.constraints import Split, constrained, is_sharding_constraint
 from dhelix.passes.hlo.loops import is_zero
 from dhelix.passes.hlo.stacks import zeros_behind
 
@@ -64,6 +64,8 @@ def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instructi
     shared = set(known.axes)
     for term in terms:
         shared &= set(partial_axes(term, known, reached))
+    if is_sharding_constraint(value):  # what it splits the sum over is no replica's own any more
+        shared -= {axis for over in known.said(value) or () for axis in over or ()}
     return _ordered(shared, known)
 
 
@@ -168,9 +170,7 @@ class Parts:
         if zeros := zeros_behind(value):
             return self.zeros(zeros)
         if is_sharding_constraint(value):
-            said, open_ = self.known.of(value) or [None] * _rank(value), unspecified(value)
-            split = [None if d in open_ else over for d, over in enumerate(said)]
-            return self.placed(builder, self.of(value.operands[0]), split)
+            return self.placed(builder, self.of(value.operands[0]), self.known.said(value))
         if value.opcode in _FACTORS:
             factor = _summed_factor(value, self.known, {})
             operands = [self.of(o) if o is factor else self._for_each(builder, o) for o in value.operands]
@@ -191,7 +191,7 @@ class Parts:
         return not summed.isdisjoint(self.axes)
 
     def placed(
-        self, builder: Builder, value: Instruction, split: Sequence[Axes | None] | None = None, at: int = 0
+        self, builder: Builder, value: Instruction, split: Sequence[Split] | None = None, at: int = 0
     ) -> Instruction:
         """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
         dimensions = list(split) if split is not None else [None] * (_rank(value) - 1)

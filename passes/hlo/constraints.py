@@ -10,10 +10,12 @@ from dhelix.passes.hlo.module import HloModule, Instruction
 MESHES = "xla.sdy.meshes"
 _SHARDING = "xla.sdy.sharding"
 REPLICATED, TILED = 0, 3  # XLA's OpSharding.Type; TILED is its OTHER
-_UNSPECIFIED = re.compile(rb"unspecified_dims=\[([\d,]*)\]")
 
 type Known = tuple[str, tuple[str, ...], str]
 """A mesh, for each dimension what it is split over, and over what its sum is still open (`unreduced`): as text."""
+
+type Split = tuple[str, ...] | None
+"""The axes that a dimension is split over, the major one first; None leaves it to propagation."""
 
 
 def is_sharding_constraint(instruction: Instruction) -> bool:
@@ -41,22 +43,21 @@ def leaves_open(constraint: Instruction) -> bool:
     return known is not None and bool(known[2])
 
 
-def unspecified(constraint: Instruction) -> set[int]:
-    """The dimensions that it leaves to propagation."""
-    known = stated(constraint)
-    if known is not None:
-        return {d for d, axes in enumerate(known[1]) if axes.endswith("?")}
-    found = _UNSPECIFIED.search(constraint.proto.backend_config)
-    return set(map(int, filter(None, found[1].split(b",")))) if found else set()
+def stated_split(value: Instruction) -> list[Split] | None:
+    """The same for each dimension; what is split over a part of an axis counts as left to propagation."""
+    known = stated(value)
+    if known is None:
+        return None
+    return [tuple(re.findall(r'"([^"]+)"', axes)) if not re.search(r"\?|:", axes) else None for axes in known[1]]
 
 
 def constrained(
-    builder: Builder, value: Instruction, split: Sequence[Sequence[str] | None], mesh: str, axes: Mapping[str, int]
+    builder: Builder, value: Instruction, split: Sequence[Split], mesh: str, axes: Mapping[str, int]
 ) -> Instruction:
     """`value`, with a constraint that says how it is split.
 
     Args:
-      split: for each dimension the axes that it is split over, the major one first; None leaves it to propagation.
+      split: of each dimension.
       mesh: name of Shardy's mesh; empty for GSPMD, which reads tiles.
       axes: the mesh's axes and their sizes; for GSPMD in the order of devices, the last axis changing fastest.
     """
@@ -68,7 +69,7 @@ def constrained(
     return made
 
 
-def state(value: Instruction, split: Sequence[Sequence[str] | None], mesh: str) -> None:
+def state(value: Instruction, split: Sequence[Split], mesh: str) -> None:
     """Writes to Shardy on a parameter or a constraint how it is split, as `constrained` takes it."""
     texts = ["{?}" if over is None else "{" + ", ".join(f'"{axis}"' for axis in over) + "}" for over in split]
     said = f"<@{mesh}, [{', '.join(texts)}]>"
@@ -76,7 +77,7 @@ def state(value: Instruction, split: Sequence[Sequence[str] | None], mesh: str) 
     value.proto.frontend_attributes.map[_SHARDING] = full
 
 
-def _tile(constraint: Instruction, split: Sequence[Sequence[str] | None], axes: Mapping[str, int]) -> None:
+def _tile(constraint: Instruction, split: Sequence[Split], axes: Mapping[str, int]) -> None:
     names = list(axes)
     used = [axis for over in split for axis in over or ()]
     rest = [axis for axis in names if axis not in used]
