@@ -59,7 +59,7 @@ def import_shardy(module: ir.Module) -> None:
 
 
 def _speaks_shardy(module: ir.Module) -> bool:
-    """Whether it came from Shardy; of a program that was lowered for GSPMD, XLA's pass would take away all shardings."""
+    """Whether Shardy's form is in it. From a program lowered for GSPMD, XLA's pass would take away all shardings."""
 
     def speaks(op: ir.Operation) -> bool:
         said = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES]) if FRONTEND_ATTRIBUTES in op.attributes else ()
