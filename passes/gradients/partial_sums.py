@@ -23,7 +23,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import REPLICAS
 from dhelix.passes.analysis.propagation import Axes, Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
-from dhelix.passes.hlo.constraints import is_sharding_constraint, stated
+from dhelix.passes.hlo.constraints import Split, constrained, is_sharding_constraint
 from dhelix.passes.hlo.loops import is_zero
 from dhelix.passes.hlo.stacks import zeros_behind
 
@@ -64,6 +64,8 @@ def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instructi
     shared = set(known.axes)
     for term in terms:
         shared &= set(partial_axes(term, known, reached))
+    if is_sharding_constraint(value):  # what it splits the sum over is no replica's own any more
+        shared -= {axis for over in known.said(value) or () for axis in over or ()}
     return _ordered(shared, known)
 
 
@@ -168,9 +170,7 @@ class Parts:
         if zeros := zeros_behind(value):
             return self.zeros(zeros)
         if is_sharding_constraint(value):
-            said = stated(value)
-            split = None if said is None else [f"{{{axes}}}" for axes in said[1]]
-            return self.placed(builder, self.of(value.operands[0]), split)
+            return self.placed(builder, self.of(value.operands[0]), self.known.said(value))
         if value.opcode in _FACTORS:
             factor = _summed_factor(value, self.known, {})
             operands = [self.of(o) if o is factor else self._for_each(builder, o) for o in value.operands]
@@ -191,15 +191,12 @@ class Parts:
         return not summed.isdisjoint(self.axes)
 
     def placed(
-        self, builder: Builder, value: Instruction, split: Sequence[str] | None = None, at: int = 0
+        self, builder: Builder, value: Instruction, split: Sequence[Split] | None = None, at: int = 0
     ) -> Instruction:
         """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
-        dimensions = list(split) if split is not None else ["{?}"] * (_rank(value) - 1)
-        dimensions.insert(at, "{" + ", ".join(f'"{axis}"' for axis in self.axes) + "}")
-        sharding = f"#sdy.sharding_per_value<[<@{self.known.mesh}, [{', '.join(dimensions)}]>]>"
-        made = builder.make("custom-call", value.shape, [value], custom_call_target="Sharding")
-        made.proto.frontend_attributes.map["xla.sdy.sharding"] = sharding
-        return made
+        dimensions = list(split) if split is not None else [None] * (_rank(value) - 1)
+        dimensions.insert(at, self.axes)
+        return constrained(builder, value, dimensions, self.known.mesh, self.known.axes)
 
     def _for_each(self, builder: Builder, value: Instruction) -> Instruction:
         shape = with_dimension(value.shape, 0, self.count)

@@ -32,7 +32,7 @@ from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import STRANDS
-from dhelix.passes.analysis.propagation import Axes, Propagated, propagate
+from dhelix.passes.analysis.propagation import UNKNOWN, Axes, Propagated, propagate
 from dhelix.passes.gradients.accumulators import Accumulator, Use, accumulator
 from dhelix.passes.gradients.late_reductions import move_behind, reduced
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
@@ -57,7 +57,7 @@ class ReplicaSums:
         loops = list(_strand_loops(module))
         by_hand = _by_hand(module)
         automatic = any(loop.computation not in by_hand for loop in loops)
-        known = propagate(module) if automatic else Propagated("", {}, {})
+        known = _propagated(module, context) if automatic else UNKNOWN
         users = {c: c.users() for c in module.computations}
         changed = False
         for loop in loops:
@@ -85,6 +85,14 @@ class ReplicaSums:
             computation.sort()
             drop_dead(computation)
         return changed
+
+
+def _propagated(module: HloModule, context: PassContext) -> Propagated:
+    try:
+        return propagate(module)
+    except PassRefusal as refusal:
+        context.note(f"left alone: {refusal.reason}", refusal.instruction)
+        return UNKNOWN
 
 
 def _by_hand(module: HloModule) -> set[Computation]:

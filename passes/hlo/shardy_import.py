@@ -48,13 +48,24 @@ def import_shardy(module: ir.Module) -> None:
         _drop_empty_tilings(op)
         if _has_tuple_result(op):
             _split_tuple(op)
-    _run(module, _IMPORT_ATTRIBUTES)
+    if _speaks_shardy(module):
+        _run(module, _IMPORT_ATTRIBUTES)
     for op in _collect(module, _is_sharding_constraint):
         _import_sharding_constraint(op)
     while calls := _collect(module, _is_manual_computation):
         for call in calls:
             _import_manual_computation(module, call)
         _run(module, _DROP_UNUSED)
+
+
+def _speaks_shardy(module: ir.Module) -> bool:
+    """Whether Shardy's form is in it. From a program lowered for GSPMD, XLA's pass would take away all shardings."""
+
+    def speaks(op: ir.Operation) -> bool:
+        said = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES]) if FRONTEND_ATTRIBUTES in op.attributes else ()
+        return any(entry.name.startswith("xla.sdy.") for entry in said)
+
+    return bool(_collect(module, speaks))
 
 
 def symbol_name(op: ir.Operation) -> str:

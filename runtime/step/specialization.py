@@ -23,6 +23,11 @@ from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.meetings import Job
 from dhelix.runtime.step.schedules import Choice, alternatives
 
+_TO_ONE_DEVICE = b"SPMDFullToShardShape"  # how a shard_map begins in HLO that is lowered for GSPMD
+_MANUAL_IN_GSPMD = (
+    "the passes know a shard_map only as it is lowered for Shardy, JAX's default"
+    " (jax_use_shardy_partitioner=True), and this one is lowered for GSPMD"
+)
 _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes= or strict=True run all the same)"
 
 
@@ -120,6 +125,8 @@ class Specialization:
 
     def _begin(self, choice: Choice) -> registration.Session:
         module = lowering.hlo_bytes(self.original)
+        if _TO_ONE_DEVICE in module:  # what was made of one could abort the process in XLA, not only fail to compile
+            raise DhelixError(_MANUAL_IN_GSPMD)
         return registration.Session(choice.manager(self.original), module, fingerprint.module_name(module))
 
     @contextlib.contextmanager
