@@ -21,7 +21,7 @@ from dhelix.passes.hlo import HloModule, shapes
 from dhelix.runtime import broken_off, lowering
 
 SLACK = 0.025
-"""Of the plain step's memory, that a step may need more: 3 % (DHelix section 6), less what gaps between buffers take."""
+"""Of the plain step's memory, that a step may need more: 3 % (DHelix section 6), less what is lost in gaps."""
 
 
 @dataclass(frozen=True)

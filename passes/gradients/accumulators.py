@@ -12,15 +12,26 @@ All of it is found by one closure: from an element of a loop's state to what rea
 from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.stacks import zeros_behind
 
-type Users = dict[Computation, dict[Instruction, list[Instruction]]]
 type Use = tuple[Instruction, int]
 """An instruction and the number of one of its operands."""
 
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
+
+
+class Readers:
+    """Who reads what in a module, and which loop a body is of; to be made once, before anything is changed."""
+
+    def __init__(self, module: HloModule) -> None:
+        self._users = {c: c.users() for c in module.computations}
+        loops = (i for c in module.computations for i in c.instructions if i.opcode == "while")
+        self.loops = {loop.called[0]: loop for loop in loops}
+
+    def of(self, value: Instruction) -> list[Instruction]:
+        return self._users[value.computation][value]
 
 
 @dataclass
@@ -49,7 +60,7 @@ class Accumulator:
         return any(value.opcode in _SLICED for value in self.values)
 
 
-def accumulator(loop: Instruction, element: int, users: Users) -> Accumulator | None:
+def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
     """What element `element` of a loop's state is part of. None where it is nothing that is added to.
 
     Raises PassRefusal where it is added to and more is done with it inside of a loop than that.
@@ -58,7 +69,7 @@ def accumulator(loop: Instruction, element: int, users: Users) -> Accumulator | 
         return None
     found = Accumulator(loop.computation)
     refusals: list[PassRefusal] = []
-    _close(found, loop, element, users)
+    _close(found, loop, element, readers)
     for value in found.values:
         try:
             _look_at(found, value)
@@ -69,13 +80,12 @@ def accumulator(loop: Instruction, element: int, users: Users) -> Accumulator | 
     if refusals:
         raise refusals[0]
     for value in found.values:
-        _look_at_readers(found, value, users)
+        _look_at_readers(found, value, readers)
     return found
 
 
-def _close(found: Accumulator, loop: Instruction, element: int, users: Users) -> None:
+def _close(found: Accumulator, loop: Instruction, element: int, readers: Readers) -> None:
     """Fills in `values` and `elements`."""
-    bodies = {i.called[0]: i for c in users for i in c.instructions if i.opcode == "while"}
     loops: list[Use] = [(loop, element)]
     values: list[Instruction] = []
     while loops or values:
@@ -83,7 +93,7 @@ def _close(found: Accumulator, loop: Instruction, element: int, users: Users) ->
             one = loops.pop()
             if one not in found.elements:
                 found.elements[one] = None
-                values += _held_by(*one, users)
+                values += _held_by(*one, readers)
                 state, number = one
                 found.zeros += [(start, number) for start in state.operands if zeros_behind(start.operands[number])]
             continue
@@ -93,27 +103,27 @@ def _close(found: Accumulator, loop: Instruction, element: int, users: Users) ->
         found.values[value] = None
         if value.opcode == "get-tuple-element":
             source = value.operands[0]
-            of = bodies.get(source.computation) if source.opcode == "parameter" else source
+            of = readers.loops.get(source.computation) if source.opcode == "parameter" else source
             if of is not None and of.opcode == "while":
                 loops.append((of, value.tuple_index))
-        for user in users[value.computation][value]:
+        for user in readers.of(value):
             if user.opcode == "tuple":
-                owners = [u for u in users[user.computation][user] if u.opcode == "while"]
-                if user is user.computation.root and user.computation in bodies:
-                    owners.append(bodies[user.computation])
+                owners = [u for u in readers.of(user) if u.opcode == "while"]
+                if user is user.computation.root and user.computation in readers.loops:
+                    owners.append(readers.loops[user.computation])
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
             elif user.opcode in (*_SLICED, "add") or is_sharding_constraint(user):
                 values.append(user)
 
 
-def _held_by(loop: Instruction, element: int, users: Users) -> list[Instruction]:
+def _held_by(loop: Instruction, element: int, readers: Readers) -> list[Instruction]:
     """What one element of a loop's state is: at its start, in the body, handed on, and behind the loop."""
     initial, (body, condition) = loop.operands[0], loop.called
     if initial.opcode != "tuple" or body.root.opcode != "tuple":
         raise PassRefusal("a loop carries gradients otherwise than in a tuple", loop)
     held = [initial.operands[element], body.root.operands[element]]
     for source in (body.parameters[0], condition.parameters[0], loop):
-        for read in users[source.computation][source]:
+        for read in readers.of(source):
             if read.opcode != "get-tuple-element":
                 raise PassRefusal("a loop's state is read as a whole", read)
             if read.tuple_index == element:
@@ -154,13 +164,13 @@ def _look_at(found: Accumulator, value: Instruction) -> None:
             raise PassRefusal(f"gradients are made by {value.opcode} before they are added up", value)
 
 
-def _look_at_readers(found: Accumulator, value: Instruction, users: Users) -> None:
+def _look_at_readers(found: Accumulator, value: Instruction, readers: Readers) -> None:
     """Behind all loops anything may read the sum; inside, nothing but what adds to it."""
-    for user in users[value.computation][value]:
+    for user in readers.of(value):
         for number in [k for k, o in enumerate(user.operands) if o is value]:
             if user in found.values and user.opcode != "get-tuple-element":
                 continue
-            if user.opcode == "tuple" and any((loop, number) in found.elements for loop in _loops_of(user, users)):
+            if user.opcode == "tuple" and any((loop, number) in found.elements for loop in _loops_of(user, readers)):
                 continue
             if value.computation is not found.home:
                 raise PassRefusal(f"a sum of gradients is read by {user.opcode} between micro-batches", user)
@@ -169,10 +179,9 @@ def _look_at_readers(found: Accumulator, value: Instruction, users: Users) -> No
         raise PassRefusal("a sum of gradients is what a function returns", value)
 
 
-def _loops_of(state: Instruction, users: Users) -> list[Instruction]:
+def _loops_of(state: Instruction, readers: Readers) -> list[Instruction]:
     """The loops that a tuple is the initial state of, or what the body hands on."""
-    started = [u for u in users[state.computation][state] if u.opcode == "while"]
-    if state is not state.computation.root:
-        return started
-    every = (i for computation in users for i in computation.instructions if i.opcode == "while")
-    return started + [loop for loop in every if loop.called[0] is state.computation]
+    started = [u for u in readers.of(state) if u.opcode == "while"]
+    if state is state.computation.root and state.computation in readers.loops:
+        started.append(readers.loops[state.computation])
+    return started

@@ -2,16 +2,18 @@
 
     acc[l] += steps(all-reduce(g))      ->      acc[l] += steps(g)      ...      all-reduce(acc)
 
-An all-reduce of a sum is the sum of all-reduces, and steps that only move elements, change their type or scale them by
-a constant may stand before it. What is reduced in the end is the accumulator, in the type that the program reduces in.
-Other readers of an all-reduce keep it.
+An all-reduce of a sum is the sum of all-reduces, and steps that only move elements, scale them by a constant or make
+them floating point numbers of other precision may stand before it. What is reduced in the end is the accumulator, in
+the widest type that the program reduces in, or in its own where that is float16. Other readers of an all-reduce keep
+it.
 """
 
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.gradients.accumulators import Accumulator, Use
-from dhelix.passes.hlo import Builder, Instruction
+from dhelix.passes.gradients.partial_sums import addition, keeps_sums
+from dhelix.passes.hlo import Builder, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.stacks import is_constant
 
@@ -46,6 +48,8 @@ def _reduced(use: Use) -> Reduced | None:
     reader, number = use
     value, steps = reader.operands[number], list[Instruction]()
     while value.opcode != "all-reduce":
+        if value.opcode == "convert" and not keeps_sums(value):
+            return None
         if value.opcode in _MOVES or is_sharding_constraint(value):
             source = 0
         elif value.opcode in _SCALES and is_constant(value.operands[1]):
@@ -73,21 +77,24 @@ def move_behind(one: Accumulator, found: list[Reduced]) -> None:
             made = builder.copy(step, [value if o is known else o for o in step.operands])
             known, value = step, made
         reader.operands[number] = value
-    last = found[-1].collective
+    widest = max(found, key=lambda each: shapes.byte_size(shapes.scalar(each.collective.shape.element_type)))
     sums: dict[Instruction, Instruction] = {}
     for reader, number in one.ends:
         value = reader.operands[number]
         if value not in sums:
-            sums[value] = _all_reduce(last, value)
+            sums[value] = _all_reduce(widest.collective, value)
         reader.operands[number] = sums[value]
 
 
 def _all_reduce(like: Instruction, value: Instruction) -> Instruction:
     builder = Builder(value.computation)
+    kept = like.shape.element_type
+    if kept == shapes.F16:  # whose range may be too small for a sum over micro-batches
+        kept = value.shape.element_type
     narrow = type(value.shape)()
     narrow.CopyFrom(value.shape)
-    narrow.element_type = like.shape.element_type
+    narrow.element_type = kept
     part = builder.make("convert", narrow, [value])
-    made = builder.copy(like, [part])
+    made = builder.copy(like, [part], [addition(builder, kept)])
     made.proto.shape.CopyFrom(narrow)
     return builder.make("convert", value.shape, [made])

@@ -53,12 +53,16 @@ def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instructi
         axes = {axis for _, split in summed for axis in split}
         if axes or value.opcode == "dot":
             return _ordered(axes, known)
+    if value.opcode == "pad" and not is_zero(value.operands[1]):
+        raise PassRefusal("a gradient is padded with something else than zeros", value)
+    if value.opcode == "convert" and not keeps_sums(value):
+        raise PassRefusal("a gradient is rounded to integers or to few bits", value)
     if value.opcode in _ALIKE | {"reduce"} or is_sharding_constraint(value):
         terms = value.operands[:1] if value.opcode in ("pad", "reduce") else value.operands
     elif value.opcode in _SUMS:
         terms = value.operands
     elif value.opcode in _FACTORS:
-        return partial_axes(_summed_factor(value, known, reached), known, reached)
+        return partial_axes(value.operands[_summed_factor(value, known, reached)], known, reached)
     else:
         raise PassRefusal(f"a gradient is made by {value.opcode}, which is no plain sum over replicas", value)
     shared = set(known.axes)
@@ -69,13 +73,14 @@ def _partial_axes(value: Instruction, known: Propagated, reached: dict[Instructi
     return _ordered(shared, known)
 
 
-def _summed_factor(value: Instruction, known: Propagated, reached: dict[Instruction, Axes]) -> Instruction:
-    """The factor of a product that is a sum; only the first one of a quotient can be."""
+def _summed_factor(value: Instruction, known: Propagated, reached: dict[Instruction, Axes]) -> int:
+    """The number of the factor of a product that is taken apart; the other one, be it the same sum, stays whole. Of a
+    quotient only the first one can be."""
     refusal: PassRefusal | None = None
-    for factor in value.operands[: 1 if value.opcode == "divide" else 2]:
+    for number, factor in enumerate(value.operands[: 1 if value.opcode == "divide" else 2]):
         try:
             if partial_axes(factor, known, reached):
-                return factor
+                return number
         except PassRefusal as found:
             refusal = refusal or found
     raise refusal or PassRefusal("a gradient is scaled, and neither factor is a sum over replicas", value)
@@ -173,7 +178,8 @@ class Parts:
             return self.placed(builder, self.of(value.operands[0]), self.known.said(value))
         if value.opcode in _FACTORS:
             factor = _summed_factor(value, self.known, {})
-            operands = [self.of(o) if o is factor else self._for_each(builder, o) for o in value.operands]
+            each = enumerate(value.operands)
+            operands = [self.of(o) if number == factor else self._for_each(builder, o) for number, o in each]
         elif value.opcode in ("pad", "reduce"):
             operands = [self.of(value.operands[0]), value.operands[1]]
         else:
@@ -194,7 +200,7 @@ class Parts:
         self, builder: Builder, value: Instruction, split: Sequence[Split] | None = None, at: int = 0
     ) -> Instruction:
         """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
-        dimensions = list(split) if split is not None else [None] * (_rank(value) - 1)
+        dimensions: list[Split] = list(split) if split is not None else [None] * (_rank(value) - 1)
         dimensions.insert(at, self.axes)
         return constrained(builder, value, dimensions, self.known.mesh, self.known.axes)
 
@@ -315,8 +321,16 @@ class Parts:
         return builder.make("reshape", with_dimension(value.shape, 0, self.count), [made])
 
 
+def keeps_sums(convert: Instruction) -> bool:
+    """Whether what parts are converted to adds up to what the sum is converted to, but for one rounding to a floating
+    point type of 16 bits or more."""
+    types = {convert.shape.element_type, convert.operands[0].shape.element_type}
+    return types <= {shapes.F16, shapes.BF16, shapes.F32, shapes.F64}
+
+
 def summed_type(values: Sequence[Instruction]) -> int:
-    """The widest type in which the program sums these over devices, as XLA numbers types; at least one of 16 bits."""
+    """The widest type in which the program sums these over devices, as XLA numbers types. Not float16: what is summed
+    over micro-batches first may lie beyond its range."""
     found: list[Any] = []
     waiting = list(values)
     while waiting:
@@ -326,7 +340,7 @@ def summed_type(values: Sequence[Instruction]) -> int:
         else:
             waiting += [o for o in value.operands if o.opcode != "parameter"][:2]
     widest = max(found, key=lambda shape: shapes.byte_size(type(shape)(element_type=shape.element_type))).element_type
-    return widest if widest in (shapes.BF16, shapes.F16, shapes.F64) else shapes.F32
+    return widest if widest in (shapes.BF16, shapes.F64) else shapes.F32
 
 
 def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
@@ -342,13 +356,14 @@ def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
         with_dimensions(narrow, sizes),
         [part, zero],
         name=REPLICAS,
-        called=[_addition(builder, element_type)],
+        called=[addition(builder, element_type)],
         dimensions=[at],
     )
     return builder.make("convert", with_dimensions(value.shape, sizes), [made])
 
 
-def _addition(builder: Builder, element_type: int) -> Computation:
+def addition(builder: Builder, element_type: int) -> Computation:
+    """What a reduction in that type applies."""
     inside = Builder(builder.module.new_computation(REPLICAS))
     a, b = (inside.parameter(k, shapes.scalar(element_type)) for k in range(2))
     return inside.finish(inside.binary("add", a, b))

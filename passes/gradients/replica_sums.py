@@ -33,8 +33,8 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import STRANDS
 from dhelix.passes.analysis.propagation import UNKNOWN, Axes, Propagated, propagate
-from dhelix.passes.gradients.accumulators import Accumulator, Use, accumulator
-from dhelix.passes.gradients.late_reductions import move_behind, reduced
+from dhelix.passes.gradients.accumulators import Accumulator, Readers, Use, accumulator
+from dhelix.passes.gradients.late_reductions import Reduced, move_behind, reduced
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
@@ -58,29 +58,30 @@ class ReplicaSums:
         by_hand = _by_hand(module)
         automatic = any(loop.computation not in by_hand for loop in loops)
         known = _propagated(module, context) if automatic else UNKNOWN
-        users = {c: c.users() for c in module.computations}
         changed = False
         for loop in loops:
             found: list[tuple[Accumulator, Axes]] = []
-            late = 0
+            late: list[tuple[Accumulator, list[Reduced]]] = []
+            readers = Readers(module)
             reasons: dict[str, int] = {}
             for element in range(len(loop.shape.tuple_shapes)):
                 try:
-                    one = accumulator(loop, element, users)
+                    one = accumulator(loop, element, readers)
                     if one is not None and (collectives := reduced(one)):
-                        move_behind(one, collectives)
-                        late += 1
+                        late.append((one, collectives))
                     elif one is not None and loop.computation not in by_hand and (axes := _open_axes(one, known)):
                         found.append((one, axes))
                 except PassRefusal as refusal:
                     reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
+            for one, collectives in late:
+                move_behind(one, collectives)
             for one, axes in found:
                 _open(one, Parts(known, axes))
             _note(found, loop, context)
             if late:
-                context.note("all-reduces of gradients stand behind the last micro-batch", loop, accumulators=late)
+                context.note("all-reduces of gradients stand behind the last micro-batch", loop, accumulators=len(late))
             context.left_alone(reasons)
-            changed |= bool(found) or late > 0
+            changed |= bool(found or late)
         for computation in module.computations if changed else ():
             computation.sort()
             drop_dead(computation)

@@ -127,6 +127,40 @@ def test_reduced_layer_by_layer_in_the_last_backward_pass() -> None:
     assert "layer by layer" in report["gradient-reduction"].notes[0].message
 
 
+@pytest.mark.parametrize("kind", ["squares", "rounded to integers", "padded", "float16", "by hand, to integers"])
+def test_what_is_no_sum_of_its_parts_stays_right(kind: str) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), "dp")
+    dtype = jnp.float16 if kind == "float16" else jnp.float32
+    scale = 300.0 if kind == "float16" else 1.0  # sums of micro-batches lie beyond float16
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x.astype(dtype), w)
+        return scale * jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def added(w: jax.Array, x: jax.Array) -> jax.Array:
+        g = jax.grad(loss)(w, x).astype(jnp.float32)
+        if kind == "by hand, to integers":
+            g = jax.lax.pmean(g, "dp")
+        if "integers" in kind:
+            return (100 * g).astype(jnp.int32).astype(jnp.float32)
+        if kind == "padded":
+            return jax.lax.pad(g, 1.0, ((0, 0, 0), (0, 0, 0), (1, 0, 0)))[..., :-1]
+        return g * g if kind == "squares" else g
+
+    def step(w: jax.Array, rows: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, x: (c + added(w, x), None), jnp.zeros(w.shape), rows)[0]
+
+    if kind == "by hand, to integers":
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(None, "dp")), out_specs=P(), check_vma=False)
+    random = np.random.default_rng(0)
+    w = jax.device_put((random.standard_normal((3, 8, 8)) * 0.3).astype(dtype), NamedSharding(mesh, P()))
+    rows = random.standard_normal((4, 8, 8)).astype(np.float32)
+    rows = jax.device_put(rows, NamedSharding(mesh, P(None, "dp")))
+    want, got = jax.jit(step)(w, rows), strand_interleave(step, strict=True)(w, rows)
+    tolerance = 2.0**-8 if kind == "float16" else 1e-4
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * float(jnp.abs(want).max()))
+
+
 def train(case: Case, **options: Any) -> Any:
     """Five steps beside the plain step. Returns what the passes did."""
     plain, ours = jax.jit(case.step, compiler_options=OPTIONS), case.ours(**options)
