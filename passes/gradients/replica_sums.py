@@ -37,7 +37,7 @@ from dhelix.passes.gradients.accumulators import Accumulator, Readers, Use, accu
 from dhelix.passes.gradients.late_reductions import Reduced, move_behind, reduced
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
-from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.manual_computation import is_manual
 from dhelix.passes.hlo.stacks import zeros_behind
@@ -113,7 +113,15 @@ def _strand_loops(module: HloModule) -> Iterator[Instruction]:
 
 
 def _open_axes(one: Accumulator, known: Propagated) -> Axes:
-    """The axes over which all that is added is a sum, and over which the accumulator is not split."""
+    """The axes over which all that is added is a sum, and over which the accumulator is not split.
+
+    Raises PassRefusal where the program has a type for what becomes of the sum while it is open (`unreduced`).
+    """
+    behind = graph.descendants(one.home, [reader for reader, _ in one.ends])
+    if any(leaves_open(value) for value in behind):
+        raise PassRefusal(
+            "the program itself keeps a sum over replicas open behind the last micro-batch", one.home.root
+        )
     reached: dict[Instruction, Axes] = {}
     axes = set(known.axes)
     for reader, number in one.added:

