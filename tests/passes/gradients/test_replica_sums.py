@@ -127,6 +127,15 @@ def test_reduced_layer_by_layer_in_the_last_backward_pass() -> None:
     assert "layer by layer" in report["gradient-reduction"].notes[0].message
 
 
+def test_programs_lowered_for_gspmd() -> None:
+    before = jax.config.jax_use_shardy_partitioner
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        assert train(Case({"dp": 2, "tp": 2}))["replica-sums"].outcome == CHANGED
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
 @pytest.mark.parametrize("kind", ["squares", "rounded to integers", "padded", "float16", "by hand, to integers"])
 def test_what_is_no_sum_of_its_parts_stays_right(kind: str) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), "dp")
