@@ -15,7 +15,8 @@ Contract
               summed over and the accumulator is not split over. Behind the last loop stands their sum over R, in the
               type in which the program summed over replicas.
     Leaves    gradients of which that is not so (made by loops or custom calls, or read between micro-batches), with the
-              reason: they are left to XLA's own motion of all-reduces out of loops. Programs without a Shardy mesh.
+              reason: they are left to XLA's own motion of all-reduces out of loops. Programs with several
+              Shardy meshes, and those lowered for GSPMD of whose tiles no mesh can be made, with the reason.
 
 Why it is legal: an accumulator is the sum of its parts throughout: zeros are, and a sum is added to part by part. Only
 the order of additions changes: over micro-batches first, over replicas last. Where values lie never changes what is

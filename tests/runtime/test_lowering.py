@@ -98,6 +98,16 @@ def test_shardy_operations_come_back() -> None:
         assert once.count(operation) == text.count(operation), operation
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_lowered_for_gspmd_keep_their_shardings(name: str, configure: Callable[[str, Any], None]) -> None:
+    configure("jax_use_shardy_partitioner", False)
+    jitted, arguments = PROGRAMS[name]()
+    plain = jitted.lower(*arguments, **keywords(name))
+    text, once = plain.as_text(), _round_trip(plain).as_text()
+    assert once.count("@Sharding") == text.count("@Sharding")
+    assert once.count("mhlo.sharding") >= text.count("@Sharding")
+
+
 def test_name_of_the_module_is_what_passes_see() -> None:
     jitted, arguments = single_result()
     named = _round_trip(jitted.lower(*arguments), "jit_f__dhelix_1")
