@@ -8,7 +8,7 @@ It stands in place of `jax.jit`. For each kind of arguments (told apart as by `j
 shardings, static values, configuration) the step is lowered, its HLO goes through the LOWERED passes, and the
 result is compiled; on GPUs the compiler calls the passes of the later stages. Where no pass changes anything,
 the step is what `jax.jit` makes of it, and a line in the log says why; so too on one device. With
-DHELIX=off in the environment it is `jax.jit(train_step)` altogether: no pass, no splitting of the batch.
+DHELIX=off in the environment no pass runs; a batch that `value_and_grad` splits into micro-batches stays split.
 
 Nothing here touches a device before the first call: `jax.distributed.initialize()` works after decoration.
 """
