@@ -16,6 +16,7 @@ Why it is legal: addition over b is taken apart into additions over b/4 and over
 differently, as they do where a partitioner splits b. A product is taken apart along one of its factors.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def _summed_dimensions(value: Instruction, known: Propagated) -> list[tuple[tupl
         operand = known.of_operand(value, 0)
         if operand is None:
             raise PassRefusal("it is not known how a summed gradient is split", value)
-        return [((d,), operand[d]) for d in value.proto.dimensions]
+        return [((d,), _evenly(operand[d], value.operands[0], d, known)) for d in value.proto.dimensions]
     numbers = value.proto.dot_dimension_numbers
     left, right = known.of_operand(value, 0), known.of_operand(value, 1)
     if left is None or right is None:
@@ -110,8 +111,13 @@ def _summed_dimensions(value: Instruction, known: Propagated) -> list[tuple[tupl
         longer, shorter = sorted((left[a], right[b]), key=len, reverse=True)
         if longer[: len(shorter)] != shorter:
             raise PassRefusal(f"a gradient's factors are split over {left[a]} and {right[b]}", value)
-        found.append(((a, b), longer))
+        found.append(((a, b), _evenly(longer, value.operands[0], a, known)))
     return found
+
+
+def _evenly(split: Axes, operand: Instruction, dimension: int, known: Propagated) -> Axes:
+    """`split`, or nothing where a dimension does not divide by it, and so cannot be cut."""
+    return () if operand.shape.dimensions[dimension] % math.prod(known.axes[axis] for axis in split) else split
 
 
 def _check_sum(reduction: Instruction) -> None:
@@ -139,7 +145,8 @@ def _scattered_dimensions(value: Instruction, known: Propagated) -> list[tuple[t
         raise PassRefusal("it is not known how scattered rows are split", value)
     rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
     indices = [d for d in range(_rank(value.operands[1])) if d != numbers.index_vector_dim]
-    return [((a, b), updates[b]) for a, b in zip(indices, rows, strict=True)]
+    split = [_evenly(updates[b], value.operands[2], b, known) for b in rows]
+    return [((a, b), over) for a, b, over in zip(indices, rows, split, strict=True)]
 
 
 class Parts:
@@ -153,9 +160,7 @@ class Parts:
         """
         self.known = known
         self.axes = axes
-        self.count = 1
-        for axis in axes:
-            self.count *= known.axes[axis]
+        self.count = math.prod(known.axes[axis] for axis in axes)
         self._made: dict[Instruction, Instruction] = {}
 
     def of(self, value: Instruction) -> Instruction:
@@ -234,15 +239,12 @@ class Parts:
         sides = [self._taken_apart(builder, value, side, summed) for side in (0, 1)]
         made = builder.copy(value, [operand for operand, _, _ in sides])
         own = made.proto.dot_dimension_numbers
-        batches = (numbers.lhs_batch_dimensions, numbers.rhs_batch_dimensions)
-        fields = (
-            (own.lhs_batch_dimensions, own.lhs_contracting_dimensions),
-            (own.rhs_batch_dimensions, own.rhs_contracting_dimensions),
-        )
-        for (_, places, replicas), old, (batch, contracting) in zip(sides, batches, fields, strict=True):
-            side = fields.index((batch, contracting))
-            batch[:] = [*replicas, *(places[d][0] for d in old)]
-            contracting[:] = [d for dims, _ in summed for d in places[dims[side]] if d not in replicas]
+        old_batches = (numbers.lhs_batch_dimensions, numbers.rhs_batch_dimensions)
+        batches = (own.lhs_batch_dimensions, own.rhs_batch_dimensions)
+        contracted = (own.lhs_contracting_dimensions, own.rhs_contracting_dimensions)
+        for side, (_, places, replicas) in enumerate(sides):
+            batches[side][:] = [*replicas, *(places[d][0] for d in old_batches[side])]
+            contracted[side][:] = [d for dims, _ in summed for d in places[dims[side]] if d not in replicas]
         return self._joined(builder, made, value)
 
     def _reduce(self, builder: Builder, value: Instruction) -> Instruction:
@@ -300,14 +302,11 @@ class Parts:
             for axis in cut.get(number, ()):
                 if axis in self.axes:
                     replicas[axis] = len(sizes)
-                if size % self.known.axes[axis]:
-                    raise PassRefusal(f"{operand.shape.dimensions[number]} rows do not divide by {axis}", value)
                 size //= self.known.axes[axis]
                 sizes.append(self.known.axes[axis])
             sizes.append(size)
             places[number] = list(range(first, len(sizes)))
-        if set(replicas) != set(self.axes):
-            raise PassRefusal(f"a gradient is summed over {', '.join(replicas)} alone", value)
+        assert set(replicas) == set(self.axes)  # they are among the `partial_axes` of `value`
         apart = builder.make("reshape", with_dimensions(operand.shape, sizes), [operand])
         return apart, places, [replicas[axis] for axis in self.axes]
 

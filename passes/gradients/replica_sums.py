@@ -65,9 +65,13 @@ class ReplicaSums:
             late: list[tuple[Accumulator, list[Reduced]]] = []
             readers = Readers(module)
             reasons: dict[str, int] = {}
+            taken: set[Use] = set()
             for element in range(len(loop.shape.tuple_shapes)):
+                if (loop, element) in taken:
+                    continue  # of an accumulator that goes through several elements
                 try:
                     one = accumulator(loop, element, readers)
+                    taken.update(one.elements if one is not None else ())
                     if one is not None and (collectives := reduced(one)):
                         late.append((one, collectives))
                     elif one is not None and loop.computation not in by_hand and (axes := _open_axes(one, known)):

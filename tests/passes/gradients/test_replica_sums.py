@@ -136,6 +136,57 @@ def test_programs_lowered_for_gspmd() -> None:
         jax.config.update("jax_use_shardy_partitioner", before)
 
 
+def test_rows_that_do_not_divide_keep_their_own_gradient_closed() -> None:
+    """Of sequences of 10 tokens that are split over "cp", the first 9 are embedded; other gradients stay open."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "cp"))
+
+    def loss(w: Any, tokens: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), w["embed"][tokens[:, :-1]], w["layers"])
+        return jnp.mean((x @ w["head"]) ** 2)
+
+    def step(w: Any, tokens: jax.Array) -> Any:
+        value, grads = value_and_grad(loss)(w, tokens)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), value
+
+    random = np.random.default_rng(0)
+    sizes = {"embed": (WORDS, WIDTH), "layers": (LAYERS, WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
+    w = {name: 0.3 * random.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    w = jax.device_put(w, NamedSharding(mesh, P()))
+    tokens = random.integers(0, WORDS, (8, 10)).astype(np.int32)
+    tokens = jax.device_put(tokens, NamedSharding(mesh, P("dp", "cp")))
+    ours, plain = (strand_interleave(step, microbatches=2, **off) for off in ({}, {"passes": ()}))
+    for got, want in zip(jax.tree.leaves(ours(w, tokens)), jax.tree.leaves(plain(w, tokens)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE)
+    entry = ours.report(w, tokens)["replica-sums"]
+    assert entry.outcome == CHANGED, entry.notes
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_accumulators_that_change_places_are_one(by_hand: bool) -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), "dp")
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0] ** 2)
+
+    def step(w: jax.Array, rows: jax.Array) -> Any:
+        def one(totals: Any, x: jax.Array) -> Any:
+            g = jax.grad(loss)(w, x)
+            g = jax.lax.pmean(g, "dp") if by_hand else g
+            return (totals[1] + g, totals[0] + 2 * g), None
+
+        return jax.lax.scan(one, (jnp.zeros(w.shape), jnp.zeros(w.shape)), rows)[0]
+
+    if by_hand:
+        step = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(None, "dp")), out_specs=P(), check_vma=False)
+    random = np.random.default_rng(0)
+    w = jax.device_put((random.standard_normal((3, 8, 8)) * 0.3).astype(np.float32), NamedSharding(mesh, P()))
+    rows = random.standard_normal((4, 8, 8)).astype(np.float32)
+    rows = jax.device_put(rows, NamedSharding(mesh, P(None, "dp")))
+    ours = strand_interleave(step, strict=True)
+    for want, got in zip(jax.jit(step)(w, rows), ours(w, rows), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["squares", "rounded to integers", "padded", "float16", "by hand, to integers"])
 def test_what_is_no_sum_of_its_parts_stays_right(kind: str) -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), "dp")
