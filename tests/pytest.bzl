@@ -1,5 +1,14 @@
 """Pytest files as Bazel tests."""
 
+# What tests of the folders of //passes import.
+PASSES = [
+    "//benchmarks",
+    "//models",
+    "//passes",
+    "//runtime",
+    "//tests/passes:helpers",
+]
+
 def pytest_tests(deps, smoke = False, data = [], exclude = [], size = "large"):
     """One py_test for each test_*.py of the folder; its other Python files come along.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from dhelix.passes.hlo import Computation, Instruction
+from dhelix.passes.hlo import Computation, HloModule, Instruction
 
 BACKWARD_NAME = "transpose("  # in JAX's name stack, of what reverse-mode differentiation made
 ALPHA, BETA = "strand_alpha", "strand_beta"
@@ -12,6 +12,12 @@ REPLICAS = "sum_over_replicas"  # name of a sum of parts that lie on different d
 FIRST, LAST = "first_layers", "last_layers"  # names of forward loops where strands are kept apart
 FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
 SKEWED = (FIRST, LAST, FIRST_BACK, LAST_BACK)
+
+
+def strand_loops(module: HloModule) -> list[Instruction]:
+    """Loops over micro-batches with two strands."""
+    every = (i for computation in module.computations for i in computation.instructions)
+    return [i for i in every if i.opcode == "while" and i.name.startswith(f"{STRANDS}.")]
 
 
 def merged_loops(computation: Computation) -> list[Instruction]:

@@ -21,11 +21,8 @@ from jaxlib.mlir import passmanager
 
 from dhelix.passes.analysis.gspmd_shardings import as_shardy
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.hlo.constraints import MESHES, Split, is_sharding_constraint, stated_split
+from dhelix.passes.hlo.constraints import MESHES, Axes, Over, is_sharding_constraint, stated
 from dhelix.passes.hlo.shardy_import import FRONTEND_ATTRIBUTES, import_shardy
-
-type Axes = tuple[str, ...]
-"""Mesh axes that a dimension is split over, the major one first."""
 
 _MARK = "dhelix.instruction"
 _SHARDING = "sdy.sharding"
@@ -44,7 +41,7 @@ class Propagated:
         mesh: str,
         axes: Mapping[str, int],
         found: Mapping[Instruction, list[list[Axes] | None]],
-        said: Mapping[Instruction, list[Split]],
+        said: Mapping[Instruction, list[Over]],
     ) -> None:
         self.mesh = mesh
         self.axes = dict(axes)
@@ -58,7 +55,7 @@ class Propagated:
     def of_operand(self, instruction: Instruction, number: int) -> list[Axes] | None:
         return self._entry(instruction, 1 + number)
 
-    def said(self, constraint: Instruction) -> list[Split] | None:
+    def said(self, constraint: Instruction) -> list[Over] | None:
         """What a sharding constraint says itself; None where that is not known."""
         return self._said.get(constraint)
 
@@ -95,8 +92,8 @@ def propagate(module: HloModule) -> Propagated:
         sizes = {axis.name: axis.size for axis in (sdy.MeshAxisAttr(axis) for axis in axes)}
         found = {own[numbered[number]]: entries for number, entries in _marked(program)}
         mesh = "" if tiled else ir.StringAttr(meshes[0].attributes["sym_name"]).value
-        constraints = {i: stated_split(i) for i in numbered if is_sharding_constraint(i)}
-        said = {own[i]: split for i, split in constraints.items() if split is not None}
+        constraints = {i: stated(i) for i in numbered if is_sharding_constraint(i)}
+        said = {own[i]: split.over for i, split in constraints.items() if split is not None}
         return Propagated(mesh, sizes, found, said)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
-from dhelix.passes.hlo.stacks import zeros_behind
+from dhelix.passes.hlo.stacks import is_one_slot, zeros_behind
 
 type Use = tuple[Instruction, int]
 """An instruction and the number of one of its operands."""
@@ -153,7 +153,7 @@ def _look_at(found: Accumulator, value: Instruction) -> None:
             if value.opcode == "dynamic-update-slice" and rest[0] not in found.values:
                 found.added.append((value, 1))
             part = rest[0].shape if value.opcode == "dynamic-update-slice" else value.shape
-            if list(part.dimensions) != [1, *first.shape.dimensions[1:]]:
+            if not is_one_slot(part, first.shape):
                 raise PassRefusal("more or less than one slot of a stack of gradients changes at once", value)
         case _ if is_sharding_constraint(value):
             if zeros_behind(first):

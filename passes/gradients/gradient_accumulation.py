@@ -30,7 +30,7 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open, s
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
-from dhelix.passes.hlo.stacks import is_constant
+from dhelix.passes.hlo.stacks import is_constant, is_one_slot
 from dhelix.passes.manager import PassContext, Stage
 
 
@@ -109,7 +109,6 @@ def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) ->
     if len(reads) != 1:
         return False
     before, after = _before_open(reads[0], users), _before_open(write, users)
-    stack, part = write.shape.dimensions, write.operands[1].shape.dimensions
     table = loop.index_table(write.operands[2])
     return (
         write.operands[0] is before
@@ -117,9 +116,9 @@ def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) ->
         and root.operands[element] is after
         and users[after] == [root]
         and root.operands.count(after) == 1
-        and list(part) == [1, *stack[1:]]
+        and is_one_slot(write.operands[1].shape, write.shape)
         and table is not None
-        and sorted(table) == list(range(stack[0]))
+        and sorted(table) == list(range(write.shape.dimensions[0]))
     )
 
 

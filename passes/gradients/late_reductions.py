@@ -15,6 +15,7 @@ from dhelix.passes.gradients.accumulators import Accumulator, Use
 from dhelix.passes.gradients.partial_sums import addition, keeps_sums
 from dhelix.passes.hlo import Builder, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.hlo.edit import combines_by
 from dhelix.passes.hlo.stacks import is_constant
 
 _MOVES = frozenset("convert copy reshape transpose".split())
@@ -60,7 +61,7 @@ def _reduced(use: Use) -> Reduced | None:
             return None
         steps.append(value)
         value = value.operands[source]
-    adds = value.called[0].root.opcode == "add"
+    adds = combines_by(value) == "add"
     groups = device_groups(value)
     apart = max(map(len, groups), default=2) > 1
     return Reduced(use, value, tuple(reversed(steps))) if adds and apart and len(value.operands) == 1 else None
@@ -91,9 +92,7 @@ def _all_reduce(like: Instruction, value: Instruction) -> Instruction:
     kept = like.shape.element_type
     if kept == shapes.F16:  # whose range may be too small for a sum over micro-batches
         kept = value.shape.element_type
-    narrow = type(value.shape)()
-    narrow.CopyFrom(value.shape)
-    narrow.element_type = kept
+    narrow = shapes.array(kept, value.shape.dimensions)
     part = builder.make("convert", narrow, [value])
     made = builder.copy(like, [part], [addition(builder, kept)])
     made.proto.shape.CopyFrom(narrow)

@@ -22,11 +22,11 @@ from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import REPLICAS
-from dhelix.passes.analysis.propagation import Axes, Propagated
+from dhelix.passes.analysis.propagation import Propagated
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
-from dhelix.passes.hlo.constraints import Split, constrained, is_sharding_constraint
-from dhelix.passes.hlo.loops import is_zero
-from dhelix.passes.hlo.stacks import zeros_behind
+from dhelix.passes.hlo.constraints import Axes, Over, constrained, is_sharding_constraint
+from dhelix.passes.hlo.edit import combines_by
+from dhelix.passes.hlo.stacks import is_zero, zeros_behind
 
 _ALIKE = frozenset("convert copy negate transpose reshape broadcast slice pad concatenate".split())
 _SUMS = frozenset("add subtract".split())
@@ -121,13 +121,8 @@ def _evenly(split: Axes, operand: Instruction, dimension: int, known: Propagated
 
 
 def _check_sum(reduction: Instruction) -> None:
-    if not (_adds(reduction) and is_zero(reduction.operands[1])):
+    if not (combines_by(reduction) == "add" and is_zero(reduction.operands[1])):
         raise PassRefusal("a gradient is reduced by something else than a sum from zero", reduction)
-
-
-def _adds(reduction: Instruction) -> bool:
-    body = reduction.called[0]
-    return body.root.opcode == "add" and set(body.root.operands) == set(body.parameters)
 
 
 def _scattered_dimensions(value: Instruction, known: Propagated) -> list[tuple[tuple[int, ...], Axes]]:
@@ -136,7 +131,7 @@ def _scattered_dimensions(value: Instruction, known: Propagated) -> list[tuple[t
     numbers = value.proto.scatter_dimension_numbers
     if (
         len(value.operands) != 3
-        or not (_adds(value) and zeros_behind(value.operands[0]))
+        or not (combines_by(value) == "add" and zeros_behind(value.operands[0]))
         or numbers.input_batching_dims
     ):
         raise PassRefusal("a gradient is scattered otherwise than by adding rows to zeros", value)
@@ -202,10 +197,10 @@ class Parts:
         return not summed.isdisjoint(self.axes)
 
     def placed(
-        self, builder: Builder, value: Instruction, split: Sequence[Split] | None = None, at: int = 0
+        self, builder: Builder, value: Instruction, split: Sequence[Over] | None = None, at: int = 0
     ) -> Instruction:
         """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
-        dimensions: list[Split] = list(split) if split is not None else [None] * (_rank(value) - 1)
+        dimensions: list[Over] = list(split) if split is not None else [None] * (_rank(value) - 1)
         dimensions.insert(at, self.axes)
         return constrained(builder, value, dimensions, self.known.mesh, self.known.axes)
 
@@ -254,12 +249,12 @@ class Parts:
         made.proto.dimensions[:] = [d for dims, _ in summed for d in places[dims[0]] if d not in replicas]
         kept = [d for d in range(_rank(value.operands[0])) if d not in value.proto.dimensions]
         order = [d for d in range(_rank(operand)) if d in replicas or any(places[k] == [d] for k in kept)]
-        shape = with_dimensions(value.shape, [operand.shape.dimensions[d] for d in order])
+        shape = shapes.array(value.shape.element_type, [operand.shape.dimensions[d] for d in order])
         made.proto.shape.CopyFrom(shape)
         to_front = [order.index(d) for d in replicas]
         permutation = [*to_front, *(n for n in range(len(order)) if n not in to_front)]
         if permutation != list(range(len(order))):
-            turned = with_dimensions(value.shape, [shape.dimensions[n] for n in permutation])
+            turned = shapes.array(value.shape.element_type, [shape.dimensions[n] for n in permutation])
             made = builder.make("transpose", turned, [made], dimensions=permutation)
         return self._joined(builder, made, value)
 
@@ -269,7 +264,7 @@ class Parts:
         indices, of_indices, index_replicas = self._taken_apart(builder, value, 1, [((0, *d), s) for d, s in summed])
         updates, of_updates, _ = self._taken_apart(builder, value, 2, [((0, *d), s) for d, s in summed])
         sizes = [self.known.axes[axis] for axis in self.axes]
-        shape = with_dimensions(value.shape, [*sizes, *value.shape.dimensions])
+        shape = shapes.array(value.shape.element_type, [*sizes, *value.shape.dimensions])
         zeros = zeros_behind(value.operands[0])
         assert zeros is not None  # as `_scattered_dimensions` found
         start = builder.make("broadcast", shape, zeros.operands)
@@ -307,14 +302,14 @@ class Parts:
             sizes.append(size)
             places[number] = list(range(first, len(sizes)))
         assert set(replicas) == set(self.axes)  # they are among the `partial_axes` of `value`
-        apart = builder.make("reshape", with_dimensions(operand.shape, sizes), [operand])
+        apart = builder.make("reshape", shapes.array(operand.shape.element_type, sizes), [operand])
         return apart, places, [replicas[axis] for axis in self.axes]
 
     def _joined(self, builder: Builder, made: Instruction, value: Instruction) -> Instruction:
         """With one dimension for all axes of replicas; `made` may be a dot whose shape is still to be set."""
         sizes = [self.known.axes[axis] for axis in self.axes]
         if made.opcode == "dot":
-            made.proto.shape.CopyFrom(with_dimensions(value.shape, [*sizes, *value.shape.dimensions]))
+            made.proto.shape.CopyFrom(shapes.array(value.shape.element_type, [*sizes, *value.shape.dimensions]))
         if len(sizes) == 1:
             return made
         return builder.make("reshape", with_dimension(value.shape, 0, self.count), [made])
@@ -330,15 +325,15 @@ def keeps_sums(convert: Instruction) -> bool:
 def summed_type(values: Sequence[Instruction]) -> int:
     """The widest type in which the program sums these over devices, as XLA numbers types. Not float16: what is summed
     over micro-batches first may lie beyond its range."""
-    found: list[Any] = []
+    found: list[int] = []
     waiting = list(values)
     while waiting:
         value = waiting.pop()
         if value.opcode in ("dot", "reduce", "scatter"):
-            found.append(value.shape)
+            found.append(value.shape.element_type)
         else:
             waiting += [o for o in value.operands if o.opcode != "parameter"][:2]
-    widest = max(found, key=lambda shape: shapes.byte_size(type(shape)(element_type=shape.element_type))).element_type
+    widest = max(found, key=lambda kind: shapes.byte_size(shapes.scalar(kind)))
     return widest if widest in (shapes.BF16, shapes.F64) else shapes.F32
 
 
@@ -347,18 +342,17 @@ def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
     builder = Builder(value.computation)
     sizes = list(value.shape.dimensions)
     del sizes[at]
-    narrow = type(value.shape)(element_type=element_type)
-    part = builder.make("convert", with_dimensions(narrow, value.shape.dimensions), [value])
+    part = builder.make("convert", shapes.array(element_type, value.shape.dimensions), [value])
     zero = builder.number(0.0, element_type)
     made = builder.make(
         "reduce",
-        with_dimensions(narrow, sizes),
+        shapes.array(element_type, sizes),
         [part, zero],
         name=REPLICAS,
         called=[addition(builder, element_type)],
         dimensions=[at],
     )
-    return builder.make("convert", with_dimensions(value.shape, sizes), [made])
+    return builder.make("convert", shapes.array(value.shape.element_type, sizes), [made])
 
 
 def addition(builder: Builder, element_type: int) -> Computation:
@@ -372,14 +366,7 @@ def with_dimension(shape: Any, at: int, size: int) -> Any:
     """An array's shape with one more dimension, major to what stands behind it."""
     sizes = list(shape.dimensions)
     sizes.insert(at, size)
-    return with_dimensions(shape, sizes)
-
-
-def with_dimensions(shape: Any, sizes: Sequence[int]) -> Any:
-    """The shape of an array of the same type, in the plain layout."""
-    made = type(shape)(element_type=shape.element_type, dimensions=sizes)
-    made.layout.minor_to_major.extend(reversed(range(len(sizes))))
-    return made
+    return shapes.array(shape.element_type, sizes)
 
 
 def _rank(value: Instruction) -> int:

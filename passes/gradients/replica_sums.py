@@ -27,18 +27,17 @@ more for each loop that it leaves: 5.0 GiB of temporaries became 8.5 where stran
 Not in DHelix; Megatron's gradient accumulation does it by hand.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.analysis.names import STRANDS
-from dhelix.passes.analysis.propagation import UNKNOWN, Axes, Propagated, propagate
+from dhelix.passes.analysis.names import strand_loops
+from dhelix.passes.analysis.propagation import UNKNOWN, Propagated, propagate
 from dhelix.passes.gradients.accumulators import Accumulator, Readers, Use, accumulator
 from dhelix.passes.gradients.late_reductions import Reduced, move_behind, reduced
 from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
-from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open
+from dhelix.passes.hlo.constraints import Axes, is_sharding_constraint, leaves_open
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.manual_computation import is_manual
 from dhelix.passes.hlo.stacks import zeros_behind
@@ -55,7 +54,7 @@ class ReplicaSums:
     stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        loops = list(_strand_loops(module))
+        loops = strand_loops(module)
         by_hand = _by_hand(module)
         automatic = any(loop.computation not in by_hand for loop in loops)
         known = _propagated(module, context) if automatic else UNKNOWN
@@ -108,13 +107,6 @@ def _by_hand(module: HloModule) -> set[Computation]:
         found.update(called for i in graph.walk(call.called[0]) for called in i.called)
         found.update(call.called)
     return found
-
-
-def _strand_loops(module: HloModule) -> Iterator[Instruction]:
-    for computation in module.computations:
-        for instruction in computation.instructions:
-            if instruction.opcode == "while" and instruction.name.startswith(f"{STRANDS}."):
-                yield instruction
 
 
 def _open_axes(one: Accumulator, known: Propagated) -> Axes:

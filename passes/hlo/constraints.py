@@ -1,21 +1,85 @@
-"""Sharding constraints: what a program says of how an array is split, as Shardy's text or as XLA's tiles (GSPMD)."""
+"""Shardings as programs state them: Shardy's text on arguments, constraints and shard_maps, or XLA's tiles (GSPMD)."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from dhelix.errors import PassRefusal
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.module import HloModule, Instruction
 
 MESHES = "xla.sdy.meshes"
-_SHARDING = "xla.sdy.sharding"
+SHARDING = "xla.sdy.sharding"
 REPLICATED, TILED = 0, 3  # XLA's OpSharding.Type; TILED is its OTHER
+AXIS = re.compile(r'"[^"]*"(?::\(\d+\)\d+)?')
 
-type Known = tuple[str, tuple[str, ...], str]
-"""A mesh, for each dimension what it is split over, and over what its sum is still open (`unreduced`): as text."""
+Axes = tuple[str, ...]
+type Over = Axes | None
+"""Names of the axes that a dimension is split over, the major one first; None leaves it to propagation."""
 
-type Split = tuple[str, ...] | None
-"""The axes that a dimension is split over, the major one first; None leaves it to propagation."""
+
+@dataclass(frozen=True)
+class Split:
+    """How one array is split.
+
+    Attributes:
+      mesh: its name.
+      axes: for each dimension the mesh axes that it is split over, as the text has them.
+      free: for each dimension whether it may be split over more axes.
+      more: what the text says more, such as sums that are still open.
+    """
+
+    mesh: str
+    axes: tuple[Axes, ...]
+    free: tuple[bool, ...]
+    more: str = ""
+
+    @property
+    def text(self) -> str:
+        each = [", ".join((*axes, *("?" * free))) for axes, free in zip(self.axes, self.free, strict=True)]
+        return f"<@{self.mesh}, [{', '.join(f'{{{dimension}}}' for dimension in each)}]>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a sum over devices is still open."""
+        return "unreduced={" in self.more
+
+    @property
+    def over(self) -> list[Over]:
+        """By names of axes; what is split over a part of an axis counts as left to propagation."""
+        whole = [not free and ":" not in "".join(axes) for axes, free in zip(self.axes, self.free, strict=True)]
+        return [
+            tuple(axis.strip('"') for axis in axes) if known else None
+            for axes, known in zip(self.axes, whole, strict=True)
+        ]
+
+
+def splits(text: str) -> list[Split]:
+    """All that an attribute lists. Raises PassRefusal for a mesh without a name."""
+    _, *pieces = text.split("<@")
+    if "<mesh<" in text:
+        raise PassRefusal("a sharding is on a mesh without a name")
+    found = []
+    for piece in pieces:
+        mesh, _, rest = piece.partition(", [")
+        dimensions, _, rest = rest.partition("]")
+        each = re.findall(r"\{([^}]*)\}", dimensions)
+        axes = tuple(tuple(AXIS.findall(d)) for d in each)
+        more = rest.strip(", ").rstrip("]>") if "={" in rest else ""
+        found.append(Split(mesh.strip(), axes, tuple("?" in d for d in each), more))
+    return found
+
+
+def meshes(module: HloModule) -> dict[str, str]:
+    """What the program says of each of Shardy's meshes, by name."""
+    text = module.proto.frontend_attributes.map.get(MESHES, "")
+    return dict(re.findall(r"([\w.-]+) = #sdy\.mesh<([^>]*)>", text))
+
+
+def mesh_axes(module: HloModule, name: str) -> dict[str, int]:
+    """Axes of a mesh, as `Split` has them, with their sizes; none where the module does not say."""
+    return {axis: int(size) for axis, size in re.findall(r'("[^"]*")=(\d+)', meshes(module).get(name, ""))}
 
 
 def is_sharding_constraint(instruction: Instruction) -> bool:
@@ -23,36 +87,23 @@ def is_sharding_constraint(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and instruction.proto.custom_call_target == "Sharding"
 
 
-def stated(value: Instruction) -> Known | None:
+def stated(value: Instruction) -> Split | None:
     """What the program says to Shardy of a single array: `...<@mesh, [{"dp"}, {}]>...`."""
-    text = value.proto.frontend_attributes.map.get(_SHARDING, "")
+    text = value.proto.frontend_attributes.map.get(SHARDING, "")
     if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("<@") != 1:
         return None
-    mesh, _, rest = text.rpartition("<")[2].partition(", [")
-    split, _, rest = rest.partition("]")
-    dimensions = tuple(part.strip(" {}") for part in split.split("}"))[:-1]
-    dimensions = tuple(part.lstrip(", {") for part in dimensions)
-    still_open = re.search(r"unreduced=\{[^}]*\}", rest)
-    known = mesh, dimensions, still_open[0] if still_open else ""
-    return known if len(dimensions) == len(value.shape.dimensions) else None
+    (found,) = splits(text)
+    return found if len(found.axes) == len(value.shape.dimensions) else None
 
 
 def leaves_open(constraint: Instruction) -> bool:
     """Whether it says that a sum over devices is still open."""
     known = stated(constraint)
-    return known is not None and bool(known[2])
-
-
-def stated_split(value: Instruction) -> list[Split] | None:
-    """The same for each dimension; what is split over a part of an axis counts as left to propagation."""
-    known = stated(value)
-    if known is None:
-        return None
-    return [tuple(re.findall(r'"([^"]+)"', axes)) if not re.search(r"\?|:", axes) else None for axes in known[1]]
+    return known is not None and known.is_open
 
 
 def constrained(
-    builder: Builder, value: Instruction, split: Sequence[Split], mesh: str, axes: Mapping[str, int]
+    builder: Builder, value: Instruction, split: Sequence[Over], mesh: str, axes: Mapping[str, int]
 ) -> Instruction:
     """`value`, with a constraint that says how it is split.
 
@@ -69,15 +120,15 @@ def constrained(
     return made
 
 
-def state(value: Instruction, split: Sequence[Split], mesh: str) -> None:
+def state(value: Instruction, split: Sequence[Over], mesh: str) -> None:
     """Writes to Shardy on a parameter or a constraint how it is split, as `constrained` takes it."""
     texts = ["{?}" if over is None else "{" + ", ".join(f'"{axis}"' for axis in over) + "}" for over in split]
     said = f"<@{mesh}, [{', '.join(texts)}]>"
     full = f"#sdy.sharding{said}" if value.opcode == "parameter" else f"#sdy.sharding_per_value<[{said}]>"
-    value.proto.frontend_attributes.map[_SHARDING] = full
+    value.proto.frontend_attributes.map[SHARDING] = full
 
 
-def _tile(constraint: Instruction, split: Sequence[Split], axes: Mapping[str, int]) -> None:
+def _tile(constraint: Instruction, split: Sequence[Over], axes: Mapping[str, int]) -> None:
     names = list(axes)
     used = [axis for over in split for axis in over or ()]
     rest = [axis for axis in names if axis not in used]
@@ -99,13 +150,12 @@ def splits_first(constraint: Instruction) -> bool:
         return False
     known = stated(constraint)
     if known is not None:
-        return known[1][0] not in ("", "?")
+        return bool(known.axes[0])
     return list(constraint.proto.sharding.tile_assignment_dimensions[:1]) not in ([], [1])
 
 
 def mesh_size(module: HloModule) -> int:
     """Devices of the largest mesh that the program names to Shardy, or that its tiles lie on; 1 without."""
-    text = module.proto.frontend_attributes.map.get(MESHES, "")
-    sizes = [math.prod(map(int, re.findall(r"\"=(\d+)", mesh))) for mesh in re.findall(r"<\[(.*?)\]", text)]
+    sizes = [math.prod(mesh_axes(module, name).values()) for name in meshes(module)]
     tiles = (i.proto.sharding.tile_assignment_dimensions for c in module.computations for i in c.instructions)
     return max([*sizes, *map(math.prod, tiles)], default=1)

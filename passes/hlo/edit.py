@@ -21,6 +21,13 @@ SHARDING = "Sharding"
 """A sharding constraint: one that leaves a sum over devices open (`unreduced`) is marked as if it had an effect."""
 
 
+def combines_by(reduction: Instruction) -> str:
+    """The one operation by which a reduction, a scatter or an all-reduce combines two numbers; empty where it is more
+    than one."""
+    root = reduction.called[0].root
+    return root.opcode if set(root.operands) == set(reduction.called[0].parameters) else ""
+
+
 def has_side_effect(instruction: Instruction) -> bool:
     """Whether the instruction does more than compute its result; a loop has the effects of its body."""
     pending = [instruction]

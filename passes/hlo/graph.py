@@ -40,6 +40,17 @@ def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
     return found
 
 
+def run_once(computation: Computation) -> list[Computation]:
+    """`computation` and what it calls where it runs, bodies of shard_maps and branches too, but no loops; callers come
+    first."""
+    once = [i for i in walk(computation, _is_call) if _is_call(i)]
+    return list(dict.fromkeys([computation, *(called for i in once for called in i.called)]))
+
+
+def _is_call(instruction: Instruction) -> bool:
+    return instruction.opcode in ("call", "conditional")
+
+
 def walk(computation: Computation, into: Callable[[Instruction], bool] = lambda i: True) -> Iterator[Instruction]:
     """Instructions of `computation` and of everything it calls where `into(caller)`; callers come first."""
     for instruction in computation.instructions:

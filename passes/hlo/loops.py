@@ -184,19 +184,6 @@ def _indices_read(values: Iterable[Instruction]) -> set[int]:
     return found
 
 
-def is_zero(value: Instruction) -> bool:
-    """Whether a constant of a floating point type of 16 bits or more is zero, of either sign."""
-    literal = value.proto.literal
-    halves = literal.f16s + literal.bf16s
-    known = value.shape.element_type in (shapes.F16, shapes.BF16, shapes.F32, shapes.F64)
-    return (
-        known
-        and value.opcode == "constant"
-        and not shapes.is_tuple(value.shape)
-        and not (any(literal.f32s) or any(literal.f64s) or any(halves[0::2]) or any(b & 0x7F for b in halves[1::2]))
-    )
-
-
 def _reads_parameter(instruction: Instruction) -> bool:
     return instruction.opcode == "get-tuple-element" and instruction.operands[0].opcode == "parameter"
 

@@ -6,7 +6,7 @@
 
 Attributes of the custom calls say how arrays are split: over which mesh axes each dimension is, and over which axes the
 computation is by hand. A shard_map without operands has no first custom call, one without results no last one.
-docs/lowering.md says what becomes of the three; `runtime/shardy_import.py` reads them back.
+docs/lowering.md says what becomes of the three; `shardy_import.py` reads them back.
 """
 
 from __future__ import annotations
@@ -21,51 +21,11 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder
+from dhelix.passes.hlo.constraints import AXIS, Axes, Split, mesh_axes, meshes, splits
 from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, drop_dead, inline_calls
 from dhelix.passes.hlo.module import Computation, HloModule, Instruction
 
-SHARDING = "xla.sdy.sharding"
 _AXES, _IN, _OUT = "xla.sdy.manual_axes", "xla.sdy.in_shardings", "xla.sdy.out_shardings"
-_AXIS = re.compile(r'"[^"]*"(?::\(\d+\)\d+)?')
-
-Axes = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Split:
-    """How one array is split.
-
-    Attributes:
-      mesh: its name.
-      axes: for each dimension the mesh axes that it is split over, as the text has them.
-      free: for each dimension whether it may be split over more axes.
-      more: whether the text says more, such as sums that are still open.
-    """
-
-    mesh: str
-    axes: tuple[Axes, ...]
-    free: tuple[bool, ...]
-    more: bool = False
-
-    @property
-    def text(self) -> str:
-        each = [", ".join((*axes, *("?" * free))) for axes, free in zip(self.axes, self.free, strict=True)]
-        return f"<@{self.mesh}, [{', '.join(f'{{{dimension}}}' for dimension in each)}]>"
-
-
-def splits(text: str) -> list[Split]:
-    """All that an attribute lists. Raises PassRefusal for a mesh without a name."""
-    _, *pieces = text.split("<@")
-    if "<mesh<" in text:
-        raise PassRefusal("a sharding is on a mesh without a name")
-    found = []
-    for piece in pieces:
-        mesh, _, rest = piece.partition(", [")
-        dimensions, _, rest = rest.partition("]")
-        each = re.findall(r"\{([^}]*)\}", dimensions)
-        axes = tuple(tuple(_AXIS.findall(d)) for d in each)
-        found.append(Split(mesh.strip(), axes, tuple("?" in d for d in each), "={" in rest))
-    return found
 
 
 @dataclass(frozen=True)
@@ -92,7 +52,7 @@ class ManualComputation:
 
     @property
     def axis_names(self) -> Axes:
-        return tuple(_AXIS.findall(self.axes))
+        return tuple(AXIS.findall(self.axes))
 
     @property
     def is_partial(self) -> bool:
@@ -120,29 +80,18 @@ class ManualComputation:
         return [(_index(o), split) for o, split in zip(self.to_global.operands, listed, strict=True)]
 
 
-def mesh_axes(module: HloModule, name: str) -> dict[str, int]:
-    """Axes of a mesh, as `Split` has them, with their sizes; none where the module does not say."""
-    return {axis: int(size) for axis, size in re.findall(r'("[^"]*")=(\d+)', _mesh(module, name))}
-
-
 def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
     """Groups of devices that differ only in where they are along `axes` of a mesh. Raises PassRefusal where the module
     does not say."""
     mesh = mesh_axes(module, name)
     if not mesh.keys() >= set(axes):
         raise PassRefusal(f"it is not known which devices are along {', '.join(axes)} of mesh {name}")
-    listed = re.search(r"device_ids=\[([^\]]*)\]", _mesh(module, name))
+    listed = re.search(r"device_ids=\[([^\]]*)\]", meshes(module).get(name, ""))
     ids = map(int, listed[1].split(",")) if listed else range(math.prod(mesh.values()))
     groups: dict[tuple[int, ...], list[int]] = {}
     for place, device in zip(itertools.product(*map(range, mesh.values())), ids, strict=True):
         groups.setdefault(tuple(n for n, axis in zip(place, mesh, strict=True) if axis not in axes), []).append(device)
     return list(groups.values())
-
-
-def _mesh(module: HloModule, name: str) -> str:
-    meshes = module.proto.frontend_attributes.map.get("xla.sdy.meshes", "")
-    found = re.search(rf"\b{re.escape(name)} = #sdy\.mesh<([^>]*)>", meshes)
-    return found[1] if found else ""
 
 
 def is_manual(call: Instruction) -> bool:

@@ -25,6 +25,14 @@ def scalar(element_type: int) -> Any:
     return shape
 
 
+def array(element_type: int, dimensions: Iterable[int]) -> Any:
+    """An array in the plain layout, its last dimension the minor one."""
+    sizes = list(dimensions)
+    shape = Shape(element_type=element_type, dimensions=sizes)
+    shape.layout.minor_to_major.extend(reversed(range(len(sizes))))
+    return shape
+
+
 def tuple_of(elements: Iterable[Any]) -> Any:
     return Shape(element_type=TUPLE, tuple_shapes=elements)
 

@@ -13,9 +13,8 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.constraints import is_sharding_constraint
-from dhelix.passes.hlo.loops import WhileLoop, is_zero
+from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Instruction
-from dhelix.passes.hlo.schema import Shape
 
 _INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # which operand says where, along dimension 0
 
@@ -138,6 +137,15 @@ def is_empty(value: Instruction | None) -> bool:
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 
+def is_zero(value: Instruction) -> bool:
+    """Whether a scalar constant is zero, of either sign; of types of 8 bits and less that is not read."""
+    literal = value.proto.literal
+    numbers = [*literal.f32s, *literal.f64s, *literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+    halves = literal.f16s + literal.bf16s  # of each the second byte holds the sign
+    numbers += [byte & 0x7F if n % 2 else byte for n, byte in enumerate(halves)]
+    return value.opcode == "constant" and bool(numbers) and not any(numbers)
+
+
 def is_constant(value: Instruction) -> bool:
     """Whether an array is one number, the same everywhere and on all devices."""
     return value.opcode == "broadcast" and value.operands[0].opcode == "constant" and not value.proto.dimensions
@@ -198,8 +206,7 @@ def _moved(builder: Builder, index: Instruction, by: int | Instruction) -> Instr
 
 def stack_of(part: Any, slots: int) -> Any:
     """The shape of a stack of arrays of shape `part`."""
-    layout = {"minor_to_major": reversed(range(len(part.dimensions) + 1))}
-    return Shape(element_type=part.element_type, dimensions=[slots, *part.dimensions], layout=layout)
+    return shapes.array(part.element_type, [slots, *part.dimensions])
 
 
 def stack(builder: Builder, parts: Sequence[Instruction]) -> Instruction:
@@ -228,8 +235,7 @@ def static_slot(builder: Builder, whole: Instruction, index: int) -> Instruction
     sizes = whole.shape.dimensions[1:]
     limits = [(index, index + 1), *((0, size) for size in sizes)]
     ranges = [{"start": start, "limit": limit, "stride": 1} for start, limit in limits]
-    part = Shape(element_type=whole.shape.element_type, dimensions=sizes)
-    part.layout.minor_to_major.extend(reversed(range(len(sizes))))
+    part = shapes.array(whole.shape.element_type, sizes)
     slot = builder.make("slice", stack_of(part, 1), [whole], slice_dimensions=ranges)
     return builder.make("reshape", part, [slot])
 

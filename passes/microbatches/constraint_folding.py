@@ -24,9 +24,10 @@ Cost: linear in instructions. No paper: it is JAX's way of writing programs.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph, shapes
-from dhelix.passes.hlo.constraints import Known, is_sharding_constraint, stated
+from dhelix.passes.hlo.constraints import Split, is_sharding_constraint, stated
 from dhelix.passes.hlo.edit import replace_all_uses
 
 
@@ -62,7 +63,7 @@ class _Shardings:
 
     def __init__(self, module: HloModule) -> None:
         self.callers = graph.callers(module)
-        self.known: dict[Instruction, Known | None] = {}
+        self.known: dict[Instruction, Split | None] = {}
 
     def says_nothing_new(self, constraint: Instruction) -> bool:
         if shapes.is_tuple(constraint.shape):
@@ -74,13 +75,13 @@ class _Shardings:
             return True
         return said is not None and said in (operand, self._carried_as(constraint))
 
-    def of(self, value: Instruction) -> Known | None:
+    def of(self, value: Instruction) -> Split | None:
         if value not in self.known:
             self.known[value] = None  # what comes back to itself says nothing
             self.known[value] = self._of(value)
         return self.known[value]
 
-    def _of(self, value: Instruction) -> Known | None:
+    def _of(self, value: Instruction) -> Split | None:
         if said := stated(value):
             return said
         match value.opcode:
@@ -110,7 +111,7 @@ class _Shardings:
     def _loop(self, body: Computation) -> Instruction | None:
         return next((i for i in self.callers[body] if i.opcode == "while"), None)
 
-    def _carried_as(self, value: Instruction) -> Known | None:
+    def _carried_as(self, value: Instruction) -> Split | None:
         """What is known of the element of a loop's state that `value` becomes and that is only added to: what layers
         hand on keeps its constraint, which says where they sum."""
         body = value.computation
@@ -127,19 +128,21 @@ class _Shardings:
         return None if start is None else self.of(start)
 
 
-def _is_open(known: Known | None) -> bool:
-    return known is not None and bool(known[2])
+def _is_open(known: Split | None) -> bool:
+    return known is not None and known.is_open
 
 
-def _of_part(source: Known | None, part: Instruction) -> Known | None:
+def _of_part(source: Split | None, part: Instruction) -> Split | None:
     """Of a slice or of the same elements with other dimensions of one element; a dimension that was cut is whole."""
     if source is None:
         return None
     before, after = list(part.operands[0].shape.dimensions), list(part.shape.dimensions)
+    whole, each = ((), False), list(zip(source.axes, source.free, strict=True))
     if part.opcode == "dynamic-slice":
-        split = (s if a == b else "" for s, a, b in zip(source[1], before, after, strict=True))
-        return source[0], tuple(split), source[2]
-    if [d for d in before if d != 1] != [d for d in after if d != 1]:
+        left = [known if a == b else whole for known, a, b in zip(each, before, after, strict=True)]
+    elif [d for d in before if d != 1] != [d for d in after if d != 1]:
         return None
-    kept = iter([s for s, d in zip(source[1], before, strict=True) if d != 1])
-    return source[0], tuple(next(kept) if d != 1 else "" for d in after), source[2]
+    else:
+        kept = iter([known for known, d in zip(each, before, strict=True) if d != 1])
+        left = [next(kept) if d != 1 else whole for d in after]
+    return replace(source, axes=tuple(axes for axes, _ in left), free=tuple(free for _, free in left))

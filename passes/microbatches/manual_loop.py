@@ -35,8 +35,8 @@ from typing import Any
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.collectives import free_channel
 from dhelix.passes.hlo import Builder, Computation, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.edit import drop_dead, inline_calls, replace_all_uses, replace_uses
-from dhelix.passes.hlo.loops import is_sharding_constraint
 from dhelix.passes.hlo.manual_computation import (
     ManualComputation,
     Split,
@@ -46,6 +46,7 @@ from dhelix.passes.hlo.manual_computation import (
     manual_computations,
     stays_a_call,
 )
+from dhelix.passes.hlo.stacks import is_constant
 from dhelix.passes.microbatches.manual_splits import Splits
 
 
@@ -183,11 +184,7 @@ def _made_here(builder: Builder, value: Instruction, local: Any) -> Instruction 
     empty."""
     if value.opcode == "constant" and not value.shape.dimensions:
         return builder.copy(value, [])
-    if (
-        value.opcode == "broadcast"
-        and value.operands[0].opcode == "constant"
-        and not value.operands[0].shape.dimensions
-    ):
+    if is_constant(value):
         made = builder.copy(value, [builder.copy(value.operands[0], [])])
         made.shape.dimensions[:] = local.dimensions
         return made

@@ -17,17 +17,10 @@ from typing import Any
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
-from dhelix.passes.hlo.edit import ELEMENTWISE, has_side_effect
-from dhelix.passes.hlo.loops import is_sharding_constraint
-from dhelix.passes.hlo.manual_computation import (
-    SHARDING,
-    Axes,
-    ManualComputation,
-    Split,
-    elements,
-    is_manual,
-    splits,
-)
+from dhelix.passes.hlo.constraints import SHARDING, Axes, Split, is_sharding_constraint, splits
+from dhelix.passes.hlo.edit import ELEMENTWISE, combines_by, has_side_effect
+from dhelix.passes.hlo.manual_computation import ManualComputation, elements, is_manual
+from dhelix.passes.hlo.stacks import is_zero
 
 _EACH = ELEMENTWISE | frozenset(
     "and not or xor convert copy floor ceil is-finite remainder round-nearest-afz round-nearest-even "
@@ -229,16 +222,8 @@ class Splits:
 
 def _adds_up(reduction: Instruction) -> bool:
     """Whether what devices make of their parts is put together by the same operation."""
-    applied, start = reduction.called[0], reduction.operands[1]
-    if len(applied.instructions) != 3:
-        return False
-    kind = applied.root.opcode
-    return kind in ("maximum", "minimum") or (kind == "add" and _is_zero(start))
-
-
-def _is_zero(value: Instruction) -> bool:
-    numbers = [content for field, content in value.proto.literal.ListFields() if field.name != "shape"]
-    return value.opcode == "constant" and bool(numbers) and not any(map(any, numbers))
+    kind = combines_by(reduction)
+    return kind in ("maximum", "minimum") or (kind == "add" and is_zero(reduction.operands[1]))
 
 
 def _wide(shape: Any) -> list[int]:

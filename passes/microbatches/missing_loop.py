@@ -5,11 +5,9 @@ Micro-batches that are written out are none of its cases: they become a loop, or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
-from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
+from dhelix.passes.microbatches.written_out.anchors import is_backward, takes_gradients
 
 
 def no_loop(module: HloModule) -> PassRefusal:
@@ -20,8 +18,7 @@ def no_loop(module: HloModule) -> PassRefusal:
             "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
             "that takes the gradients"
         )
-    everywhere = dict.fromkeys([module.entry, *_called(module.entry)])
-    again = next(filter(None, map(_gradient_of_gradients, everywhere)), None)
+    again = next(filter(None, map(_gradient_of_gradients, graph.run_once(module.entry))), None)
     if again is not None:
         return PassRefusal(
             "the step takes gradients, and with them makes values at which it takes gradients again: these are steps "
@@ -35,14 +32,6 @@ def no_loop(module: HloModule) -> PassRefusal:
         "dhelix.value_and_grad and give microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be "
         "interleaved"
     )
-
-
-def _called(computation: Computation) -> Iterator[Computation]:
-    return (called for i in graph.walk(computation, _runs_once) if _runs_once(i) for called in i.called)
-
-
-def _runs_once(instruction: Instruction) -> bool:
-    return instruction.opcode in ("call", "conditional")
 
 
 def _gradient_of_gradients(computation: Computation) -> Instruction | None:

@@ -24,7 +24,7 @@ Cost: none; a broadcast of a constant is part of the kernel that reads it. No pa
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.analysis.names import STRANDS
+from dhelix.passes.analysis.names import strand_loops
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, drop_dead, replace_uses
 from dhelix.passes.manager import PassContext, Stage
@@ -46,7 +46,7 @@ class ConstantSinking:
     stage = Stage.LOWERED
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        if not any(i.opcode == "while" and i.name.startswith(f"{STRANDS}.") for i in graph.walk(module.entry)):
+        if not strand_loops(module):
             return False
         callers = graph.callers(module)
         entering = [i for c in module.computations for i in c.instructions if _enters(i, callers)]
@@ -56,9 +56,7 @@ class ConstantSinking:
             builder = Builder(value.computation)
             made = builder.make("broadcast", value.shape, [builder.copy(number, [])])
             made.proto.metadata.CopyFrom(value.proto.metadata)
-            users = value.computation.users()[value]
-            if value.computation.root not in users or len(users) > 1:
-                _replace_but_in_root(value, made)
+            _replace_but_in_root(value, made)
         for computation in dict.fromkeys(value.computation for value in sunk):
             computation.sort()
             drop_dead(computation)
@@ -99,9 +97,7 @@ def _number(value: Instruction, callers: dict[Computation, list[Instruction]]) -
             value = value.called[0].root
         elif value.opcode != "get-tuple-element":
             return None
-        elif source.opcode == "custom-call" and source.proto.custom_call_target == TO_LOCAL:
-            value = source.operands[place]
-        elif source.opcode == "custom-call" and source.proto.custom_call_target == TO_GLOBAL:
+        elif source.opcode == "custom-call" and source.proto.custom_call_target in (TO_LOCAL, TO_GLOBAL):
             value = source.operands[place]
         elif source.opcode == "call" and source.called[0].root.opcode == "tuple":
             value = source.called[0].root.operands[place]

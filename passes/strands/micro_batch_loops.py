@@ -16,14 +16,14 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import drop_dead, inline_calls, take_over
 from dhelix.passes.hlo.manual_computation import inline_all, is_manual, stays_a_call
-from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
 from dhelix.passes.microbatches.constraint_folding import fold_constraints
-from dhelix.passes.microbatches.equal_parts import equal_parts
 from dhelix.passes.microbatches.lone_collectives import drop_lone_collectives
-from dhelix.passes.microbatches.loop_flattening import flatten
-from dhelix.passes.microbatches.loop_rolling import roll
 from dhelix.passes.microbatches.manual_loop import move_inside
-from dhelix.passes.microbatches.remainder import with_remainder
+from dhelix.passes.microbatches.written_out.anchors import is_backward, takes_gradients
+from dhelix.passes.microbatches.written_out.equal_parts import equal_parts
+from dhelix.passes.microbatches.written_out.loop_flattening import flatten
+from dhelix.passes.microbatches.written_out.loop_rolling import roll
+from dhelix.passes.microbatches.written_out.remainder import with_remainder
 from dhelix.passes.strands.strand_partition import INSIDE, LayersInside, Partition, holds_backward, partition
 
 
@@ -32,9 +32,9 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
     that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
     fold_constraints(module)
     drop_lone_collectives(module)
-    for computation in reversed(dict.fromkeys([module.entry, *_called(module.entry)])):  # what is called, first
+    for computation in reversed(graph.run_once(module.entry)):  # what is called, first
         _roll(computation, refusals)
-    for computation, loop in list(_outermost_loops(module.entry)):
+    for computation, loop in _outermost_loops(module.entry):
         yield from _partitions(computation, loop, refusals)
 
 
@@ -56,7 +56,7 @@ def _partitions(
     if parts is None:
         rolled = None if is_backward(loop) else _roll(loop.called[0], others)
         found = False
-        for body, inner in list(_outermost_loops(loop.called[0])):
+        for body, inner in _outermost_loops(loop.called[0]):
             for part in _partitions(body, inner, others):
                 found = True
                 yield part
@@ -125,20 +125,12 @@ def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | N
     )
 
 
-def _called(computation: Computation) -> Iterator[Computation]:
-    """What runs once where `computation` does: the body of a shard_map and the branches of a condition, too."""
-    for instruction in computation.instructions:
-        if instruction.opcode in ("call", "conditional"):
-            for called in instruction.called:
-                yield called
-                yield from _called(called)
-
-
-def _outermost_loops(computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
-    """Loops of `computation` and of what it calls (the body of a shard_map is a call)."""
+def _outermost_loops(computation: Computation) -> list[tuple[Computation, Instruction]]:
+    """Loops of `computation` and of what it calls, once for each call (the body of a shard_map is a call)."""
+    found: list[tuple[Computation, Instruction]] = []
     for instruction in computation.instructions:
         if instruction.opcode == "while":
-            yield computation, instruction
+            found.append((computation, instruction))
         elif instruction.opcode in ("call", "conditional"):
-            for called in instruction.called:
-                yield from _outermost_loops(called)
+            found += (each for called in instruction.called for each in _outermost_loops(called))
+    return found

@@ -6,8 +6,8 @@ import pytest
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.gspmd_shardings import as_shardy
-from dhelix.passes.hlo import Builder, HloModule
-from dhelix.passes.hlo.constraints import constrained, mesh_size, stated_split
+from dhelix.passes.hlo import Builder, HloModule, Instruction
+from dhelix.passes.hlo.constraints import Over, constrained, mesh_size, stated
 
 PLAIN = "{devices=[2,1,1,4]<=[8] last_tile_dim_replicate}"
 TURNED = "{devices=[1,2,2,2]<=[2,2,2]T(2,0,1) last_tile_dim_replicate}"
@@ -19,27 +19,33 @@ def module(*shardings: str, constraint: str = "") -> HloModule:
     return HloModule.from_text("HloModule m\nENTRY e {\n" + "\n".join(lines) + "\n}\n")
 
 
+def over(value: Instruction) -> list[Over]:
+    found = stated(value)
+    assert found is not None
+    return found.over
+
+
 def test_tiles_are_read_over_the_coarsest_mesh_that_holds_all() -> None:
     read = module(PLAIN, TURNED, "{replicated}", constraint='backend_config="unspecified_dims=[1,2]", ')
     as_shardy(read)
     assert read.proto.frontend_attributes.map["xla.sdy.meshes"].count("=2") == 3
-    plain, turned, replicated = (stated_split(parameter) for parameter in read.entry.parameters)
+    plain, turned, replicated = (over(parameter) for parameter in read.entry.parameters)
     assert plain == [("axis_0",), (), ()]
     assert turned == [(), ("axis_2",), ("axis_0",)]
     assert replicated == [(), (), ()]
-    assert stated_split(read.entry.root) == [("axis_0",), None, None]
+    assert over(read.entry.root) == [("axis_0",), None, None]
     assert mesh_size(module(PLAIN)) == 8
 
 
 def test_what_is_written_is_read_again() -> None:
     written = module(TURNED, TURNED)
     split = [("axis_2",), None, ("axis_1", "axis_0")]
-    axes = dict.fromkeys(("axis_0", "axis_1", "axis_2"), 2)
+    axes: dict[str, int] = dict.fromkeys(("axis_0", "axis_1", "axis_2"), 2)
     root = constrained(Builder(written.entry), written.entry.parameters[0], split, "", axes)
     written.entry.root = root
     read = HloModule.from_bytes(written.to_bytes())
     as_shardy(read)
-    assert stated_split(read.entry.root) == split
+    assert over(read.entry.root) == split
 
 
 @pytest.mark.parametrize(

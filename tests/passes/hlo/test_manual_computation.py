@@ -62,7 +62,7 @@ def test_splits_are_read_as_they_are_written(text: str) -> None:
 
 
 def test_sums_that_are_open_say_more() -> None:
-    assert splits('<@m, [{}], unreduced={"dp"}>') == [Split("m", ((),), (False,), more=True)]
+    assert splits('<@m, [{}], unreduced={"dp"}>') == [Split("m", ((),), (False,), more='unreduced={"dp"}')]
 
 
 def test_who_sums_with_whom() -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.microbatches.equal_parts import Unequal, equal_parts
+from dhelix.passes.microbatches.written_out.equal_parts import Unequal, equal_parts
 from dhelix.passes.strands.strand_duplication import partitions
 from dhelix.runtime.lowering import hlo_bytes
 from dhelix.tests.passes.microbatches import written_out as steps

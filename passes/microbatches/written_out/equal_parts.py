@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, Instruction, graph, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.edit import has_side_effect
-from dhelix.passes.hlo.loops import is_sharding_constraint
-from dhelix.passes.microbatches.anchors import anchors, constants, labels
-from dhelix.passes.microbatches.signatures import Signatures
-from dhelix.passes.microbatches.sums import Chain, chains
+from dhelix.passes.microbatches.written_out.anchors import anchors, constants, labels
+from dhelix.passes.microbatches.written_out.signatures import Signatures
+from dhelix.passes.microbatches.written_out.sums import Chain, chains
 
 _LARGE = 64 * 2**20  # bytes: stacks of what differs by part, and is no slice of one array, are up to so large
 _MOVING = ("reshape", "convert", "transpose", "copy")

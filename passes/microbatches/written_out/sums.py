@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import is_sharding_constraint
-from dhelix.passes.microbatches.signatures import Signatures
+from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.microbatches.written_out.signatures import Signatures
 
 _COMBINING = ("add", "multiply", "maximum", "minimum")  # of numbers
 _LOGICAL = ("and", "or")

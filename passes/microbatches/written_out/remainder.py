@@ -22,8 +22,8 @@ from dhelix.passes.hlo.edit import (
     read_through,
     replace_all_uses,
 )
-from dhelix.passes.microbatches.anchors import is_backward, takes_gradients
-from dhelix.passes.microbatches.equal_parts import Parts, Unequal, equal_parts
+from dhelix.passes.microbatches.written_out.anchors import is_backward, takes_gradients
+from dhelix.passes.microbatches.written_out.equal_parts import Parts, Unequal, equal_parts
 
 _LARGEST = 20_000  # instructions of a loop that is written out: about a second
 

@@ -28,7 +28,7 @@ from typing import Any
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
 from dhelix.passes.hlo.edit import copy_called, drop_dead, replace_all_uses
 from dhelix.passes.hlo.stacks import read_slot, stack, stack_of, static_slot, write_slot
-from dhelix.passes.microbatches.equal_parts import Parts, Sum, Value
+from dhelix.passes.microbatches.written_out.equal_parts import Parts, Sum, Value
 
 NAME = "microbatches"
 type Copies = dict[Value, Instruction]

@@ -25,8 +25,8 @@ from dhelix.passes.hlo import Builder, Computation, Instruction, WhileLoop, shap
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, has_side_effect, read_through, replace_all_uses
 from dhelix.passes.hlo.graph import ancestors
 from dhelix.passes.hlo.stacks import read_slot, stack, static_slot, write_slot
-from dhelix.passes.microbatches.equal_parts import Parts, is_heavy
-from dhelix.passes.microbatches.loop_rolling import NAME, add, compute, counts_to, empty
+from dhelix.passes.microbatches.written_out.equal_parts import Parts, is_heavy
+from dhelix.passes.microbatches.written_out.loop_rolling import NAME, add, compute, counts_to, empty
 
 _LARGE = 16 * 2**20  # bytes of state that is selected in each iteration: less than a millisecond's traffic
 
