@@ -8,8 +8,8 @@ digits of [2, 2, 2], so the mesh is ["axis_0"=2, "axis_1"=2, "axis_2"=2] over th
 
     x: [{"axis_0"}, {}]        w: [{}, {"axis_2"}]
 
-What the entry's parameters and constraints say is translated, for analysis alone: XLA never sees it. XLA's own
-import of tiles makes the same mesh; jaxlib does not offer it.
+What the entry's parameters and constraints say is translated, for analysis alone: XLA never sees it. XLA has an import
+of tiles, too, but jaxlib does not offer it.
 """
 
 import math
