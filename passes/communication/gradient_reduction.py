@@ -130,8 +130,8 @@ def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
     for result in results:
         read = [r for r in results if users[r] or r is loop.computation.root]
         alone = [r.tuple_index for r in read].count(result.tuple_index) == 1
-        slots = _written(whole, result.tuple_index) if alone else None
-        reached = _collective_of(result, users, after, least) if slots else None
+        reached = _collective_of(result, users, after, least) if alone else None
+        slots = _written(whole, result.tuple_index) if reached else None
         if slots and reached and ordered.isdisjoint((*reached[0], reached[1])):
             write = whole.body.root.operands[result.tuple_index]
             found.append(_Reduction(result.tuple_index, result, write, slots, *reached))

@@ -27,11 +27,24 @@ class Readers:
 
     def __init__(self, module: HloModule) -> None:
         self._users = {c: c.users() for c in module.computations}
+        self.parameters = {c: c.parameters for c in module.computations}
         loops = (i for c in module.computations for i in c.instructions if i.opcode == "while")
         self.loops = {loop.called[0]: loop for loop in loops}
+        self._elements: dict[Instruction, dict[int, list[Instruction]]] = {}
 
     def of(self, value: Instruction) -> list[Instruction]:
         return self._users[value.computation][value]
+
+    def of_element(self, state: Instruction, element: int) -> list[Instruction]:
+        """Reads of one element of a tuple. Raises PassRefusal where the tuple is read as a whole."""
+        if state not in self._elements:
+            reads: dict[int, list[Instruction]] = {}
+            for read in self.of(state):
+                if read.opcode != "get-tuple-element":
+                    raise PassRefusal("a loop's state is read as a whole", read)
+                reads.setdefault(read.tuple_index, []).append(read)
+            self._elements[state] = reads
+        return self._elements[state].get(element, [])
 
 
 @dataclass
@@ -122,12 +135,8 @@ def _held_by(loop: Instruction, element: int, readers: Readers) -> list[Instruct
     if initial.opcode != "tuple" or body.root.opcode != "tuple":
         raise PassRefusal("a loop carries gradients otherwise than in a tuple", loop)
     held = [initial.operands[element], body.root.operands[element]]
-    for source in (body.parameters[0], condition.parameters[0], loop):
-        for read in readers.of(source):
-            if read.opcode != "get-tuple-element":
-                raise PassRefusal("a loop's state is read as a whole", read)
-            if read.tuple_index == element:
-                held.append(read)
+    for source in (readers.parameters[body][0], readers.parameters[condition][0], loop):
+        held += readers.of_element(source, element)
     return held
 
 

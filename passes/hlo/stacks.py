@@ -76,10 +76,11 @@ def slot_write(loop: WhileLoop, element: int) -> Instruction:
 
 def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
     """Slots of state element `element` that the loop reads or writes; None where it does not change them one by one."""
-    users, root = loop.body.users(), loop.body.root
+    root = loop.body.root
     write = root.operands[element]
     if write.opcode != "dynamic-update-slice" or loop.reads.get(write.operands[0]) != element:
         return None
+    users = loop.body.users()
     if users[write] != [root] or root.operands.count(write) > 1:
         return None
     touched: set[int] = set()

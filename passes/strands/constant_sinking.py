@@ -23,9 +23,8 @@ Cost: none; a broadcast of a constant is part of the kernel that reads it. No pa
 
 from dataclasses import dataclass
 
-from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import strand_loops
-from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
 from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, drop_dead, replace_uses
 from dhelix.passes.manager import PassContext, Stage
 
@@ -115,11 +114,12 @@ def _through_loop(read: Instruction, callers: dict[Computation, list[Instruction
     loop = _loop_of(read.computation, callers) if source.opcode == "parameter" else source
     if loop is None or loop.opcode != "while":
         return None
-    try:
-        whole = WhileLoop(loop)
-    except PassRefusal:
+    start, handed_on = loop.operands[0], loop.called[0].root
+    if start.opcode != "tuple" or handed_on.opcode != "tuple":
         return None
-    return whole.initial(read.tuple_index) if read.tuple_index in whole.invariants else None
+    kept = handed_on.operands[read.tuple_index]
+    same = kept.opcode == "get-tuple-element" and kept.operands[0].opcode == "parameter"
+    return start.operands[read.tuple_index] if same and kept.tuple_index == read.tuple_index else None
 
 
 def _replace_but_in_root(value: Instruction, made: Instruction) -> None:
