@@ -1,4 +1,4 @@
-"""Finds accumulators: what starts as zeros, goes through loops, and is added to, whole or slot by slot.
+"""Finds accumulators: what goes through loops and is added to, whole or slot by slot.
 
     zeros -> while micro-batches:                     elements (micro-batches, 0), (layers, 2)
                  while layers:                        values   reads, the slot, slot + g, the update, results
@@ -6,7 +6,8 @@
                      acc[l] = slot + g                zeros    where the zeros come in
              -> step(acc)                             ends     step
 
-All of it is found by one closure: from an element of a loop's state to what reads and makes it, inside and outside.
+All of it is found by one closure: from an element of a loop's state to what reads it, and to the loops before it. Where
+it starts as something else than zeros, that is added, too.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ type Use = tuple[Instruction, int]
 """An instruction and the number of one of its operands."""
 
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
+_TERMS = {"add": 2, "dynamic-slice": 1, "dynamic-update-slice": 2}  # of how many first operands it is made
 
 
 class Readers:
@@ -56,7 +58,7 @@ class Accumulator:
       values: what holds the accumulator or a slot of it.
       elements: loops, with the number of the state element.
       zeros: where it starts, as zeros that others may read, too.
-      added: what is added to it.
+      added: what is added to it, and where it starts as something else than zeros.
       ends: what reads the sum behind all loops.
     """
 
@@ -74,118 +76,126 @@ class Accumulator:
 
 
 def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
-    """What element `element` of a loop's state is part of. None where it is nothing that is added to.
+    """What element `element` of a loop's state is part of. None where it is nothing that is added to zeros.
 
     Raises PassRefusal where it is added to and more is done with it inside of a loop than that.
     """
     if not shapes.is_floating(loop.shape.tuple_shapes[element]):
         return None
-    found = Accumulator(loop.computation)
-    refusals: list[PassRefusal] = []
-    _close(found, loop, element, readers)
-    for value in found.values:
-        try:
-            _look_at(found, value)
-        except PassRefusal as refusal:
-            refusals.append(refusal)
+    found = _closed(loop, element, readers, outside=True)
     if not (found.zeros and any(reader.opcode == "add" for reader, _ in found.added)):
         return None
-    if refusals:
-        raise refusals[0]
-    for value in found.values:
-        _look_at_readers(found, value, readers)
+    _check(found, readers)
     return found
 
 
-def _close(found: Accumulator, loop: Instruction, element: int, readers: Readers) -> None:
-    """Fills in `values` and `elements`."""
+def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
+    """How a loop inside of a micro-batch stacks or adds up `result`, an element of the loop's state.
+
+    Raises PassRefusal where more is done with it inside of the loop.
+    """
+    found = _closed(result.operands[0], result.tuple_index, readers, outside=False)
+    _check(found, readers)
+    return found
+
+
+def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) -> Accumulator:
+    """With what is made of it behind the loop, in `home` itself, only if `outside`."""
+    found = Accumulator(loop.computation)
     loops: list[Use] = [(loop, element)]
     values: list[Instruction] = []
+    placed: list[Use] = []  # where loops take it: as they start, and from one iteration to the next
     while loops or values:
         if loops:
             one = loops.pop()
             if one not in found.elements:
                 found.elements[one] = None
-                values += _held_by(*one, readers)
+                values += _reads(*one, readers)
                 state, number = one
-                found.zeros += [(start, number) for start in state.operands if zeros_behind(start.operands[number])]
+                placed += [(state.operands[0], number), (state.called[0].root, number)]
+                for before in (state.operands[0].operands[number], state.called[0].root.operands[number]):
+                    values += _from_zeros(before)
+                    source = _element_behind(before, found, readers, outside)
+                    loops += [source] if source is not None else []
             continue
         value = values.pop()
-        if value in found.values or zeros_behind(value):
+        if value in found.values:
             continue
         found.values[value] = None
-        if value.opcode == "get-tuple-element":
-            source = value.operands[0]
-            of = readers.loops.get(source.computation) if source.opcode == "parameter" else source
-            if of is not None and of.opcode == "while":
-                loops.append((of, value.tuple_index))
         for user in readers.of(value):
             if user.opcode == "tuple":
-                owners = [u for u in readers.of(user) if u.opcode == "while"]
-                if user is user.computation.root and user.computation in readers.loops:
-                    owners.append(readers.loops[user.computation])
+                owners = _loops_of(user, readers)
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
-            elif user.opcode in (*_SLICED, "add") or is_sharding_constraint(user):
-                values.append(user)
+            elif outside or user.computation is not found.home:
+                if user.opcode in _TERMS or is_sharding_constraint(user):
+                    values.append(user)
+    placed += [(value, k) for value in found.values for k in _terms(value)]
+    for user, number in placed:
+        value = user.operands[number]
+        if zeros_behind(value):
+            found.zeros.append((user, number))
+        elif value not in found.values:
+            found.added.append((user, number))
+    return found
 
 
-def _held_by(loop: Instruction, element: int, readers: Readers) -> list[Instruction]:
-    """What one element of a loop's state is: at its start, in the body, handed on, and behind the loop."""
-    initial, (body, condition) = loop.operands[0], loop.called
-    if initial.opcode != "tuple" or body.root.opcode != "tuple":
+def _reads(loop: Instruction, element: int, readers: Readers) -> list[Instruction]:
+    """Reads of one element of a loop's state: in the body, in the condition, and behind the loop."""
+    body, condition = loop.called
+    if loop.operands[0].opcode != "tuple" or body.root.opcode != "tuple":
         raise PassRefusal("a loop carries gradients otherwise than in a tuple", loop)
-    held = [initial.operands[element], body.root.operands[element]]
-    for source in (readers.parameters[body][0], readers.parameters[condition][0], loop):
-        held += readers.of_element(source, element)
-    return held
+    sources = (readers.parameters[body][0], readers.parameters[condition][0], loop)
+    return [read for source in sources for read in readers.of_element(source, element)]
 
 
-def _look_at(found: Accumulator, value: Instruction) -> None:
-    """Where the zeros come in, and what is added. Raises PassRefusal where `value` is made in another way."""
-    first, *rest = value.operands or (value,)
-    match value.opcode:
-        case "get-tuple-element":
-            pass
-        case "add":
-            places = [k for k, o in enumerate(value.operands) if o in found.values]
-            if not places:
-                places = [k for k, o in enumerate(value.operands) if zeros_behind(o)][:1]
-                found.zeros += [(value, k) for k in places]
-            if not places:
-                raise PassRefusal("gradients do not start as zeros", value)
-            found.added += [(value, k) for k in range(2) if k not in places]
-        case "dynamic-slice" | "dynamic-update-slice":
-            if zeros_behind(first):
-                found.zeros.append((value, 0))
-            elif first not in found.values:
-                raise PassRefusal("gradients do not start as zeros", value)
-            if value.opcode == "dynamic-update-slice" and rest[0] not in found.values:
-                found.added.append((value, 1))
+def _from_zeros(value: Instruction) -> list[Instruction]:
+    """The additions to zeros that `value` is, as of micro-batches before the loop; empty where it starts otherwise."""
+    path: list[Instruction] = []
+    while terms := [value.operands[k] for k in _terms(value)]:
+        path.append(value)
+        if any(zeros_behind(term) for term in terms):
+            return path
+        value = next((term for term in terms if _terms(term)), terms[0])
+    return []
+
+
+def _element_behind(value: Instruction, found: Accumulator, readers: Readers, outside: bool) -> Use | None:
+    """The loop, and the element of its state, that `value` is: of a loop before, or of the loop around."""
+    if value.opcode != "get-tuple-element":
+        return None
+    source = value.operands[0]
+    if source.opcode == "parameter":
+        inside = outside or source.computation is not found.home
+        source = readers.loops.get(source.computation, source) if inside else source
+    return (source, value.tuple_index) if source.opcode == "while" else None
+
+
+def _terms(value: Instruction) -> range:
+    """The operands of a value of an accumulator that it is the sum of, or that it takes slots from."""
+    return range(_TERMS.get(value.opcode, int(is_sharding_constraint(value))))
+
+
+def _check(found: Accumulator, readers: Readers) -> None:
+    """Behind all loops anything may read the sum; inside, nothing but what adds to it."""
+    for value in found.values:
+        first, *rest = value.operands or (value,)
+        if value.opcode in _SLICED:
             part = rest[0].shape if value.opcode == "dynamic-update-slice" else value.shape
             if not is_one_slot(part, first.shape):
                 raise PassRefusal("more or less than one slot of a stack of gradients changes at once", value)
-        case _ if is_sharding_constraint(value):
-            if zeros_behind(first):
-                found.zeros.append((value, 0))
-            elif first not in found.values:
-                raise PassRefusal("gradients do not start as zeros", value)
-        case _:
-            raise PassRefusal(f"gradients are made by {value.opcode} before they are added up", value)
-
-
-def _look_at_readers(found: Accumulator, value: Instruction, readers: Readers) -> None:
-    """Behind all loops anything may read the sum; inside, nothing but what adds to it."""
-    for user in readers.of(value):
-        for number in [k for k, o in enumerate(user.operands) if o is value]:
-            if user in found.values and user.opcode != "get-tuple-element":
-                continue
-            if user.opcode == "tuple" and any((loop, number) in found.elements for loop in _loops_of(user, readers)):
-                continue
-            if value.computation is not found.home:
-                raise PassRefusal(f"a sum of gradients is read by {user.opcode} between micro-batches", user)
-            found.ends.append((user, number))
-    if value is value.computation.root:
-        raise PassRefusal("a sum of gradients is what a function returns", value)
+        if value is value.computation.root:
+            raise PassRefusal("a sum of gradients is what a function returns", value)
+        for user in readers.of(value):
+            for number in [k for k, o in enumerate(user.operands) if o is value]:
+                if user in found.values and user.opcode != "get-tuple-element":
+                    continue
+                if user.opcode == "tuple" and any(
+                    (loop, number) in found.elements for loop in _loops_of(user, readers)
+                ):
+                    continue
+                if value.computation is not found.home:
+                    raise PassRefusal(f"a sum of gradients is read by {user.opcode} between micro-batches", user)
+                found.ends.append((user, number))
 
 
 def _loops_of(state: Instruction, readers: Readers) -> list[Instruction]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.gradients.accumulators import Accumulator, Use
-from dhelix.passes.gradients.partial_sums import addition, keeps_sums
+from dhelix.passes.gradients.partial_sums import keeps_sums
+from dhelix.passes.gradients.parts import addition
 from dhelix.passes.hlo import Builder, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.edit import combines_by

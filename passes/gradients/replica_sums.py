@@ -27,23 +27,20 @@ more for each loop that it leaves: 5.0 GiB of temporaries became 8.5 where stran
 Not in DHelix; Megatron's gradient accumulation does it by hand.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import strand_loops
 from dhelix.passes.analysis.propagation import UNKNOWN, Propagated, propagate
 from dhelix.passes.gradients.accumulators import Accumulator, Readers, Use, accumulator
 from dhelix.passes.gradients.late_reductions import Reduced, move_behind, reduced
-from dhelix.passes.gradients.partial_sums import Parts, partial_axes, sum_of_parts, summed_type, with_dimension
-from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
-from dhelix.passes.hlo.constraints import Axes, is_sharding_constraint, leaves_open
-from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.gradients.partial_sums import Partial, PartialSums
+from dhelix.passes.gradients.parts import Parts
+from dhelix.passes.hlo import Computation, HloModule, Instruction, graph, shapes
+from dhelix.passes.hlo.constraints import Axes, leaves_open
+from dhelix.passes.hlo.edit import drop_dead
 from dhelix.passes.hlo.manual_computation import is_manual
-from dhelix.passes.hlo.stacks import zeros_behind
 from dhelix.passes.manager import PassContext, Stage
-
-_FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,10 @@ class ReplicaSums:
         known = _propagated(module, context) if automatic else UNKNOWN
         changed = False
         for loop in loops:
-            found: list[tuple[Accumulator, Axes]] = []
+            found: list[tuple[Accumulator, Partial]] = []
             late: list[tuple[Accumulator, list[Reduced]]] = []
             readers = Readers(module)
+            sums, parts = PartialSums(known, readers), dict[Axes, Parts]()
             reasons: dict[str, int] = {}
             taken: set[Use] = set()
             for element in range(len(loop.shape.tuple_shapes)):
@@ -73,14 +71,15 @@ class ReplicaSums:
                     taken.update(one.elements if one is not None else ())
                     if one is not None and (collectives := reduced(one)):
                         late.append((one, collectives))
-                    elif one is not None and loop.computation not in by_hand and (axes := _open_axes(one, known)):
-                        found.append((one, axes))
+                    elif one is not None and loop.computation not in by_hand:
+                        partial = _partial(one, sums)
+                        found += [(one, partial)] if partial.axes else []
                 except PassRefusal as refusal:
                     reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
             for one, collectives in late:
                 move_behind(one, collectives)
-            for one, axes in found:
-                _open(one, Parts(known, axes))
+            for one, partial in found:
+                parts.setdefault(partial.axes, Parts(sums, partial.axes)).open(one, partial)
             _note(found, loop, context)
             if late:
                 context.note("all-reduces of gradients stand behind the last micro-batch", loop, accumulators=len(late))
@@ -109,8 +108,8 @@ def _by_hand(module: HloModule) -> set[Computation]:
     return found
 
 
-def _open_axes(one: Accumulator, known: Propagated) -> Axes:
-    """The axes over which all that is added is a sum, and over which the accumulator is not split.
+def _partial(one: Accumulator, sums: PartialSums) -> Partial:
+    """The axes over which an accumulator is a sum, of more than one device each.
 
     Raises PassRefusal where the program has a type for what becomes of the sum while it is open (`unreduced`).
     """
@@ -119,69 +118,13 @@ def _open_axes(one: Accumulator, known: Propagated) -> Axes:
         raise PassRefusal(
             "the program itself keeps a sum over replicas open behind the last micro-batch", one.home.root
         )
-    reached: dict[Instruction, Axes] = {}
-    axes = set(known.axes)
-    for reader, number in one.added:
-        axes &= set(partial_axes(reader.operands[number], known, reached))
-    for value in one.values:
-        for dimension in known.of(value) or ():
-            axes -= set(dimension)
-    return tuple(axis for axis in known.axes if axis in axes and known.axes[axis] > 1)
+    found = sums.of_accumulator(one)
+    return replace(found, axes=tuple(axis for axis in found.axes if sums.known.axes[axis] > 1))
 
 
-def _note(found: list[tuple[Accumulator, Axes]], loop: Instruction, context: PassContext) -> None:
-    for axes in dict.fromkeys(axes for _, axes in found):
-        these = [one for one, own in found if own == axes]
+def _note(found: list[tuple[Accumulator, Partial]], loop: Instruction, context: PassContext) -> None:
+    for axes in dict.fromkeys(partial.axes for _, partial in found):
+        these = [one for one, own in found if own.axes == axes]
         size = sum(shapes.byte_size(state.shape.tuple_shapes[k]) for one in these for state, k in [*one.elements][:1])
         said = {"axes": list(axes), "accumulators": len(these), "bytes": size}
         context.note("gradients are summed over replicas once a step", loop, **said)
-
-
-def _open(one: Accumulator, parts: Parts) -> None:
-    """Rewrites an accumulator: (1) what is added, (2) what holds it, (3) zeros, (4) what reads the sum."""
-    at = 1 if one.is_stack else 0
-    summed_in = summed_type([reader.operands[number] for reader, number in one.added])
-    added = [(use, _in_place(parts, use[0].operands[use[1]], at)) for use in one.added]  # (1)
-    _give(added)
-    for state, element in one.elements:  # (2)
-        for owner in (state, state.called[0].parameters[0], state.called[1].parameters[0]):
-            _widen(owner.shape.tuple_shapes[element], at, parts.count)
-        for owner in (state.operands[0], state.called[0].root):
-            _widen(owner.shape.tuple_shapes[element], at, parts.count)
-    for value in one.values:
-        _widen(value.shape, at, parts.count)
-        if value.opcode in _FIRST_INDEX:
-            first = _FIRST_INDEX[value.opcode]
-            zero = Builder(value.computation).scalar(0, value.operands[first].shape.element_type)
-            value.operands.insert(first + at, zero)
-        if value.opcode == "dynamic-slice":
-            value.proto.dynamic_slice_sizes.insert(at, parts.count)
-    for value in one.values:  # what they say of the sum, those of `parts` say of the parts
-        if is_sharding_constraint(value) and not zeros_behind(value):
-            replace_uses(value.computation, value, value.operands[0])
-    zeros = [(use, zeros_behind(use[0].operands[use[1]])) for use in one.zeros]
-    _give([(use, parts.zeros(found, at)) for use, found in zeros if found is not None])  # (3)
-    sums: dict[Instruction, Instruction] = {}
-    for reader, number in one.ends:  # (4)
-        value = reader.operands[number]
-        if value not in sums:
-            sums[value] = sum_of_parts(value, at, summed_in)
-        reader.operands[number] = sums[value]
-
-
-def _give(values: list[tuple[Use, Instruction]]) -> None:
-    for (reader, number), value in values:
-        reader.operands[number] = value
-
-
-def _in_place(parts: Parts, value: Instruction, at: int) -> Instruction:
-    """`value` in parts, with the replicas' dimension behind that of a single slot where it goes into a stack."""
-    made = parts.of(value)
-    if not at:
-        return made
-    builder = Builder(value.computation)
-    return builder.make("reshape", with_dimension(value.shape, at, parts.count), [made])
-
-
-def _widen(shape: Any, at: int, count: int) -> None:
-    shape.CopyFrom(with_dimension(shape, at, count))

@@ -114,6 +114,13 @@ class Builder:
     def binary(self, opcode: str, a: Instruction, b: Instruction) -> Instruction:
         return self.make(opcode, a.shape, [a, b])
 
+    def transposed(self, value: Instruction) -> Instruction:
+        """The first two dimensions in each other's place."""
+        first, second, *rest = value.shape.dimensions
+        order = [1, 0, *range(2, 2 + len(rest))]
+        shape = shapes.array(value.shape.element_type, [second, first, *rest])
+        return self.make("transpose", shape, [value], dimensions=order)
+
     def barrier(self, values: Sequence[Instruction]) -> list[Instruction]:
         """`values` behind an optimization barrier: none is available before all are."""
         group = self.tuple(values)
