@@ -8,8 +8,9 @@ Before:                                         After:
 Contract
     Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
               which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
-              them may stand conversions, a constant factor, all-reduces, and sharding constraints that do not split
-              the stack between layers.
+              them may stand what is done element by element with values that do not depend on the loop either (a
+              conversion, a weight, weight decay), reshapes, all-reduces, and sharding constraints that do not split
+              the stack between layers. Loops in loops, as of groups of layers, are taken from the outside in.
     Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
               What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
               too, since no partitioner infers it.
@@ -23,6 +24,7 @@ strand's logits, and its three trips through memory (zeros, write, read) per mic
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from dhelix.passes.analysis.names import ALPHA
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
@@ -30,16 +32,21 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open, s
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
-from dhelix.passes.hlo.stacks import is_constant, is_one_slot
+from dhelix.passes.hlo.stacks import is_one_slot
 from dhelix.passes.manager import PassContext, Stage
+
+_ELEMENTWISE = frozenset("add subtract multiply divide negate convert select".split())
+
+type Users = dict[Instruction, list[Instruction]]
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """`total = accumulator + steps(gradients)`, and how the loop makes the gradients."""
+    """`total = accumulator + steps(result)`, and how the loop makes `result`, the gradients."""
 
     element: int
     write: Instruction
+    result: Instruction
     total: Instruction
     accumulator: Instruction
     steps: tuple[Instruction, ...]
@@ -59,7 +66,7 @@ class GradientAccumulation:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
-        for computation in list(module.computations):
+        for computation in reversed(module.computations):  # who calls stands behind what is called
             changed |= accumulate(computation, context, ALPHA)
         return changed
 
@@ -96,8 +103,8 @@ def _sums(loop: Instruction, strand: str) -> list[_Sum]:
     found = []
     for element, write in enumerate(made):
         if write in writes and _written_once_per_slot(WhileLoop(loop), element, write):
-            one = _addition(loop, element, write, users)
-            if one is not None and one.accumulator not in after:
+            one = _addition(loop, element, write, users, after)
+            if one is not None:
                 found.append(one)
     return found
 
@@ -129,7 +136,7 @@ def _behind_open(value: Instruction) -> Instruction:
     return value
 
 
-def _before_open(value: Instruction, users: dict[Instruction, list[Instruction]]) -> Instruction:
+def _before_open(value: Instruction, users: Users) -> Instruction:
     """The last of the constraints on `value` that leave a sum open, where nothing else reads it."""
     while len(users[value]) == 1 and leaves_open(users[value][0]):
         value = users[value][0]
@@ -143,7 +150,7 @@ def _without_split(sums: list[_Sum]) -> tuple[list[_Sum], list[Instruction]]:
 
 
 def _addition(
-    loop: Instruction, element: int, write: Instruction, users: dict[Instruction, list[Instruction]]
+    loop: Instruction, element: int, write: Instruction, users: Users, after: set[Instruction]
 ) -> _Sum | None:
     value = None
     for read in users[loop]:
@@ -153,56 +160,111 @@ def _addition(
             if value is not None:
                 return None
             value = read
+    return _sum(element, write, value, users, after) if value is not None else None
+
+
+def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
+    """The addition to what an earlier loop or micro-batch made; to the first thing, where there is none."""
+    found: _Sum | None = None
     steps: list[Instruction] = []
-    while value is not None and len(users[value]) == 1 and value is not loop.computation.root:
+    value = result
+    while len(users[value]) == 1 and value is not value.computation.root:
         user = users[value][0]
-        if user.opcode == "add":
-            others = [o for o in user.operands if o is not value]
-            return _Sum(element, write, user, others[0], tuple(steps)) if len(others) == 1 else None
-        if not _is_step(user, value):
-            return None
+        others = [o for o in user.operands if o is not value]
+        if user.opcode == "add" and len(others) == 1 and others[0] not in after:
+            if found is None or others[0].opcode == "get-tuple-element":
+                found = _Sum(element, write, result, user, others[0], tuple(steps))
+        if not (_is_step(user) and after.isdisjoint(others)):
+            break
         steps.append(user)
         value = user
-    return None
+    return found
 
 
-def _is_step(user: Instruction, value: Instruction) -> bool:
-    """Whether it does to each element of `value` what it does to a slot alone."""
-    if user.opcode in ("multiply", "divide"):
-        return all(o is value or is_constant(o) for o in user.operands)
+def _is_step(user: Instruction) -> bool:
+    """Whether it does to each element of a stack what it does to a slot alone."""
     reduces = user.opcode == "all-reduce" and len(user.operands) == 1
-    return user.opcode == "convert" or reduces or is_sharding_constraint(user)
+    return user.opcode in _ELEMENTWISE or user.opcode == "reshape" or reduces or is_sharding_constraint(user)
 
 
 def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
     """The loop's body reads a slot of the accumulator, adds that layer's gradient, and writes it back."""
-    kept = add_element(loop, one.accumulator)
-    body = loop.called[0]
-    builder = Builder(body)
-    _, gradient, *index = one.write.operands
+    slots = _Slots(loop, one)
+    old, place = slots.carried(slots.stack(one.accumulator), changes=True)
+    builder = Builder(loop.called[0])
+    value, gradient = one.result, one.write.operands[1]
     for step in one.steps:
-        numbers = {o: _number(builder, o, gradient) for o in step.operands if is_constant(o)}
-        made = builder.copy(step, [numbers.get(o, gradient) for o in step.operands])
-        made.proto.shape.CopyFrom(_like(gradient.shape, step.shape))
-        gradient = made
-    slot = builder.make(
-        "dynamic-slice", gradient.shape, [kept, *index], dynamic_slice_sizes=list(gradient.shape.dimensions)
-    )
-    added = builder.binary("add", _as_open(builder, one, slot), gradient)
+        if step.opcode != "reshape":
+            operands = [gradient if o is value else slots.of(o) for o in step.operands]
+            gradient = slots.done(step, operands)
+        value = step
+    added = builder.binary("add", _as_open(builder, one, slots.read(old)), gradient)
     added.proto.metadata.CopyFrom(one.total.proto.metadata)
-    written = builder.copy(one.write, [kept, _as_open(builder, one, added), *index])
-    written.proto.shape.CopyFrom(kept.shape)
-    body.root.operands[-1] = _as_open(builder, one, written)
-    body.root.operands[one.element] = _behind_open(one.write.operands[0])
-    body.sort()
-    outside = Builder(loop.computation).element(loop, len(loop.shape.tuple_shapes) - 1)
-    replace_uses(loop.computation, one.total, _as_open(Builder(loop.computation), one, outside))
+    written = builder.copy(one.write, [old, _as_open(builder, one, added), *one.write.operands[2:]])
+    written.proto.shape.CopyFrom(old.shape)
+    root = loop.called[0].root
+    root.operands[place] = _as_open(builder, one, written)
+    root.operands[one.element] = _behind_open(one.write.operands[0])
+    loop.called[0].sort()
+    outside = Builder(loop.computation)
+    total = _as_open(outside, one, outside.element(loop, place))
+    if total.shape.dimensions != one.total.shape.dimensions:
+        total = outside.make("reshape", one.total.shape, [total])
+    replace_uses(loop.computation, one.total, total)
     loop.computation.sort()
 
 
-def _number(builder: Builder, constant: Instruction, slot: Instruction) -> Instruction:
-    """An array of one number, of a slot's size."""
-    return builder.make("broadcast", _like(slot.shape, constant.shape), [builder.copy(constant.operands[0], [])])
+class _Slots:
+    """Makes, in the loop, the slot of values from before it that belongs to the gradient that is written there."""
+
+    def __init__(self, loop: Instruction, one: _Sum) -> None:
+        self._loop = loop
+        self._body = Builder(loop.called[0])
+        self._outside = Builder(loop.computation)
+        self._stack, self._slot, *self._index = one.write.shape, *one.write.operands[1:]
+        self._made: dict[Instruction, Instruction] = {}
+
+    def of(self, value: Instruction) -> Instruction:
+        """A number stays one; what is made element by element of others is made again, of their slots."""
+        if value not in self._made:
+            self._made[value] = self._of(value)
+        return self._made[value]
+
+    def _of(self, value: Instruction) -> Instruction:
+        if value.opcode == "constant" and not value.shape.dimensions:
+            return self._body.copy(value, [])
+        if not value.shape.dimensions:
+            return self.carried(value)[0]
+        if value.opcode == "broadcast" and not value.operands[0].shape.dimensions:
+            return self._body.make("broadcast", _like(self._slot.shape, value.shape), [self.of(value.operands[0])])
+        if value.opcode in _ELEMENTWISE:
+            return self.done(value, [self.of(o) for o in value.operands])
+        return self.read(self.carried(self.stack(value))[0])
+
+    def done(self, step: Instruction, operands: list[Instruction]) -> Instruction:
+        """`step`, to slots."""
+        made = self._body.copy(step, operands)
+        made.proto.shape.CopyFrom(_like(self._slot.shape, step.shape))
+        return made
+
+    def stack(self, value: Instruction) -> Instruction:
+        """`value`, before the loop, in the shape of the stack."""
+        shape = _like(self._stack, value.shape)
+        return value if shapes.same(shape, value.shape) else self._outside.make("reshape", shape, [value])
+
+    def carried(self, value: Instruction, changes: bool = False) -> tuple[Instruction, int]:
+        """The body's read of `value`, of an element of the loop's state, and its number."""
+        if not changes:
+            whole = WhileLoop(self._loop)
+            for read, k in whole.reads.items():
+                if k in whole.invariants and whole.initial(k) is value:
+                    return read, k
+        return add_element(self._loop, value), len(self._loop.shape.tuple_shapes) - 1
+
+    def read(self, stack: Instruction) -> Instruction:
+        shape = _like(self._slot.shape, stack.shape)
+        sizes = list(shape.dimensions)
+        return self._body.make("dynamic-slice", shape, [stack, *self._index], dynamic_slice_sizes=sizes)
 
 
 def _as_open(builder: Builder, one: _Sum, value: Instruction) -> Instruction:
@@ -213,9 +275,9 @@ def _as_open(builder: Builder, one: _Sum, value: Instruction) -> Instruction:
     return made
 
 
-def _like(shape: object, typed: object) -> object:
+def _like(shape: Any, typed: Any) -> Any:
     """`shape`'s dimensions and layout with the element type of `typed`."""
     result = type(shape)()
-    result.CopyFrom(shape)  # type: ignore[attr-defined]
-    result.element_type = typed.element_type  # type: ignore[attr-defined]
+    result.CopyFrom(shape)
+    result.element_type = typed.element_type
     return result
