@@ -21,7 +21,7 @@ type Use = tuple[Instruction, int]
 """An instruction and the number of one of its operands."""
 
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
-_TERMS = {"add": 2, "dynamic-slice": 1, "dynamic-update-slice": 2}  # of how many first operands it is made
+_TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}  # first operands it is the sum of
 
 
 class Readers:
@@ -70,9 +70,11 @@ class Accumulator:
     ends: list[Use] = field(default_factory=list)
 
     @property
-    def is_stack(self) -> bool:
-        """Whether it is added to slot by slot along dimension 0."""
-        return any(value.opcode in _SLICED for value in self.values)
+    def slot_rank(self) -> int:
+        """How many dimensions of each value lie within one slot, the last ones: all of what is no stack, all but one
+        of a stack, and all but two of a stack of stacks."""
+        ranks = [len(value.shape.dimensions) - (value.opcode in _SLICED) for value in self.values]
+        return min(ranks)
 
 
 def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
@@ -83,7 +85,7 @@ def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulato
     if not shapes.is_floating(loop.shape.tuple_shapes[element]):
         return None
     found = _closed(loop, element, readers, outside=True)
-    if not (found.zeros and any(reader.opcode == "add" for reader, _ in found.added)):
+    if not (_zeros_are_added_to(found, readers)):
         return None
     _check(found, readers)
     return found
@@ -126,9 +128,11 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
             if user.opcode == "tuple":
                 owners = _loops_of(user, readers)
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
-            elif outside or user.computation is not found.home:
-                if user.opcode in _TERMS or is_sharding_constraint(user):
-                    values.append(user)
+            elif user.opcode == "reshape":  # of slots, as between loops in loops; other values have other readers, too
+                alone = all(u.opcode == "tuple" or _terms(u) for u in readers.of(user))
+                values += [user] if alone and user.computation is not found.home else []
+            elif _terms(user) and (outside or user.computation is not found.home):
+                values.append(user)
     placed += [(value, k) for value in found.values for k in _terms(value)]
     for user, number in placed:
         value = user.operands[number]
@@ -137,6 +141,25 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
         elif value not in found.values:
             found.added.append((user, number))
     return found
+
+
+def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
+    """Not so of residuals, which start as zeros, too, and of which each slot is replaced."""
+    waiting = list(found.zeros)
+    seen: set[Use] = set()
+    while waiting:
+        user, number = waiting.pop()
+        if (user, number) in seen:
+            continue
+        seen.add((user, number))
+        if user.opcode == "add":
+            return True
+        if user.opcode == "tuple":
+            held = [r for loop in _loops_of(user, readers) for r in _reads(loop, number, readers)]
+        else:
+            held = [user] if user in found.values and number == 0 else []
+        waiting += [(u, k) for v in held for u in readers.of(v) for k, o in enumerate(u.operands) if o is v]
+    return False
 
 
 def _reads(loop: Instruction, element: int, readers: Readers) -> list[Instruction]:
@@ -151,8 +174,9 @@ def _reads(loop: Instruction, element: int, readers: Readers) -> list[Instructio
 def _from_zeros(value: Instruction) -> list[Instruction]:
     """The additions to zeros that `value` is, as of micro-batches before the loop; empty where it starts otherwise."""
     path: list[Instruction] = []
-    while terms := [value.operands[k] for k in _terms(value)]:
+    while value.opcode != "reshape" and _terms(value):
         path.append(value)
+        terms = value.operands[: 2 if value.opcode == "add" else 1]
         if any(zeros_behind(term) for term in terms):
             return path
         value = next((term for term in terms if _terms(term)), terms[0])
@@ -177,8 +201,11 @@ def _terms(value: Instruction) -> range:
 
 def _check(found: Accumulator, readers: Readers) -> None:
     """Behind all loops anything may read the sum; inside, nothing but what adds to it."""
+    inside = found.slot_rank
     for value in found.values:
         first, *rest = value.operands or (value,)
+        if value.opcode == "reshape" and value.shape.dimensions[-inside:] != first.shape.dimensions[-inside:]:
+            raise PassRefusal("gradients are added up in another shape than they are kept in", value)
         if value.opcode in _SLICED:
             part = rest[0].shape if value.opcode == "dynamic-update-slice" else value.shape
             if not is_one_slot(part, first.shape):

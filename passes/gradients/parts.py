@@ -56,18 +56,17 @@ class Parts:
         Args:
           partial: what is known of the accumulator.
         """
-        at = 1 if one.is_stack else 0
+        rank = one.slot_rank
         summed_in = _summed_in(partial.element_type)
-        added = [(use, self._in_place(use[0].operands[use[1]], at)) for use in one.added]  # (1)
+        added = [(use, self._in_place(use[0].operands[use[1]], rank)) for use in one.added]  # (1)
         _give(added)
         for state, element in one.elements:  # (2)
             for owner in (state, state.called[0].parameters[0], state.called[1].parameters[0]):
-                _widen(owner.shape.tuple_shapes[element], at, self.count)
+                _widen(owner.shape.tuple_shapes[element], rank, self.count)
             for owner in (state.operands[0], state.called[0].root):
-                _widen(owner.shape.tuple_shapes[element], at, self.count)
+                _widen(owner.shape.tuple_shapes[element], rank, self.count)
         for value in one.values:
-            self._open[value] = at
-            _widen(value.shape, at, self.count)
+            at = self._open[value] = _widen(value.shape, rank, self.count)
             if value.opcode in _FIRST_INDEX:
                 first = _FIRST_INDEX[value.opcode]
                 zero = Builder(value.computation).scalar(0, value.operands[first].shape.element_type)
@@ -78,12 +77,12 @@ class Parts:
             if is_sharding_constraint(value) and not zeros_behind(value):
                 replace_uses(value.computation, value, value.operands[0])
         zeros = [(use, zeros_behind(use[0].operands[use[1]])) for use in one.zeros]
-        _give([(use, self.zeros(found, at)) for use, found in zeros if found is not None])  # (3)
+        _give([(use, self.zeros(found, _rank(found) - rank)) for use, found in zeros if found is not None])  # (3)
         sums: dict[Instruction, Instruction] = {}
         for reader, number in one.ends:  # (4)
             value = reader.operands[number]
             if value not in sums:
-                sums[value] = sum_of_parts(value, at, summed_in)
+                sums[value] = sum_of_parts(value, self._open[value], summed_in)
                 self._closed[sums[value]] = value
             reader.operands[number] = sums[value]
 
@@ -147,17 +146,11 @@ class Parts:
 
     def _replicas_first(self, builder: Builder, value: Instruction) -> Instruction:
         """Of a value of an opened accumulator."""
-        return builder.transposed(value) if self._open[value] else value
+        return builder.with_dimension_at(value, self._open[value], 0)
 
-    def _in_place(self, value: Instruction, at: int) -> Instruction:
-        """`value` in parts, with the replicas' dimension behind that of the slots where it goes into a stack."""
-        made = self.of(value)
-        if not at:
-            return made
-        builder = Builder(value.computation)
-        if value.shape.dimensions[0] > 1:
-            return builder.transposed(made)
-        return builder.make("reshape", with_dimension(value.shape, at, self.count), [made])
+    def _in_place(self, value: Instruction, rank: int) -> Instruction:
+        """`value` in parts, with the replicas' dimension behind those of the slots where it goes into a stack."""
+        return Builder(value.computation).with_dimension_at(self.of(value), 0, _rank(value) - rank)
 
     def _sums_here(self, value: Instruction) -> bool:
         summed = {axis for _, split in summed_dimensions(value, self.known) for axis in split}
@@ -293,8 +286,11 @@ def _give(values: list[tuple[Use, Instruction]]) -> None:
         reader.operands[number] = value
 
 
-def _widen(shape: Any, at: int, count: int) -> None:
+def _widen(shape: Any, rank: int, count: int) -> int:
+    """Replicas before the last `rank` dimensions. Returns where they are."""
+    at = len(shape.dimensions) - rank
     shape.CopyFrom(with_dimension(shape, at, count))
+    return at
 
 
 def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:

@@ -114,11 +114,18 @@ class Builder:
     def binary(self, opcode: str, a: Instruction, b: Instruction) -> Instruction:
         return self.make(opcode, a.shape, [a, b])
 
-    def transposed(self, value: Instruction) -> Instruction:
-        """The first two dimensions in each other's place."""
-        first, second, *rest = value.shape.dimensions
-        order = [1, 0, *range(2, 2 + len(rest))]
-        shape = shapes.array(value.shape.element_type, [second, first, *rest])
+    def with_dimension_at(self, value: Instruction, old: int, new: int) -> Instruction:
+        """One dimension moved from place `old` to place `new`, the others in their order."""
+        if old == new:
+            return value
+        sizes = list(value.shape.dimensions)
+        order = [d for d in range(len(sizes)) if d != old]
+        order.insert(new, old)
+        shape = shapes.array(value.shape.element_type, [sizes[d] for d in order])
+        crossed = sizes[min(old, new) : max(old, new) + 1]
+        del crossed[0 if old < new else -1]
+        if all(size == 1 for size in crossed):
+            return self.make("reshape", shape, [value])
         return self.make("transpose", shape, [value], dimensions=order)
 
     def barrier(self, values: Sequence[Instruction]) -> list[Instruction]:
