@@ -129,8 +129,8 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
                 owners = _loops_of(user, readers)
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
             elif user.opcode == "reshape":  # of slots, as between loops in loops; other values have other readers, too
-                alone = all(u.opcode == "tuple" or _terms(u) for u in readers.of(user))
-                values += [user] if alone and user.computation is not found.home else []
+                alone = all(_terms(u) or (u.opcode == "tuple" and _loops_of(u, readers)) for u in readers.of(user))
+                values += [user] if alone and (outside or user.computation is not found.home) else []
             elif _terms(user) and (outside or user.computation is not found.home):
                 values.append(user)
     placed += [(value, k) for value in found.values for k in _terms(value)]
