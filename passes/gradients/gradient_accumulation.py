@@ -164,7 +164,7 @@ def _addition(
 
 
 def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
-    """The addition to what an earlier loop or micro-batch made; to the first thing, where there is none."""
+    """The first addition to what an earlier loop or micro-batch made; to anything, where there is none."""
     found: _Sum | None = None
     steps: list[Instruction] = []
     value = result
@@ -172,8 +172,9 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
         user = users[value][0]
         others = [o for o in user.operands if o is not value]
         if user.opcode == "add" and len(others) == 1 and others[0] not in after:
-            if found is None or others[0].opcode == "get-tuple-element":
-                found = _Sum(element, write, result, user, others[0], tuple(steps))
+            found = found or _Sum(element, write, result, user, others[0], tuple(steps))
+            if others[0].opcode == "get-tuple-element":
+                return _Sum(element, write, result, user, others[0], tuple(steps))
         if not (_is_step(user) and after.isdisjoint(others)):
             break
         steps.append(user)

@@ -150,7 +150,8 @@ class Parts:
 
     def _in_place(self, value: Instruction, rank: int) -> Instruction:
         """`value` in parts, with the replicas' dimension behind those of the slots where it goes into a stack."""
-        return Builder(value.computation).with_dimension_at(self.of(value), 0, _rank(value) - rank)
+        at = _rank(value) - rank  # before `of` may open what made it
+        return Builder(value.computation).with_dimension_at(self.of(value), 0, at)
 
     def _sums_here(self, value: Instruction) -> bool:
         summed = {axis for _, split in summed_dimensions(value, self.known) for axis in split}

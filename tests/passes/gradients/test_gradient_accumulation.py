@@ -61,6 +61,25 @@ ALSO = {
         "accumulator = f32[2,4] parameter(2)": "accumulator = bf16[2,4] parameter(2)",
     },
     "whatever the stack starts as": {"nothing = bf16[] constant(0)": "nothing = bf16[] constant(1)"},
+    "a weight, a choice, and decay in between": {
+        TOTAL: "first = f32[1,1] slice(accumulator), slice={[0:1], [0:1]}\n"
+               "weight = f32[] reshape(first)\n"
+               "weights = f32[2,4] broadcast(weight), dimensions={}\n"
+               "weighted = f32[2,4] multiply(wide, weights)\n"
+               "none = f32[] constant(0)\n"
+               "nones = f32[2,4] broadcast(none), dimensions={}\n"
+               "counts = pred[] compare(weight, none), direction=NE\n"
+               "chosen = pred[2,4] broadcast(counts), dimensions={}\n"
+               "left = f32[2,4] select(chosen, weighted, nones)\n"
+               "decay = f32[2,4] multiply(accumulator, accumulator)\n"
+               "decayed = f32[2,4] subtract(left, decay)\n" + TOTAL.replace("wide", "decayed")
+    },
+    "in another shape": {
+        TOTAL: "one = f32[1,2,4] reshape(wide)\n"
+               "other = f32[1,2,4] reshape(accumulator)\n"
+               "sum = f32[1,2,4] add(other, one)\n"
+               "total = f32[2,4] reshape(sum)"
+    },
     "the accumulator is read elsewhere too": {
         ROOT: "before = f32[2,4] negate(accumulator)\n"
               "ROOT result = (bf16[4], f32[2,4], f32[2,4]) tuple(dx, total, before)"

@@ -13,12 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix import strand_interleave, value_and_grad
-from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.communication.gradient_reduction import GradientReduction
-from dhelix.passes.hlo import HloModule, graph, shapes
 from dhelix.passes.report import CHANGED
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.step.schedules import default_passes
+from dhelix.tests.passes.gradients.reductions import reduced_in_loops
 
 LAYERS, WIDTH, HEADS, HEAD, HIDDEN, WORDS, LENGTH, MICROBATCHES, STEPS = 3, 8, 2, 4, 16, 12, 8, 3, 5
 TOLERANCE = 5e-6  # relative: additions of float32 in another order, five steps
@@ -231,18 +230,5 @@ def train(case: Case, **options: Any) -> Any:
         np.testing.assert_allclose(value, expected, rtol=TOLERANCE)
     for got, leaf in zip(jax.tree.leaves(w), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, leaf, rtol=TOLERANCE, atol=TOLERANCE)
-    assert not reduced_in_loops(compiled_module(ours.lower(w, tokens).compile()), case)
+    assert not reduced_in_loops(compiled_module(ours.lower(w, tokens).compile()), case.mesh)
     return ours.report(w, tokens)
-
-
-def reduced_in_loops(module: HloModule, case: Case) -> list[str]:
-    """Arrays of two dimensions or more that are reduced over "dp" in a loop that has inner loops."""
-    loops = [i for i in graph.walk(module.entry) if i.opcode == "while"]
-    outer = [loop for loop in loops if any(i.opcode == "while" for i in graph.walk(loop.called[0]))]
-    assert outer
-    inside = {i for loop in outer for i in graph.walk(loop.called[0]) if i.opcode == "all-reduce"}
-    ids = np.vectorize(lambda device: device.id)(case.mesh.devices)
-    replica = {device: number for number, rest in enumerate(ids) for device in np.ravel(rest).tolist()}
-    over_dp = [i for i in inside if any(len({replica[d] for d in g}) > 1 for g in device_groups(i))]
-    arrays = [s for i in over_dp for s in (i.shape.tuple_shapes if shapes.is_tuple(i.shape) else [i.shape])]
-    return sorted(shapes.text(shape) for shape in arrays if len(shape.dimensions) > 1)
