@@ -113,7 +113,8 @@ class _Shardings:
 
     def _carried_as(self, value: Instruction) -> Split | None:
         """What is known of the element of a loop's state that `value` becomes and that is only added to: what layers
-        hand on keeps its constraint, which says where they sum."""
+        hand on keeps its constraint, which says where they sum. So does a sum to which is added what is split in
+        another way, since either way could be spread to the sum."""
         body = value.computation
         if self._loop(body) is None or body.root.opcode != "tuple":
             return None
@@ -125,7 +126,9 @@ class _Shardings:
         if sum(i.operands.count(read) for read in reads for i in body.instructions) > 1:
             return None
         start = self._start(body.parameters[0], places[0])
-        return None if start is None else self.of(start)
+        known = None if start is None else self.of(start)
+        added = [o for o in value.operands[0].operands if o not in reads]
+        return known if all(self.of(o) in (None, known) for o in added) else None
 
 
 def _is_open(known: Split | None) -> bool:

@@ -89,6 +89,9 @@ def test_accumulators_are_split_as_they_start_and_what_layers_hand_on_keeps_its_
     line = next(line for line in BODY.splitlines(keepends=True) if line.startswith("  y_again"))
     adding = BODY.replace(line, "").replace("y_again", "y").replace("tuple(next, y,", "tuple(next, y_c,")
     assert "y_c" not in left(adding)  # x is read once
+    other = constraint("row_c", "f32[8,16]", "row", "", "tp")
+    line = next(line for line in adding.splitlines(keepends=True) if line.startswith("  row_c"))
+    assert "y_c" in left(adding.replace(line, other))  # what is added is split in another way
     handing_on = adding.replace("multiply(x, row_c)", "multiply(x, x)")
     assert "y_c" in left(handing_on)
 
