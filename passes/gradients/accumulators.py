@@ -6,8 +6,8 @@
                      acc[l] = slot + g                zeros    where the zeros come in
              -> step(acc)                             ends     step
 
-All of it is found by one closure: from an element of a loop's state to what reads it, and to the loops before it. Where
-it starts as something else than zeros, that is added, too.
+All of it is found by one closure: from an element of a loop's state to what reads it, and to the loops before it. It
+may go through optimization barriers. Where it starts as something else than zeros, that is added, too.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from dhelix.passes.hlo.stacks import is_one_slot, zeros_behind
 type Use = tuple[Instruction, int]
 """An instruction and the number of one of its operands."""
 
+_HOLDERS = ("while", "opt-barrier")
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
 _TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}  # first operands it is the sum of
 
@@ -56,10 +57,11 @@ class Accumulator:
     Attributes:
       home: the computation of the loop over micro-batches.
       values: what holds the accumulator or a slot of it.
-      elements: loops, with the number of the state element.
+      elements: loops and barriers that it goes through, with the number of the element.
       zeros: where it starts, as zeros that others may read, too.
       added: what is added to it, and where it starts as something else than zeros.
       ends: what reads the sum behind all loops.
+      refusal: why it cannot be written otherwise, if so: more is done with it inside of a loop than adding to it.
     """
 
     home: Computation
@@ -68,6 +70,7 @@ class Accumulator:
     zeros: list[Use] = field(default_factory=list)
     added: list[Use] = field(default_factory=list)
     ends: list[Use] = field(default_factory=list)
+    refusal: PassRefusal | None = None
 
     @property
     def slot_rank(self) -> int:
@@ -78,17 +81,15 @@ class Accumulator:
 
 
 def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
-    """What element `element` of a loop's state is part of. None where it is nothing that is added to zeros.
-
-    Raises PassRefusal where it is added to and more is done with it inside of a loop than that.
-    """
+    """What element `element` of a loop's state is part of. None where it is nothing that is added to zeros, or where
+    loops do not take their states apart."""
     if not shapes.is_floating(loop.shape.tuple_shapes[element]):
         return None
-    found = _closed(loop, element, readers, outside=True)
-    if not (_zeros_are_added_to(found, readers)):
+    try:
+        found = _closed(loop, element, readers, outside=True)
+    except PassRefusal:
         return None
-    _check(found, readers)
-    return found
+    return found if _zeros_are_added_to(found, readers) else None
 
 
 def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
@@ -97,7 +98,8 @@ def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
     Raises PassRefusal where more is done with it inside of the loop.
     """
     found = _closed(result.operands[0], result.tuple_index, readers, outside=False)
-    _check(found, readers)
+    if found.refusal is not None:
+        raise found.refusal
     return found
 
 
@@ -113,11 +115,11 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
             if one not in found.elements:
                 found.elements[one] = None
                 values += _reads(*one, readers)
-                state, number = one
-                placed += [(state.operands[0], number), (state.called[0].root, number)]
-                for before in (state.operands[0].operands[number], state.called[0].root.operands[number]):
-                    values += _from_zeros(before)
-                    source = _element_behind(before, found, readers, outside)
+                holder, number = one
+                for given in given_to(holder):
+                    placed.append((given, number))
+                    values += _from_zeros(given.operands[number])
+                    source = _element_behind(given.operands[number], found, readers, outside)
                     loops += [source] if source is not None else []
             continue
         value = values.pop()
@@ -140,6 +142,10 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
             found.zeros.append((user, number))
         elif value not in found.values:
             found.added.append((user, number))
+    try:
+        _check(found, readers)
+    except PassRefusal as refusal:
+        found.refusal = refusal
     return found
 
 
@@ -162,12 +168,16 @@ def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
     return False
 
 
-def _reads(loop: Instruction, element: int, readers: Readers) -> list[Instruction]:
-    """Reads of one element of a loop's state: in the body, in the condition, and behind the loop."""
-    body, condition = loop.called
-    if loop.operands[0].opcode != "tuple" or body.root.opcode != "tuple":
-        raise PassRefusal("a loop carries gradients otherwise than in a tuple", loop)
-    sources = (readers.parameters[body][0], readers.parameters[condition][0], loop)
+def given_to(holder: Instruction) -> list[Instruction]:
+    """The tuples that a loop or a barrier takes: a loop as it starts and after each iteration."""
+    return [holder.operands[0], *(body.root for body in holder.called[:1])]
+
+
+def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruction]:
+    """Reads of one element behind a loop or a barrier, and in the loop's body and condition."""
+    if any(given.opcode != "tuple" for given in given_to(holder)):
+        raise PassRefusal("a loop carries gradients otherwise than in a tuple", holder)
+    sources = [holder, *(readers.parameters[called][0] for called in holder.called)]
     return [read for source in sources for read in readers.of_element(source, element)]
 
 
@@ -184,14 +194,14 @@ def _from_zeros(value: Instruction) -> list[Instruction]:
 
 
 def _element_behind(value: Instruction, found: Accumulator, readers: Readers, outside: bool) -> Use | None:
-    """The loop, and the element of its state, that `value` is: of a loop before, or of the loop around."""
+    """The loop or barrier, and its element, that `value` is: of one before, or of the loop around."""
     if value.opcode != "get-tuple-element":
         return None
     source = value.operands[0]
     if source.opcode == "parameter":
         inside = outside or source.computation is not found.home
         source = readers.loops.get(source.computation, source) if inside else source
-    return (source, value.tuple_index) if source.opcode == "while" else None
+    return (source, value.tuple_index) if source.opcode in _HOLDERS else None
 
 
 def _terms(value: Instruction) -> range:
@@ -200,7 +210,7 @@ def _terms(value: Instruction) -> range:
 
 
 def _check(found: Accumulator, readers: Readers) -> None:
-    """Behind all loops anything may read the sum; inside, nothing but what adds to it."""
+    """Finds `ends`: behind all loops anything may read the sum; inside, nothing but what adds to it."""
     inside = found.slot_rank
     for value in found.values:
         first, *rest = value.operands or (value,)
@@ -226,8 +236,8 @@ def _check(found: Accumulator, readers: Readers) -> None:
 
 
 def _loops_of(state: Instruction, readers: Readers) -> list[Instruction]:
-    """The loops that a tuple is the initial state of, or what the body hands on."""
-    started = [u for u in readers.of(state) if u.opcode == "while"]
+    """The loops that a tuple is the initial state of, or what the body hands on; the barriers that it goes through."""
+    started = [u for u in readers.of(state) if u.opcode in _HOLDERS]
     if state is state.computation.root and state.computation in readers.loops:
         started.append(readers.loops[state.computation])
     return started

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dhelix.passes.analysis.names import REPLICAS
-from dhelix.passes.gradients.accumulators import Accumulator, Use
+from dhelix.passes.gradients.accumulators import Accumulator, Use, given_to
 from dhelix.passes.gradients.partial_sums import Partial, PartialSums, Summed, scattered_dimensions, summed_dimensions
 from dhelix.passes.hlo import Builder, Computation, Instruction, shapes
 from dhelix.passes.hlo.constraints import Axes, Over, constrained, is_sharding_constraint
@@ -60,11 +60,12 @@ class Parts:
         summed_in = _summed_in(partial.element_type)
         added = [(use, self._in_place(use[0].operands[use[1]], rank)) for use in one.added]  # (1)
         _give(added)
-        for state, element in one.elements:  # (2)
-            for owner in (state, state.called[0].parameters[0], state.called[1].parameters[0]):
-                _widen(owner.shape.tuple_shapes[element], rank, self.count)
-            for owner in (state.operands[0], state.called[0].root):
-                _widen(owner.shape.tuple_shapes[element], rank, self.count)
+        tuples: dict[Use, None] = {}  # (2)
+        for holder, element in one.elements:
+            held = [holder, *(called.parameters[0] for called in holder.called), *given_to(holder)]
+            tuples.update(dict.fromkeys((each, element) for each in held))
+        for each, element in tuples:
+            _widen(each.shape.tuple_shapes[element], rank, self.count)
         for value in one.values:
             at = self._open[value] = _widen(value.shape, rank, self.count)
             if value.opcode in _FIRST_INDEX:

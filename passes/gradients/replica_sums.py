@@ -27,6 +27,7 @@ more for each loop that it leaves: 5.0 GiB of temporaries became 8.5 where stran
 Not in DHelix; Megatron's gradient accumulation does it by hand.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dhelix.errors import PassRefusal
@@ -62,18 +63,12 @@ class ReplicaSums:
             readers = Readers(module)
             sums, parts = PartialSums(known, readers), dict[Axes, Parts]()
             reasons: dict[str, int] = {}
-            taken: set[Use] = set()
-            for element in range(len(loop.shape.tuple_shapes)):
-                if (loop, element) in taken:
-                    continue  # of an accumulator that goes through several elements
+            for one in _accumulators(loop, readers):
                 try:
-                    one = accumulator(loop, element, readers)
-                    taken.update(one.elements if one is not None else ())
-                    if one is not None and (collectives := reduced(one)):
-                        late.append((one, collectives))
-                    elif one is not None and loop.computation not in by_hand:
-                        partial = _partial(one, sums)
-                        found += [(one, partial)] if partial.axes else []
+                    if collectives := reduced(one):
+                        late.append((_checked(one), collectives))
+                    elif loop.computation not in by_hand and (partial := _partial(one, sums)).axes:
+                        found.append((_checked(one), partial))
                 except PassRefusal as refusal:
                     reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
             for one, collectives in late:
@@ -89,6 +84,21 @@ class ReplicaSums:
             computation.sort()
             drop_dead(computation)
         return changed
+
+
+def _accumulators(loop: Instruction, readers: Readers) -> Iterator[Accumulator]:
+    """Each once, also where it goes through several elements of the loop's state."""
+    taken: set[Use] = set()
+    for element in range(len(loop.shape.tuple_shapes)):
+        if (loop, element) not in taken and (one := accumulator(loop, element, readers)) is not None:
+            taken.update(one.elements)
+            yield one
+
+
+def _checked(one: Accumulator) -> Accumulator:
+    if one.refusal is not None:
+        raise one.refusal
+    return one
 
 
 def _propagated(module: HloModule, context: PassContext) -> Propagated:
@@ -118,7 +128,12 @@ def _partial(one: Accumulator, sums: PartialSums) -> Partial:
         raise PassRefusal(
             "the program itself keeps a sum over replicas open behind the last micro-batch", one.home.root
         )
-    found = sums.of_accumulator(one)
+    try:
+        found = sums.of_accumulator(one)
+    except PassRefusal:
+        if one.refusal is None:
+            raise
+        return Partial((), None)  # what is no sum and is read in each micro-batch is no gradient
     return replace(found, axes=tuple(axis for axis in found.axes if sums.known.axes[axis] > 1))
 
 
