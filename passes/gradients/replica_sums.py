@@ -9,14 +9,15 @@ Before, with the batch split over "dp", as the partitioner reads it:      After:
 In a shard_map, where the program writes its all-reduces, these move (`late_reductions`).
 
 Contract
-    Consumes  accumulators of two strands (`accumulators.py`) to which only such gradients are added as `partial_sums`
-              can write in parts, or as all-reduces give. `strand_duplication` and `gradient_accumulation` ran before.
+    Consumes  accumulators of two strands (`accumulators.py`) to which gradients are added that are such sums
+              (`partial_sums.py`, which `parts.py` writes in parts), or that all-reduces give. `strand_duplication` and
+              `gradient_accumulation` ran before.
     Makes     accumulators with one more dimension R, one part a replica, split over the axes that the gradients are
               summed over and the accumulator is not split over. Behind the last loop stands their sum over R, in the
               type in which the program summed over replicas.
-    Leaves    gradients of which that is not so (made by loops or custom calls, or read between micro-batches), with the
-              reason: they are left to XLA's own motion of all-reduces out of loops. Programs with several
-              Shardy meshes, and those lowered for GSPMD of whose tiles no mesh can be made, with the reason.
+    Leaves    gradients of which that is not so (made by custom calls, or read between micro-batches), with the reason:
+              they are left to XLA's own motion of all-reduces out of loops. Programs with several Shardy meshes, and
+              those lowered for GSPMD of whose tiles no mesh can be made, with the reason.
 
 Why it is legal: an accumulator is the sum of its parts throughout: zeros are, and a sum is added to part by part. Only
 the order of additions changes: over micro-batches first, over replicas last. Where values lie never changes what is
