@@ -26,6 +26,7 @@ from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_modul
 from dhelix.launch.units import Unit, size_unit, time_unit
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.step_time import predict
+from dhelix.passes.gain import Gain
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles import storage
@@ -180,7 +181,12 @@ def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") 
 def to_json(found: Sequence[Inspection]) -> str:
     """An object with one key, `inspection`, or with `before` and `after`."""
     keys = ("before", "after") if len(found) == 2 else ("inspection",)
-    return json.dumps({key: i.to_dict() for key, i in zip(keys, found, strict=True)}, indent=2)
+    data: dict[str, Any] = {key: i.to_dict() for key, i in zip(keys, found, strict=True)}
+    if len(found) == 2:
+        gain = Gain(*(i.parts for i in found))
+        causes = {name: 1e3 * seconds for name, seconds in gain.causes.items()}
+        data["gain"] = {"ratio": gain.ratio, "causes_ms": causes, "warning": gain.unequal() or None}
+    return json.dumps(data, indent=2)
 
 
 def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | None = None) -> None:
@@ -197,7 +203,15 @@ def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | 
         if inspection.unknown_kernels:
             console.print(f"  {unknown_text(inspection)}: {_unknown(inspection)}", style="yellow")
     console.print(_estimate(found))
+    if len(found) == 2:
+        gain = Gain(*(inspection.parts for inspection in found))
+        console.print(f"{gain.time()}, against the first dump", style="bold")
+        console.print(f"  {gain.why()}")
+        if warning := gain.unequal():
+            console.print(f"  Not a fair comparison: {warning}", style="yellow")
     console.print(_totals(found))
+    if len(found) == 2:
+        console.print(_collectives_of_both(found, top))
     for inspection in found:
         name = f" of {inspection.picture.title}" if len(found) > 1 else ""
         if inspection.collectives:
@@ -269,6 +283,30 @@ def _totals(found: Sequence[Inspection]) -> Table:
             else:
                 shown.append(f"{after / before:.2f} x")
         table.add_row(name, *shown, style="bold" if name in ("step", "  exposed", "memory: peak") else "")
+    return table
+
+
+def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
+    """Collectives of both steps, row by row: those of one kind and size between as many devices are one row."""
+    table = Table(title="Collectives of both, by what they gain", title_justify="left", title_style="bold")
+    for column in ("collective", "devices", "size"):
+        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    for column in ("runs", "alone", "exposed"):
+        table.add_column(f"{column}, before -> after", justify="right", no_wrap=True)
+    rows: dict[tuple[str, int, int], list[list[float]]] = {}
+    for side, inspection in enumerate(found):
+        for one in inspection.collectives:
+            row = rows.setdefault((one.kind, one.devices, one.bytes), [[0, 0.0, 0.0], [0, 0.0, 0.0]])
+            for number, value in enumerate((one.executions, one.alone_ms, one.exposed_ms)):
+                row[side][number] += value
+    unit = _time_unit(found)
+    ordered = sorted(rows.items(), key=lambda item: (item[1][1][2] - item[1][0][2], item[0]))
+    for (kind, devices, size), (before, after) in ordered[:top]:
+        runs = f"{before[0]:,.0f} -> {after[0]:,.0f}"
+        times = [f"{unit.text(before[k])} -> {unit.text(after[k])}" for k in (1, 2)]
+        table.add_row(kind, f"{devices:,}", size_unit([size]).text(size), runs, *times)
+    if ordered[top:]:
+        table.caption = f"and {len(ordered) - top} more (--top)"
     return table
 
 

@@ -18,7 +18,6 @@ from dhelix.launch.instruction_words import (
     bytes_moved,
     communicates,
     describe,
-    moved,
     parts_of,
     place_notes,
     places_of,
@@ -29,8 +28,10 @@ from dhelix.passes.analysis.collectives import Collective, is_start
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.instruction_costs import Lane, made_synchronous, sequence_of
+from dhelix.passes.evaluation.step_parts import moved, step_parts
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.passes.evaluation.transfers import Transfer
+from dhelix.passes.gain import StepParts
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.profiles.hardware import Hardware
 
@@ -131,6 +132,7 @@ class Inspection:
       unknown: kernels of unknown custom calls, longest first.
       copies: longest first; only inside loops, only buffers of LARGE bytes or more.
       memory: of one device; None where nothing says.
+      parts: what the step's time is made of; not in the JSON.
       picture: the timeline; not in the JSON.
     """
 
@@ -153,6 +155,7 @@ class Inspection:
     copies: tuple[CopyReport, ...]
     memory: Memory | None
     notes: tuple[str, ...]
+    parts: StepParts = dataclasses.field(repr=False, compare=False)
     picture: Picture = dataclasses.field(repr=False, compare=False)
 
     @property
@@ -165,9 +168,9 @@ class Inspection:
         return sum(u.instructions for u in self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the picture, as JSON holds it."""
+        """Everything but the picture and the parts, as JSON holds it."""
         fields = dataclasses.asdict(dataclasses.replace(self, picture=Picture("", "", ())))
-        del fields["picture"]
+        del fields["picture"], fields["parts"]
         fields["unknown_kernels"] = self.unknown_kernels
         if self.memory is not None:
             fields["memory"]["peak"] = self.memory.peak
@@ -226,6 +229,7 @@ def inspect_module(
         copies=_copies(places, costs),
         memory=memory,
         notes=(*notes, *place_notes(places)),
+        parts=step_parts(module, costs, cost_model),
         picture=Picture("", "", ()),
     )
     copied = {copy.instruction for copy in inspection.copies}

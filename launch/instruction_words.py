@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from dhelix.passes.analysis.collectives import Collective, find_collective
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
+from dhelix.passes.evaluation.step_parts import kernel_of, moved
 from dhelix.passes.evaluation.transfers import Transfer, find_transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-
-_MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
-_FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def describe(instruction: Instruction) -> str:
     sent = communicates(instruction)
     if sent is not None:
         return sent.kind
-    inner = [instruction, *(i for called in _called(instruction) for i in called.instructions)]
+    inner = [instruction, *(i for called in kernel_of(instruction) for i in called.instructions)]
     families = [family_of(call) for call in calls_of(instruction)]
     if any(i.opcode == "dot" for i in inner) or any(f.name == "GEMM" for f in families):
         return "GEMM"
@@ -78,19 +76,11 @@ def bytes_moved(found: Collective | Transfer) -> int:
     return found.size + sum(other.size for other in getattr(found, "others", ()))
 
 
-def _called(instruction: Instruction) -> Iterator[Computation]:
-    """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
-    if instruction.opcode in ("fusion", "async-start"):
-        for called in instruction.called:
-            yield called
-            yield from (c for i in called.instructions for c in _called(i))
-
-
 def _op_names(instruction: Instruction) -> Iterator[str]:
     """Names in the user's program: of the instruction, then of what it fuses, results first."""
     if instruction.op_name:
         yield instruction.op_name
-    for called in _called(instruction):
+    for called in kernel_of(instruction):
         yield from (inner.op_name for inner in reversed(called.instructions) if inner.op_name)
 
 
@@ -134,16 +124,3 @@ def place_notes(places: dict[Computation, Place]) -> Iterator[str]:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def moved(instruction: Instruction) -> str | None:
-    """`copy` or `fill` for an instruction that only moves or writes whole buffers, else None."""
-    if instruction.opcode in ("copy", "copy-start"):
-        return "copy"
-    called = list(_called(instruction))
-    opcodes = {i.opcode for c in called for i in c.instructions} - {"fusion"}
-    if not opcodes:
-        return None
-    if "broadcast" in opcodes and opcodes <= _FILLS:
-        return "fill"
-    return "copy" if opcodes & {"copy", "transpose"} and opcodes <= _MOVES else None

@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from dhelix.launch.train import say
 from dhelix.passes.communication import exchange, row_partition
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.step_parts import step_parts
+from dhelix.passes.gain import Gain
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.profiles import alike, hardware, storage
@@ -185,7 +187,15 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
 
             candidates, best, memory = _confirmed(candidates, again, options, limit, work, console)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
-    return PlanView(best, tuple(candidates), plain_seconds, plain and plain.memory, memory, limit)
+    gain = _gain(best, plain or best.program, {model.setting: model for model in models})
+    return PlanView(best, tuple(candidates), gain, plain_seconds, plain and plain.memory, memory, limit)
+
+
+def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:
+    """Of the best one, against a program in the order that it has."""
+    model = models[best.plan.target.setting]
+    parts = step_parts(HloModule.from_bytes(before.module), model.costs(), model.words)
+    return Gain(parts, step_parts(best.module, best.costs, model.words))
 
 
 def _candidates(

@@ -15,6 +15,7 @@ from dhelix.launch.plan_search import Candidate, MemoryLimit
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
 from dhelix.passes.communication import exchange
+from dhelix.passes.gain import Gain, guesses
 from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment, PlanTarget
 from dhelix.profiles.hardware import LINKS, describe
 
@@ -27,12 +28,14 @@ class PlanView:
 
     Attributes:
       best: of `candidates`, one for each launch setting and form of the program.
+      gain: of the best one, against the plain step under the same launch setting; of a dump, against its own order.
       plain_seconds: of the plain step by launch setting; None for a dump, which is planned as it is.
       plain_memory, memory: of the plain step and of the planned one, by the compiler.
     """
 
     best: Candidate
     candidates: tuple[Candidate, ...]
+    gain: Gain
     plain_seconds: Mapping[str, float] | None
     plain_memory: Memory | None
     memory: Memory | None
@@ -59,6 +62,7 @@ class PlanView:
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
             "xla_order_us": round(1e6 * self.best.seconds_xla, 2),
             "plain_us": self._plain_us(self.best),
+            "gain": {"ratio": round(self.gain.ratio, 6), **{k: _us(v) for k, v in self.gain.causes.items()}},
             "unknown_loops": list(self.best.step_time.unknown_loops),
             "collectives": self.best.collectives,
             "memory": {
@@ -98,6 +102,8 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     best = view.best
     target = best.plan.target
     say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, nothing ran:")
+    for line in _headline(view):
+        say(console, f"  {line}")
     console.print(_settings(view))
     console.print(_collectives(view, top))
     for body in best.plan.bodies[:1]:
@@ -110,6 +116,17 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
         say(console, line)
 
 
+def _headline(view: PlanView) -> list[str]:
+    gain, target = view.gain, view.best.plan.target
+    plain = "the same micro-batched step without passes, under the same launch setting"
+    against = "the order of the dump" if view.plain_seconds is None else plain
+    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), guesses(gain.after)]
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
+
+
 def _settings(view: PlanView) -> Table:
     """A row for each candidate, the one taken first and bold; columns that would say the same of all are left out."""
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
@@ -118,7 +135,8 @@ def _settings(view: PlanView) -> Table:
     table.add_column("launch setting", no_wrap=True)
     for name in structure:
         table.add_column(name, overflow="fold")
-    for column in ("planned", "XLA's order", "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
+    of_program = "XLA's order" if view.plain_seconds is not None else "order of the dump"
+    for column in ("planned", of_program, "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
         table.add_column(column, justify="right", no_wrap=True)
     for candidate in candidates:
         target, predicted, timeline = candidate.plan.target, candidate.plan.predicted, candidate.timeline

@@ -18,7 +18,8 @@ from dhelix.launch.checkpoint import Checkpoints
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
-from dhelix.passes.report import DISABLED, NOT_RUN, Report
+from dhelix.passes.headline import headline
+from dhelix.passes.report import Report
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.launch_settings import without_graphs
 from dhelix.runtime.step.schedules import SCHEDULES
@@ -62,6 +63,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number("save_every", None, "steps between checkpoints (default: one at the end)", 1)
     switch("resume", help="go on from the newest checkpoint")
     real("peak_tflops", None, "of one device, for MFU (default: known for common GPUs)")
+    switch("verbose", help="say what each pass did, too")
     switch("json", help="print the results as JSON; progress goes to stderr")
     number("cpu_devices", None, "run on so many CPU devices", 1)
     switch("distributed", help="several processes; under Slurm and Kubernetes they find each other")
@@ -84,14 +86,14 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     _introduce(prepared, console)
     if options.checkpoint_dir is None:
         trainer.start(prepared)
-        steps = _train(prepared, None, console)
+        steps = _train(prepared, None, console, chosen["verbose"])
     else:
         notes = trainer.notes(prepared)
         with Checkpoints(options.checkpoint_dir, trainer.identity(prepared), notes=notes) as checkpoints:
             trainer.start(prepared, checkpoints)
             if prepared.first:
                 say_resumed(prepared, checkpoints, console)
-            steps = _train(prepared, checkpoints, console)
+            steps = _train(prepared, checkpoints, console, chosen["verbose"])
     if chosen["json"]:
         results = trainer.results(prepared, steps)
         if not quiet:
@@ -143,7 +145,7 @@ def _prepare_devices(chosen: dict[str, Any]) -> None:
             ) from error
 
 
-def _train(run: Run, checkpoints: Checkpoints | None, console: Console) -> list[Step]:
+def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose: bool) -> list[Step]:
     with Progress(console, run.first, run.options.steps) as progress:
 
         def show(steps: list[Step]) -> None:
@@ -153,17 +155,16 @@ def _train(run: Run, checkpoints: Checkpoints | None, console: Console) -> list[
     milliseconds = 1e3 * trainer.step_seconds(steps)
     say(console, f"median step {milliseconds:,.0f} ms, {', '.join(trainer.speed(run, steps))}")
     report = run.report()
-    for line in summary(report) if report is not None else ():
+    for line in summary(report, verbose) if report is not None else ():
         say(console, line)
     return steps
 
 
-def summary(report: Report) -> list[str]:
-    """One line per pass that ran: what it did, or why it left the step alone."""
-    lines = []
-    for entry in (entry for entry in report if entry.outcome not in (NOT_RUN, DISABLED)):
-        notes = [note.message + (f" at {note.instruction}" if note.instruction else "") for note in entry.notes]
-        words = [f"{entry.name}: {entry.outcome}", *dict.fromkeys(notes)]
+def summary(report: Report, verbose: bool = False) -> list[str]:
+    """What became of the step and what it gained; `verbose`: and a line for each pass that ran, in their order."""
+    lines = headline(report)
+    for entry in (entry for entry in report if entry.ran and verbose):
+        words = [f"{entry.name}: {entry.outcome}", *entry.summary]
         if entry.instruction_difference:
             words.append(f"{entry.instructions_before} -> {entry.instructions_after} instructions")
         lines.append(", ".join(words))

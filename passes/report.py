@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.errors import DhelixError
+from dhelix.passes import headline
+from dhelix.passes.gain import Gain, StepParts
 
 CHANGED = "changed"
 UNCHANGED = "unchanged"
@@ -63,8 +65,25 @@ class PassReport:
         return self.outcome == CHANGED
 
     @property
+    def unchanged(self) -> bool:
+        """It ran, and found nothing to do."""
+        return self.outcome == UNCHANGED
+
+    @property
+    def ran(self) -> bool:
+        return self.outcome not in (DISABLED, NOT_RUN)
+
+    @property
     def instruction_difference(self) -> int:
         return self.instructions_after - self.instructions_before
+
+    @property
+    def summary(self) -> list[str]:
+        """The notes without their facts, each once, and how often."""
+        counts: dict[str, int] = {}
+        for note in self.notes:
+            counts[note.message] = counts.get(note.message, 0) + int(note.facts.get("count", 1))
+        return [message + (f" ({count} x)" if count > 1 else "") for message, count in counts.items()]
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class StageReport:
     """The passes of one stage. `seconds` counts reading, checking and writing the module too.
 
     `stored` says that the stage did not run in this process: the compiled program came out of the compilation
-    cache, and this report from beside it.
+    cache, and this report from beside it. `parts` is what the scheduled step is predicted to take, where it is known.
     """
 
     stage: str
@@ -80,6 +99,7 @@ class StageReport:
     passes: tuple[PassReport, ...] = ()
     seconds: float = 0.0
     stored: bool = False
+    parts: StepParts | None = None
 
     @property
     def changed(self) -> bool:
@@ -90,14 +110,23 @@ class StageReport:
 class Report:
     """All stages of one program.
 
-    `fingerprint` is that of the inputs (program, options, profile, versions): the marker in the module's
-    name. `collective_fingerprint` is that of the compiled order of collectives, None where not computed.
+    Attributes:
+      fingerprint: of the inputs (program, options, profile, versions): the marker in the module's name.
+      collective_fingerprint: of the compiled order of collectives; None where not computed.
+      left_alone: why the plain step runs, whatever passes did; "" where it does not.
+      gain: against the plain step, where both are predicted.
+      compile_seconds: from the lowered step to the one that can be called, in this process; 0 where it was not
+        compiled there, as by `lower(...).compile()`. `plain_seconds` of it went into the plain step's schedule.
     """
 
     module: str
     fingerprint: str
     stages: tuple[StageReport, ...] = ()
     collective_fingerprint: str | None = None
+    left_alone: str = ""
+    gain: Gain | None = None
+    compile_seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     @property
     def passes(self) -> tuple[PassReport, ...]:
@@ -124,57 +153,69 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """Reads what `to_json` wrote. Raises DhelixError when `text` is something else or cut short."""
         try:
-            return _read(cls, json.loads(text), stages=_stage_from)
+            return _read(cls, json.loads(text), stages=_stage_from, gain=_gain_from)
         except (ValueError, TypeError, RecursionError) as error:
             raise DhelixError(
                 f"this is no dhelix report, or one of another version ({error}); delete it and compile again"
             ) from None
 
-    def table(self) -> Table:
-        title = f"{self.module}  {self.fingerprint}"
-        table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-        for heading, justify in (("#", "right"), ("pass", "left"), ("stage", "left"), ("ms", "right")):
-            table.add_column(heading, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]
-        table.add_column("instructions", justify="right", no_wrap=True)
-        table.add_column("result")
+    def table(self, verbose: bool = False) -> Table:
+        """What each pass did, in the order in which they ran; `verbose`: with times, instructions and all facts."""
+        table = Table(show_edge=False, pad_edge=False)
+        for heading in ("pass", "result") if not verbose else ("pass", "stage", "ms", "instructions", "result"):
+            table.add_column(heading, justify="right" if heading in ("ms", "instructions") else "left", no_wrap=True)
         table.add_column("notes", overflow="fold")
         for stage in self.stages:
             for entry in stage.passes:
-                table.add_row(*_cells(entry, stage.stored))
+                table.add_row(*_cells(entry, stage.stored, verbose))
         return table
 
     def __str__(self) -> str:
-        """The table, as `print` shows it in a log."""
+        """What `print` shows in a log."""
         text = io.StringIO()
-        Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False).print(self.table())
+        self.print(Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
-    def print(self, console: Console | None = None) -> None:
+    def print(self, console: Console | None = None, verbose: bool = False) -> None:
+        """What became of the step and what it gained, then what each pass did; `verbose`: in all detail."""
         if console is None:
             console = Console()
             if not console.is_terminal:
                 console = Console(width=_LOG_WIDTH)
-        console.print(self.table())
+        console.print(headline.text(self), markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        console.print(self.table(verbose))
+        if not verbose:
+            console.print("(times, instructions and all facts: print(verbose=True))", style="dim", highlight=False)
+        else:
+            console.print(f"{self.module}  {self.fingerprint}", style="dim", highlight=False)
 
 
-def _cells(entry: PassReport, stored: bool) -> tuple[str, ...]:
-    ran = entry.outcome not in (DISABLED, NOT_RUN)
-    counts = f"{entry.instructions_before} -> {entry.instructions_after}" if ran else ""
+def _cells(entry: PassReport, stored: bool, verbose: bool) -> tuple[str, ...]:
     style = _OUTCOME_STYLES.get(entry.outcome)
     outcome = f"[{style}]{entry.outcome}[/]" if style else entry.outcome
-    return (
-        str(entry.number),
-        entry.name,
-        entry.stage,
-        f"{entry.seconds * 1e3:.1f}" if ran else "",
-        counts,
-        outcome + (" (stored)" if stored and ran else ""),
-        "\n".join(str(note).replace("[", r"\[") for note in entry.notes),
-    )
+    outcome += " (stored)" if stored and entry.ran else ""
+    if not verbose:
+        return entry.name, outcome, _escaped(entry.summary)
+    counts = f"{entry.instructions_before} -> {entry.instructions_after}" if entry.ran else ""
+    seconds = f"{entry.seconds * 1e3:.1f}" if entry.ran else ""
+    return entry.name, entry.stage, seconds, counts, outcome, _escaped(map(str, entry.notes))
+
+
+def _escaped(lines: Iterable[str]) -> str:
+    return "\n".join(line.replace("[", r"\[") for line in lines)
 
 
 def _stage_from(data: Any) -> StageReport:
-    return _read(StageReport, data, passes=_pass_from)
+    return _read(StageReport, data, passes=_pass_from, parts=_parts_from)
+
+
+def _parts_from(data: Any) -> StepParts:
+    return _read(StepParts, data)
+
+
+def _gain_from(data: Any) -> Gain:
+    return _read(Gain, data, before=_parts_from, after=_parts_from)
 
 
 def _pass_from(data: Any) -> PassReport:
@@ -192,17 +233,21 @@ _JSON_TYPES: dict[Any, tuple[type, ...]] = {
 
 
 def _read[T](kind: type[T], data: Any, **parts: Callable[[Any], Any]) -> T:
-    """An object of a dataclass out of its JSON form; `parts` read the entries of its lists.
+    """An object of a dataclass out of its JSON form; `parts` read its objects, and the entries of its lists.
 
     Raises TypeError for anything else: the file lies in a folder that others write to.
     """
     if not isinstance(data, dict):
         raise TypeError(f"{type(data).__name__} in place of a {kind.__name__}")
-    types = {field.name: field.type for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
     values = dict(data)
     for name, value in data.items():
-        if not isinstance(value, (list,) if name in parts else _JSON_TYPES[types[name]] if name in types else ()):
+        is_list = name in parts and types[name].startswith("tuple[")
+        if name in parts and not is_list:
+            values[name] = None if value is None and types[name].endswith("| None") else parts[name](value)
+            continue
+        if not isinstance(value, (list,) if is_list else _JSON_TYPES[types[name]] if name in types else ()):
             raise TypeError(f"{kind.__name__}.{name} is {type(value).__name__}")
-        if name in parts:
+        if is_list:
             values[name] = tuple(map(parts[name], value))
     return kind(**values)

@@ -1,6 +1,6 @@
 """What a step needs on one GPU, known before it is compiled, or said by the compiler.
 
-    plain = memory_need.as_scheduled(lowered)      # the plain step: None where that cannot be known
+    plain = memory_need.of_module(scheduled)       # the plain step, as XLA schedules it (`step/plain_step.py`)
     limit = plain.allowed()                        # bytes beside the arguments: 2.5 % more than it needs altogether
     memory_need.of_compiled(compiled).beside       # of the interleaved step, to be compared with that
 
@@ -18,7 +18,6 @@ import jax
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.hlo import HloModule, shapes
-from dhelix.runtime import broken_off, lowering
 
 SLACK = 0.025
 """Of the plain step's memory, that a step may need more: 3 % (DHelix section 6), less what is lost in gaps."""
@@ -34,15 +33,6 @@ class MemoryNeed:
     def allowed(self, slack: float = SLACK) -> int:
         """Bytes beside the arguments, if altogether it may be `slack` more than this."""
         return int((1.0 + slack) * (self.arguments + self.beside)) - self.arguments
-
-
-def as_scheduled(lowered: jax.stages.Lowered) -> MemoryNeed | None:
-    """What a program for GPUs needs in XLA's order, without compiling it to the end.
-
-    None where XLA does not come to a schedule; whoever compiles the program hears why. Takes the time of XLA's passes.
-    """
-    module = broken_off.scheduled(lowered, lowering.hlo_bytes(lowered), "memory")
-    return None if module is None else of_module(HloModule.from_bytes(module))
 
 
 def of_module(module: HloModule) -> MemoryNeed:

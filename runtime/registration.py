@@ -24,6 +24,7 @@ import dataclasses
 import os
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ from jax.extend import xla
 
 from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
+from dhelix.passes.gain import StepParts
 from dhelix.passes.manager import PassManager, Stage, say_once
 from dhelix.passes.report import Report, StageReport
 
@@ -75,6 +77,7 @@ class Session:
         name: str,
         profile: object = None,
         platforms: Sequence[str] = GPU_PLATFORMS,
+        played: Callable[[bytes], StepParts] | None = None,
     ):
         """
         Args:
@@ -84,11 +87,13 @@ class Session:
           profile: what the passes' costs come from; goes into the fingerprint.
           platforms: where the hook runs. On "cpu" POST_SCHEDULER only: PRE_SCHEDULER comes after copy
             insertion there, and restructuring loops is unsafe.
+          played: says of a scheduled module what its time is made of, for the report.
         """
         self.manager = manager
         self.marker = manager.fingerprint(module, profile)
         self.module_name = fingerprint.mark(name, self.marker)
         self._module = module
+        self._played = played
         self._stages: dict[Stage, StageReport] = {}
         self._error: Exception | None = None
         self.compiles = False
@@ -96,7 +101,7 @@ class Session:
             _sessions.setdefault(self.marker, weakref.WeakSet()).add(self)
         weakref.finalize(self, _forget, self.marker)
         for stage in _HOOK_STAGES:
-            if manager.runs_at(stage):
+            if manager.runs_at(stage) or (stage is Stage.POST_SCHEDULER and played is not None):
                 register(stage, platforms)
 
     def run_lowered(self) -> bytes | None:
@@ -126,6 +131,8 @@ class Session:
         """Called by the compiler. Raises only with `strict`."""
         try:
             changed, found = self.manager.run(stage, module, fingerprint.module_name(module))
+            if stage is Stage.POST_SCHEDULER:
+                found = self._with_parts(found, changed or module)
             for session in _sessions_of(self.marker):  # the same inputs, so the same passes
                 session._stages[stage] = found
             self._store()
@@ -139,6 +146,19 @@ class Session:
             name = fingerprint.unmark(self.module_name)
             say_once(f"{name} keeps what XLA made: {reason}", (self.manager.step, reason))
             return None
+
+    def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
+        """With what the scheduled step is predicted to take. What only predicts must not stop a job."""
+        if self._played is None:
+            return found
+        start = time.perf_counter()
+        try:
+            parts = self._played(module)
+        except Exception as error:
+            logging.vlog(1, "%s", traceback.format_exc())
+            say_once(f"times of {fingerprint.unmark(self.module_name)} are not predicted: {error}", ("played",))
+            return found
+        return dataclasses.replace(found, parts=parts, seconds=found.seconds + time.perf_counter() - start)
 
     def report(self, collective_fingerprint: str | None = None) -> Report:
         """What the passes did: in this process or, for an executable out of the cache, back then."""

@@ -311,6 +311,11 @@ class CostModel:
                 + ", ".join(sorted(self.profile.sections))
             )
 
+    @property
+    def words(self) -> str:
+        """Whose costs these are, for people to read."""
+        return f"profile of {self.profile.hardware} with link {self.profile.link}, launch setting {self.setting}"
+
     def costs(self) -> Costs:
         """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
         pause = self.profile.sections[self.setting].gap_seconds or 0.0

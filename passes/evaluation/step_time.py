@@ -142,6 +142,11 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
     return StepTime(tuple(ordered), gap_seconds, tuple(unknown))
 
 
+def executions(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int]]:
+    """Every instruction that a step runs, and how often."""
+    return _executions(module.entry, 1, costs, {})
+
+
 def _executions(
     computation: Computation, count: int, costs: Costs, unknown: dict[str, None]
 ) -> Iterator[tuple[Instruction, int]]:

@@ -37,7 +37,7 @@ from dhelix.passes.communication.permute_decomposition import PermuteDecompositi
 from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.communication.strand_separation import StrandSeparation
-from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.gradients.replica_sums import ReplicaSums
 from dhelix.passes.manager import Pass, PassManager, Stage, say_once
@@ -60,10 +60,11 @@ from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile
-from dhelix.runtime import launch_settings, memory_need
+from dhelix.runtime import launch_settings
 from dhelix.runtime.profiling.nodes import gpus_per_node
 from dhelix.runtime.step.collective_matmul_choice import Weighing
 from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes, times_on
+from dhelix.runtime.step.plain_step import PlainStep
 
 SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
 DEFAULT = "dp"
@@ -213,25 +214,39 @@ class Choice:
         found = None if passes is None else tuple(passes)
         return cls(schedule, profile, plan, memory_limit, max_in_flight, found, **others)
 
-    def limited(self, lowered: jax.stages.Lowered) -> Choice:
+    def limited(self, lowered: jax.stages.Lowered, plain: PlainStep | None) -> Choice:
         """With the memory that a program may need: what the user says, else 3 % more than the program needs as it is.
 
         A plan may need what it was allowed when it was made. Not limited are baselines, passes of the user's own and
         devices other than GPUs, nor is a program whose memory is not known before it is compiled.
+
+        Args:
+          plain: the step before any pass; None on other devices than GPUs.
         """
-        if _gpu(lowered) is None:
+        if plain is None:
             if self.memory_limit is not None:
                 line = "memory_limit= bounds what orders take, and orders are made for GPUs: here it limits nothing"
                 say_once(line, (line,))
             return replace(self, memory_limit=None)
         limited = self.passes is None and (self.plan is not None or self.schedule in LIMITED)
-        if self.memory_limit is not None or not limited:
-            return self
-        plain = memory_need.as_scheduled(lowered)
-        if plain is None:
+        if self.memory_limit is not None or not limited or plain.known is None:
             return self
         planned = 0 if self.plan is None else self.plan.target.memory_limit
-        return replace(self, memory_limit=max(plain.allowed(), planned))
+        return replace(self, memory_limit=max(plain.known.need.allowed(), planned))
+
+    def plain_step(self, lowered: jax.stages.Lowered) -> PlainStep | None:
+        """What the step is compared with; None on devices other than GPUs."""
+        if _gpu(lowered) is None:
+            return None
+        return PlainStep(lowered, lambda: self.costs(lowered), self.compiler_options)
+
+    def costs(self, lowered: jax.stages.Lowered) -> tuple[Costs, str]:
+        """What operators cost on the GPUs of a program, and whose costs these are, in words."""
+        model = self.model(lowered)
+        if model is not None:
+            return model.costs(), model.words
+        hardware = _hardware(lowered)
+        return Costs(hardware), f"roofline of {hardware.name}"
 
     def weighed(self, lowered: jax.stages.Lowered) -> Choice:
         """With the sites whose collectives are better paired with the other strand's compute than replaced: by what the
@@ -282,10 +297,8 @@ class Choice:
             passes = default_passes(self.schedule, None, self.memory_limit, **limits)
             if kind is not None and self.schedule != "xla":
                 assert lowered is not None  # there is a kind
-                per_node = gpus_per_node(jax_compat.devices(lowered))
-                hardware = describe(gpu_name(kind), launch_settings.link_of(os.environ), per_node)
                 model = self.model(lowered)
-                passes = default_passes(self.schedule, model, self.memory_limit, hardware, **limits)
+                passes = default_passes(self.schedule, model, self.memory_limit, _hardware(lowered), **limits)
         if self.pipelined and self.passes is None:  # the executor has made the strands
             passes = [one for one in passes if one.stage is not Stage.LOWERED]
         if self.passes is None:
@@ -386,6 +399,14 @@ def _unlike(hardware: str, link: str, kind: str) -> str:
     if hardware == gpu and link in (here, "two-nodes"):
         return ""
     return f"{hardware} with link {link}, not {gpu} with {here}"
+
+
+def _hardware(lowered: jax.stages.Lowered) -> Hardware:
+    """The GPUs that a program is for, as this process reaches them."""
+    kind = _gpu(lowered)
+    assert kind is not None
+    per_node = gpus_per_node(jax_compat.devices(lowered))
+    return describe(gpu_name(kind), launch_settings.link_of(os.environ), per_node)
 
 
 def _gpu(lowered: jax.stages.Lowered) -> str | None:

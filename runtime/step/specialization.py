@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,9 @@ from absl import logging
 
 from dhelix.errors import DhelixError, HostsDisagreeError
 from dhelix.passes import fingerprint, jax_compat, report
+from dhelix.passes.evaluation.step_parts import step_parts
+from dhelix.passes.gain import Gain, StepParts
+from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Stage, say_once
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
@@ -21,6 +25,7 @@ from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.meetings import Job
+from dhelix.runtime.step.plain_step import PlainStep
 from dhelix.runtime.step.schedules import Choice, alternatives
 
 _TO_ONE_DEVICE = b"SPMDFullToShardShape"  # how a shard_map begins in HLO that is lowered for GSPMD
@@ -70,17 +75,22 @@ class Specialization:
         self._job = first_run.of_program(original)
         self._agreed = False
         self._choice = choice
+        self._plain: PlainStep | None = None
+        self._seconds = 0.0
         self._session: registration.Session | None = None
         self._why = ""
+        start = time.perf_counter()
         with self._left_alone_on_error():
             if lowering.device_count(original) > 1 or even_on_one_device:
-                self._choice = choice.limited(original).weighed(original)
+                self._plain = choice.plain_step(original)
+                self._choice = choice.limited(original, self._plain).weighed(original)
                 self._session = self._begin(self._choice)
                 self._transform()
             else:
                 self._session = self._begin(choice)
                 self._session.skip_lowered(_ONE_DEVICE)
                 self._leave_alone(_ONE_DEVICE)
+        self._seconds += time.perf_counter() - start
 
     def compile(self) -> Callable[..., Any] | None:
         """The transformed program, to be called without static arguments; None if it is left alone."""
@@ -93,6 +103,7 @@ class Specialization:
                 with self._left_alone_on_error(self._job):
                     first_run.check_choice(self._name, self.original, manager, limit, why, self._job)
             if self._compiled is None and not self.left_alone:
+                start = time.perf_counter()
                 with self._left_alone_on_error(self._job):
                     self._compile()
                     if self._compiled is not None and self._choice.plan is not None:
@@ -100,16 +111,18 @@ class Specialization:
                     if self._compiled is not None and self._choice.memory_limit is not None:
                         self._keep_memory(self._choice.memory_limit)
                     self._check_order()
+                self._seconds += time.perf_counter() - start
             return self._compiled
 
     def plan(self) -> Report:
         """What the LOWERED passes decided."""
         if self._session is None:
             name = lowering.module_name(self.original)
-            return Report(name, "", (self._choice.manager().not_run(Stage.LOWERED, name, self._why),))
+            stage = self._choice.manager().not_run(Stage.LOWERED, name, self._why)
+            return Report(name, "", (stage,), left_alone=self._why)
         whole = self._session.report()
         stages = tuple(stage for stage in whole.stages if stage.stage == Stage.LOWERED.value)
-        return Report(whole.module, whole.fingerprint, stages)
+        return Report(whole.module, whole.fingerprint, stages, left_alone=self._why if self.left_alone else "")
 
     def report(self) -> Report:
         """What the passes of all stages did; compiles the program unless `lowered` was compiled already."""
@@ -121,13 +134,31 @@ class Specialization:
         if self.left_alone and self._compiled is None:
             return self.plan()
         whole = self._session.report(self._order)
-        return whole if self._refused is None else dataclasses.replace(whole, stages=(*whole.stages, self._refused))
+        stages = (*whole.stages, *filter(None, [self._refused]))
+        return dataclasses.replace(
+            whole,
+            stages=stages,
+            left_alone=self._why if self.left_alone else "",
+            gain=self._gain(stages),
+            compile_seconds=self._seconds if self._compiled is not None else 0.0,
+            plain_seconds=0.0 if self._plain is None else self._plain.seconds,
+        )
+
+    def _gain(self, stages: Sequence[StageReport]) -> Gain | None:
+        after = next((stage.parts for stage in stages if stage.parts is not None), None)
+        known = None if self._plain is None or after is None else self._plain.known
+        return None if known is None or after is None else Gain(known.parts, after)
 
     def _begin(self, choice: Choice) -> registration.Session:
         module = lowering.hlo_bytes(self.original)
         if _TO_ONE_DEVICE in module:  # what was made of one could abort the process in XLA, not only fail to compile
             raise DhelixError(_MANUAL_IN_GSPMD)
-        return registration.Session(choice.manager(self.original), module, fingerprint.module_name(module))
+        played = None if self._plain is None else lambda scheduled: self._played(choice, scheduled)
+        name = fingerprint.module_name(module)
+        return registration.Session(choice.manager(self.original), module, name, played=played)
+
+    def _played(self, choice: Choice, scheduled: bytes) -> StepParts:
+        return step_parts(HloModule.from_bytes(scheduled), *choice.costs(self.original))
 
     @contextlib.contextmanager
     def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:

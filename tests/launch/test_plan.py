@@ -20,6 +20,8 @@ from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, se
 from dhelix.launch.plan_step import Program
 from dhelix.launch.plan_tables import PlanView
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.step_parts import step_parts
+from dhelix.passes.gain import Gain
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.orders import most_in_flight
 from dhelix.passes.plans import pairing_plan_json
@@ -128,7 +130,8 @@ def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Pl
 def test_a_step_that_no_card_holds(capsys: pytest.CaptureFixture[str]) -> None:
     step = program(Memory(150 << 30, 0, 0, 0, "a test"))
     found = search(step, MODEL, "dp", MemoryLimit(200 << 30))
-    view = PlanView(found, (found,), None, None, step.memory, MemoryLimit(200 << 30))
+    parts = step_parts(found.module, found.costs, "a test")
+    view = PlanView(found, (found,), Gain(parts, parts), None, None, step.memory, MemoryLimit(200 << 30))
     plan_tables.print_view(view, Console(width=200), top=1)
     text = " ".join(capsys.readouterr().out.split())
     assert "GiB of an H200: take more GPUs" in text

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.passes import report
+from dhelix.passes.gain import Gain, StepParts
 from dhelix.passes.report import Note, PassReport, Report, StageReport
 
 DUPLICATION = PassReport(
@@ -35,9 +36,13 @@ REPORT = Report(
 )
 
 
-def rendered(value: Report) -> str:
+PARTS = StepParts(0.1, 0.02, 0.0, 0.01, 0.06, 0.01, 1e15, 8 << 30, 0.5, 0.0, "roofline of H200")
+GAIN = Gain(PARTS, dataclasses.replace(PARTS, exposed=0.02))
+
+
+def rendered(value: Report, verbose: bool = False) -> str:
     console = Console(file=io.StringIO(), width=160)
-    value.print(console)
+    value.print(console, verbose)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -52,6 +57,11 @@ def test_json_round_trip() -> None:
     assert Report.from_json(REPORT.to_json()) == REPORT
     with_order = dataclasses.replace(REPORT, collective_fingerprint="00ff00ff00ff00ff")
     assert Report.from_json(with_order.to_json()) == with_order
+    stage = dataclasses.replace(REPORT.stages[1], parts=PARTS)
+    with_gain = dataclasses.replace(REPORT, stages=(stage,), gain=GAIN, compile_seconds=2.5)
+    assert Report.from_json(with_gain.to_json()) == with_gain
+    with pytest.raises(DhelixError, match="no dhelix report"):
+        Report.from_json(with_gain.to_json().replace('"before"', '"earlier"'))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"stages": [{}]}', REPORT.to_json()[:-40]])
@@ -68,20 +78,31 @@ def test_passes_by_name_and_in_order() -> None:
         REPORT["nothing"]
 
 
-def test_table_says_what_each_pass_did() -> None:
-    lines = rendered(REPORT).splitlines()
-    duplication = next(line for line in lines if "strand-duplication" in line)
-    for cell in (
-        "1",
-        "lowered",
-        "12.3",
-        "1000 -> 1450",
-        "changed",
-        "merged layer loops at while.7",
-        "trip_count=8",
-    ):
-        assert cell in duplication
-    schedule = next(line for line in lines if "list-schedule" in line)
-    assert "refused (stored)" in schedule
-    assert "no [red] lane" in schedule  # not taken for markup
-    assert "->" not in next(line for line in lines if "disabled" in line)
+def test_the_headline_says_what_was_gained_against_what_and_how_sure_that_is() -> None:
+    first, times, why, memory, sure, *_ = rendered(dataclasses.replace(REPORT, gain=GAIN)).splitlines()
+    assert first == "jit_step: changed by strand-duplication"
+    assert "200.0 ms -> 160.0 ms predicted (0.80 x)" in times and "DHELIX=off" in times
+    assert why.strip() == "exposed communication -40.0 ms" and "peak memory" in memory
+    assert "roofline of H200" in sure and "50% of what operators take is guessed" in sure
+
+
+def test_the_headline_says_why_nothing_was_gained() -> None:
+    alone = dataclasses.replace(REPORT, left_alone="it runs on one device", gain=None)
+    assert rendered(alone).startswith("jit_step runs as XLA makes it: it runs on one device\n")
+    refused = Report("jit_step", "", (StageReport("post-scheduler", "jit_step", (DROPPED, SCHEDULE)),))
+    assert rendered(refused).startswith("jit_step runs as XLA makes it: no [red] lane\n")
+    assert "no gain is predicted" in rendered(REPORT)
+
+
+def test_table_says_what_each_pass_did_and_verbosely_all_facts() -> None:
+    table = "strand-duplication ", "list-schedule ", "other "
+    duplication, schedule, other = (
+        next(line for line in rendered(REPORT).splitlines() if line.startswith(name)) for name in table
+    )
+    assert "changed" in duplication and "merged layer loops" in duplication and "trip_count" not in duplication
+    assert "refused" in schedule and "no [red] lane" in schedule  # not taken for markup
+    assert "disabled" in other
+    verbose = [line for line in rendered(REPORT, verbose=True).splitlines() if line.startswith(table)]
+    for cell in ("lowered", "12.3", "1000 -> 1450", "changed", "merged layer loops at while.7", "trip_count=8"):
+        assert cell in verbose[0]
+    assert "refused" in verbose[1] and "->" not in verbose[2]

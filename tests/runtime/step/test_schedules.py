@@ -130,8 +130,9 @@ def test_on_cpu_it_is_said_that_a_plan_is_not_looked_at(caplog: pytest.LogCaptur
 
 def test_on_cpu_it_is_said_that_memory_is_not_limited(caplog: pytest.LogCaptureFixture) -> None:
     program = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
-    assert choice().limited(program).memory_limit is None and not caplog.records
-    assert [choice(memory_limit=1).limited(program).memory_limit for _ in range(2)] == [None, None]
+    assert choice().plain_step(program) is None
+    assert choice().limited(program, None).memory_limit is None and not caplog.records
+    assert [choice(memory_limit=1).limited(program, None).memory_limit for _ in range(2)] == [None, None]
     (record,) = caplog.records
     assert "orders are made for GPUs: here it limits nothing" in record.getMessage()
 

@@ -16,6 +16,7 @@ from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime import deviceless, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.schedules import Choice
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime import steps
 
@@ -124,9 +125,10 @@ def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Trai
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(
         training.abstract_state(), training.abstract_batch(3)
     )
-    found, exact = memory_need.as_scheduled(lowered), memory_need.of_compiled(deviceless.compile(lowered))
-    assert found is not None
-    assert found.arguments == exact.arguments
+    plain, again = (Choice().plain_step(lowered) for _ in range(2))
+    assert plain is not None and again is not None and plain.known is not None
+    found, exact = plain.known.need, memory_need.of_compiled(deviceless.compile(lowered))
+    assert found.arguments == exact.arguments and plain.known.parts.memory == found.arguments + found.beside
     assert found.beside == pytest.approx(exact.beside, rel=0.01)
-    assert found == memory_need.as_scheduled(lowered)
+    assert plain.known == again.known and plain.known.parts.seconds > 0 and plain.seconds > 0
     assert found.allowed() == int(1.025 * (found.arguments + found.beside)) - found.arguments

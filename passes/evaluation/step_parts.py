@@ -1,0 +1,70 @@
+"""What a scheduled step's time is made of: compute, copies, slow-down, exposed communication, pauses.
+
+    parts = step_parts(module, CostModel.find("H200").costs(), "profile h200-nvlink")
+    parts.seconds, parts.exposed    # 0.2707, 0.0117
+
+The schedule is played (`timeline.py`); this says where its time goes, so that two steps can be compared part by part.
+"""
+
+from collections.abc import Iterator
+
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of
+from dhelix.passes.evaluation.step_time import executions, predict
+from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, settled
+from dhelix.passes.gain import StepParts
+from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.profiles.estimates import Source
+
+_MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
+_FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
+
+
+def step_parts(module: HloModule, costs: Costs, source: str) -> StepParts:
+    """Plays a scheduled module at the clock that it settles at.
+
+    Args:
+      source: whose costs these are, for people to read.
+    """
+    full, costs = costs.at_clock(1.0), settled(module, costs)
+    played = evaluate(sequence_of(module.entry), costs, costs.hardware)
+    kernels = [(i, count) for i, count in executions(module, costs) if costs[i].lane is Lane.COMPUTE]
+    copies = sum(count * full[i].seconds for i, count in kernels if moved(i) is not None)
+    compute = sum(count * full[i].seconds for i, count in kernels)
+    flops = sum(count * full[i].flops for i, count in kernels)
+    arguments = sum(shapes.byte_size(p.shape) for p in module.entry.parameters)
+    beside = Memory(module).peak(module.entry, module.schedule[module.entry])
+    return StepParts(
+        compute=compute - copies,
+        copies=copies,
+        clock=played.compute_alone - compute,
+        slow_down=played.slow_down,
+        exposed=played.exposed,
+        idle=played.idle,
+        flops=flops,
+        memory=arguments + beside,
+        guessed=predict(module, costs).shares[Source.GUESS],
+        guessed_overlap=guessed_overlap(played, costs),
+        costs=source,
+    )
+
+
+def moved(instruction: Instruction) -> str | None:
+    """`copy` or `fill` for an instruction that only moves or writes whole buffers, else None."""
+    if instruction.opcode in ("copy", "copy-start"):
+        return "copy"
+    opcodes = {i.opcode for called in kernel_of(instruction) for i in called.instructions} - {"fusion"}
+    if not opcodes:
+        return None
+    if "broadcast" in opcodes and opcodes <= _FILLS:
+        return "fill"
+    return "copy" if opcodes & {"copy", "transpose"} and opcodes <= _MOVES else None
+
+
+def kernel_of(instruction: Instruction) -> Iterator[Computation]:
+    """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
+    if instruction.opcode in ("fusion", "async-start"):
+        for called in instruction.called:
+            yield called
+            yield from (c for i in called.instructions for c in kernel_of(i))

@@ -1,0 +1,127 @@
+"""What a step gained, as data and in words: the plain step and ours, both played by one evaluator with the same costs.
+
+    294.7 ms -> 271.0 ms predicted (0.92 x)
+    exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down of compute beside it +6.4 ms
+    peak memory 16.14 GiB -> 15.72 GiB (0.97 x)
+
+A step's time has six parts that add up to it, so a gain has six causes. What follows from costs that nobody measured
+is said beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MANY_GUESSES = 0.1  # a share that is said
+_SAME_WORK = 0.01  # by which a step's floating point operations may differ: what is fused is not counted alike
+_CAUSES = {
+    "exposed": "exposed communication",
+    "slow_down": "slow-down of compute beside it",
+    "copies": "copies",
+    "compute": "other kernels",
+    "clock": "lower clock",
+    "idle": "pauses between kernels",
+}
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A scheduled step on one GPU, as the evaluator plays it. Seconds of one step.
+
+    `compute + copies + clock + slow_down + exposed + idle` is the whole step.
+
+    Attributes:
+      compute: kernels, as long as they take alone; `copies`: those that only move or fill buffers on the GPU.
+      clock: what both lose by a clock that power limits.
+      slow_down: what both lose by running beside collectives.
+      exposed: communication runs and compute waits.
+      idle: pauses between kernels.
+      flops: floating point operations of what is known to have any.
+      memory: bytes at the peak, arguments included, by live ranges in the order of the schedule.
+      guessed: share of what kernels and collectives take alone that rests on guesses.
+      guessed_overlap: share of the time in which collectives run beside compute for which no pair was measured.
+      costs: whose costs, for people to read.
+    """
+
+    compute: float
+    copies: float
+    clock: float
+    slow_down: float
+    exposed: float
+    idle: float
+    flops: float
+    memory: int
+    guessed: float
+    guessed_overlap: float
+    costs: str
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.copies + self.clock + self.slow_down + self.exposed + self.idle
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A step before and after. `before` is the same micro-batched step without passes, as XLA schedules it."""
+
+    before: StepParts
+    after: StepParts
+
+    @property
+    def ratio(self) -> float:
+        return self.after.seconds / self.before.seconds if self.before.seconds else 1.0
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Seconds that each part of the step is longer (more than 0) or shorter, the largest difference first."""
+        found = {name: getattr(self.after, name) - getattr(self.before, name) for name in _CAUSES}
+        return dict(sorted(found.items(), key=lambda item: (-abs(item[1]), item[0])))
+
+    def time(self) -> str:
+        before, after = (milliseconds(step.seconds) for step in (self.before, self.after))
+        return f"{before} -> {after} predicted ({self.ratio:.2f} x)"
+
+    def why(self) -> str:
+        """Why the times differ, in one line; causes of less than a five-hundredth of the step are left out."""
+        least = self.before.seconds / 500
+        causes = [f"{_CAUSES[name]} {_signed(s)}" for name, s in self.causes.items() if abs(s) >= least]
+        return ", ".join(causes) or "no part of the step differs by 0.2 % of it"
+
+    def unequal(self) -> str:
+        """A warning where the two do not compute the same amount; "" where they do, or nothing is known of it."""
+        before, after = self.before.flops, self.after.flops
+        if not before or not after or abs(after / before - 1.0) <= _SAME_WORK:
+            return ""
+        return (
+            f"the second step computes {after / before:.2f} x as much as the first ({before:.3g} and {after:.3g}"
+            " floating point operations), so their times are not of the same work"
+        )
+
+    def memory(self) -> str:
+        before, after = (step.memory for step in (self.before, self.after))
+        ratio = f" ({after / before:.2f} x)" if before else ""
+        return f"peak memory {gibibytes(before)} -> {gibibytes(after)}{ratio}"
+
+
+def guesses(step: StepParts) -> str:
+    """Whose costs the times follow from; what rests on guesses is said where it is more than a tenth."""
+    said = [f"times by the {step.costs}"]
+    if step.guessed > MANY_GUESSES:
+        said.append(f"{step.guessed:.0%} of what operators take is guessed")
+    if step.guessed_overlap > MANY_GUESSES:
+        said.append(f"for {step.guessed_overlap:.0%} of what overlaps no pairs were measured")
+    return "; ".join(said)
+
+
+def milliseconds(seconds: float) -> str:
+    """To a millisecond of long times, to a microsecond of short ones."""
+    ms = 1e3 * seconds
+    return f"{ms:.{0 if ms >= 1000 else 1 if ms >= 1 else 3}f} ms"
+
+
+def gibibytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{milliseconds(abs(seconds))}"
