@@ -10,7 +10,7 @@ Contract
               which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
               them may stand what is done element by element with values that do not depend on the loop either (a
               conversion, a weight, weight decay), reshapes, all-reduces, and sharding constraints that do not split
-              the stack between layers. Loops in loops, as of groups of layers, are taken from the outside in.
+              the stack between layers. Of loops in loops, as of groups of layers, the outer one takes it.
     Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
               What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
               too, since no partitioner infers it.
@@ -66,7 +66,7 @@ class GradientAccumulation:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         changed = False
-        for computation in reversed(module.computations):  # who calls stands behind what is called
+        for computation in list(module.computations):
             changed |= accumulate(computation, context, ALPHA)
         return changed
 
@@ -171,7 +171,8 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
     while len(users[value]) == 1 and value is not value.computation.root:
         user = users[value][0]
         others = [o for o in user.operands if o is not value]
-        if user.opcode == "add" and len(others) == 1 and others[0] not in after:
+        adds = user.opcode == "add" and len(others) == 1 and others[0] not in after
+        if adds and others[0].opcode != "dynamic-slice":  # a slot would have to be copied out for the loop
             found = found or _Sum(element, write, result, user, others[0], tuple(steps))
             if others[0].opcode == "get-tuple-element":
                 return _Sum(element, write, result, user, others[0], tuple(steps))
