@@ -10,6 +10,7 @@ All of it is found by one closure: from an element of a loop's state to what rea
 may go through optimization barriers. Where it starts as something else than zeros, that is added, too.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
@@ -75,9 +76,9 @@ class Accumulator:
     @property
     def slot_rank(self) -> int:
         """How many dimensions of each value lie within one slot, the last ones: all of what is no stack, all but one
-        of a stack, and all but two of a stack of stacks."""
+        of a stack, and of what is reshaped those that stay."""
         ranks = [len(value.shape.dimensions) - (value.opcode in _SLICED) for value in self.values]
-        return min(ranks)
+        return min([*ranks, *(_kept(value) for value in self.values if value.opcode == "reshape")])
 
 
 def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
@@ -204,6 +205,12 @@ def _element_behind(value: Instruction, found: Accumulator, readers: Readers, ou
     return (source, value.tuple_index) if source.opcode in _HOLDERS else None
 
 
+def _kept(reshape: Instruction) -> int:
+    """How many of the last dimensions a reshape leaves as they are."""
+    pairs = zip(reversed(reshape.shape.dimensions), reversed(reshape.operands[0].shape.dimensions), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def _terms(value: Instruction) -> range:
     """The operands of a value of an accumulator that it is the sum of, or that it takes slots from."""
     return range(_TERMS.get(value.opcode, int(is_sharding_constraint(value))))
@@ -211,11 +218,8 @@ def _terms(value: Instruction) -> range:
 
 def _check(found: Accumulator, readers: Readers) -> None:
     """Finds `ends`: behind all loops anything may read the sum; inside, nothing but what adds to it."""
-    inside = found.slot_rank
     for value in found.values:
         first, *rest = value.operands or (value,)
-        if value.opcode == "reshape" and value.shape.dimensions[-inside:] != first.shape.dimensions[-inside:]:
-            raise PassRefusal("gradients are added up in another shape than they are kept in", value)
         if value.opcode in _SLICED:
             part = rest[0].shape if value.opcode == "dynamic-update-slice" else value.shape
             if not is_one_slot(part, first.shape):
