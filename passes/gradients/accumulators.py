@@ -14,6 +14,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.names import ALPHA, BETA, LAYERS, SKEWED, STRANDS
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.stacks import is_one_slot, zeros_behind
@@ -51,7 +52,7 @@ class Readers:
         return self._elements[state].get(element, [])
 
 
-@dataclass
+@dataclass(eq=False)
 class Accumulator:
     """Everything that one accumulator is on its way through a step, in the order in which it is found.
 
@@ -129,12 +130,12 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
         found.values[value] = None
         for user in readers.of(value):
             if user.opcode == "tuple":
-                owners = _loops_of(user, readers)
+                owners = [o for o in _loops_of(user, readers) if _is_followed(o, found)]
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
             elif user.opcode == "reshape":  # of slots, as between loops in loops; other values have other readers, too
                 alone = all(_terms(u) or (u.opcode == "tuple" and _loops_of(u, readers)) for u in readers.of(user))
                 values += [user] if alone and (outside or user.computation is not found.home) else []
-            elif _terms(user) and (outside or user.computation is not found.home):
+            elif _terms(user) and (user.computation is not found.home or (outside and _is_followed(user, found))):
                 values.append(user)
     placed += [(value, k) for value in found.values for k in _terms(value)]
     for user, number in placed:
@@ -172,6 +173,12 @@ def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
 def given_to(holder: Instruction) -> list[Instruction]:
     """The tuples that a loop or a barrier takes: a loop as it starts and after each iteration."""
     return [holder.operands[0], *(body.root for body in holder.called[:1])]
+
+
+def _is_followed(reader: Instruction, found: Accumulator) -> bool:
+    """Behind the micro-batches, what the program does with the sum is no part of the accumulator."""
+    of_strands = reader.op_name.startswith((ALPHA, BETA)) or reader.name.startswith((LAYERS, STRANDS, *SKEWED))
+    return of_strands or reader.computation is not found.home or reader.opcode == "opt-barrier"
 
 
 def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruction]:

@@ -176,8 +176,9 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
             found = found or _Sum(element, write, result, user, others[0], tuple(steps))
             if others[0].opcode == "get-tuple-element":
                 return _Sum(element, write, result, user, others[0], tuple(steps))
-        if not (_is_step(user) and after.isdisjoint(others)):
-            break
+        kinds = {"reshape" if s.opcode == "reshape" else "constraint" for s in (*steps, user) if not _is_plain(s)}
+        if not (_is_step(user) and after.isdisjoint(others)) or len(kinds) > 1:
+            break  # what a constraint says of dimensions, it would say of others before a reshape
         steps.append(user)
         value = user
     return found
@@ -185,8 +186,11 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
 
 def _is_step(user: Instruction) -> bool:
     """Whether it does to each element of a stack what it does to a slot alone."""
-    reduces = user.opcode == "all-reduce" and len(user.operands) == 1
-    return user.opcode in _ELEMENTWISE or user.opcode == "reshape" or reduces or is_sharding_constraint(user)
+    return _is_plain(user) or user.opcode == "reshape" or is_sharding_constraint(user)
+
+
+def _is_plain(user: Instruction) -> bool:
+    return user.opcode in _ELEMENTWISE or (user.opcode == "all-reduce" and len(user.operands) == 1)
 
 
 def _accumulate_inside(loop: Instruction, one: _Sum) -> None:

@@ -11,7 +11,7 @@ how Shardy propagates the program's shardings.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
@@ -22,7 +22,7 @@ from dhelix.passes.hlo.constraints import Axes, is_sharding_constraint
 from dhelix.passes.hlo.edit import combines_by
 from dhelix.passes.hlo.stacks import is_zero, zeros_behind
 
-ALIKE = frozenset("convert copy negate transpose reshape broadcast slice".split())
+ALIKE = frozenset("convert copy negate transpose reshape reverse broadcast slice".split())
 """One operand, done to a sum as to each part."""
 
 _FACTORS = frozenset("multiply divide".split())
@@ -48,9 +48,14 @@ class Partial:
 class PartialSums:
     """Which values of a program are sums over which axes; to be made once, before anything is changed."""
 
-    def __init__(self, known: Propagated, readers: Readers) -> None:
+    def __init__(self, known: Propagated, readers: Readers, carried: Collection[Use]) -> None:
+        """
+        Args:
+          carried: elements that accumulators of whole steps go through, which none of one micro-batch does.
+        """
         self.known = known
         self._readers = readers
+        self._carried = carried
         self._found: dict[Instruction, Partial | PassRefusal] = {}
         self._factors: dict[Instruction, int] = {}
         self._made_by_loops: dict[Instruction, Accumulator] = {}
@@ -108,6 +113,8 @@ class PartialSums:
             return self._scaled(value)
         if value.opcode == "get-tuple-element" and value.operands[0].opcode == "while":
             one = inner_accumulator(value, self._readers)
+            if any(element in self._carried for element in one.elements):
+                raise PassRefusal("a gradient is made of sums over micro-batches", value)
             self._made_by_loops[value] = one
             return self.of_accumulator(one)
         if is_sharding_constraint(value):  # what it splits the sum over is no replica's own any more
@@ -122,8 +129,8 @@ class PartialSums:
         return Partial(self._ordered({axis for _, split in summed for axis in split}), value.shape.element_type)
 
     def _joined(self, terms: Sequence[Use]) -> Partial:
-        """Of terms that are added up or lie side by side. What is no sum must not be split over the axes, since the
-        first replica alone keeps it."""
+        """Of terms that are added up or lie side by side. Where they are sums over different axes, the first one says
+        over which. What is no such sum must not be split over them, since the first replica alone keeps it."""
         axes, types = set(self.known.axes), set[int]()
         refusals, whole = list[PassRefusal](), list[Use]()
         for user, number in terms:
@@ -133,9 +140,11 @@ class PartialSums:
                 refusals.append(refusal)
                 whole.append((user, number))
                 continue
-            if not one.axes:
+            if one.element_type is None:
+                continue  # zeros are a sum over anything
+            if axes.isdisjoint(one.axes):
                 whole.append((user, number))
-            elif one.element_type is not None:
+            else:
                 types.add(one.element_type)
                 axes &= set(one.axes)
         if not types and refusals:

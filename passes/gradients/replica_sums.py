@@ -28,7 +28,6 @@ more for each loop that it leaves: 5.0 GiB of temporaries became 8.5 where stran
 Not in DHelix; Megatron's gradient accumulation does it by hand.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dhelix.errors import PassRefusal
@@ -62,9 +61,11 @@ class ReplicaSums:
             found: list[tuple[Accumulator, Partial]] = []
             late: list[tuple[Accumulator, list[Reduced]]] = []
             readers = Readers(module)
-            sums, parts = PartialSums(known, readers), dict[Axes, Parts]()
+            accumulators = _accumulators(loop, readers)
+            carried = {element for one in accumulators for element in one.elements}
+            sums, parts = PartialSums(known, readers, carried), dict[Axes, Parts]()
             reasons: dict[str, int] = {}
-            for one in _accumulators(loop, readers):
+            for one in accumulators:
                 try:
                     if collectives := reduced(one):
                         late.append((_checked(one), collectives))
@@ -87,13 +88,21 @@ class ReplicaSums:
         return changed
 
 
-def _accumulators(loop: Instruction, readers: Readers) -> Iterator[Accumulator]:
-    """Each once, also where it goes through several elements of the loop's state."""
-    taken: set[Use] = set()
-    for element in range(len(loop.shape.tuple_shapes)):
-        if (loop, element) not in taken and (one := accumulator(loop, element, readers)) is not None:
-            taken.update(one.elements)
-            yield one
+def _accumulators(loop: Instruction, readers: Readers) -> list[Accumulator]:
+    """Each once, also where it goes through several elements of the loop's state, in their order. One that is added to
+    another one is found as a part of that, and is left out."""
+    found = (accumulator(loop, element, readers) for element in range(len(loop.shape.tuple_shapes)))
+    every = [one for one in found if one is not None]
+    taken: dict[Use, Accumulator] = {}
+    for one in sorted(every, key=lambda one: -len(one.elements)):
+        others = {taken[element] for element in one.elements if element in taken}
+        if not others:
+            taken.update(dict.fromkeys(one.elements, one))
+        elif len(others) > 1 or not all(element in taken for element in one.elements):
+            for other in others:
+                other.refusal = PassRefusal("sums of gradients are added to each other in several ways", loop)
+    kept = set(taken.values())
+    return [one for one in every if one in kept]
 
 
 def _checked(one: Accumulator) -> Accumulator:

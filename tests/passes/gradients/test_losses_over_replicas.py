@@ -61,11 +61,14 @@ def by_own_loop(change: Any) -> Any:
             value, grads = jax.value_and_grad(plain)(w, x)
             return jax.tree.map(jnp.add, total, change(value, grads)), value
 
-        rows = x.reshape(-1, MICROBATCHES, WIDTH).swapaxes(0, 1)
-        grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, w), rows)
+        grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, w), micro_batches(x))
         return jax.tree.map(lambda p, g: p - 0.1 * g / MICROBATCHES, w, grads), values.mean()
 
     return step
+
+
+def micro_batches(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, MICROBATCHES, WIDTH).swapaxes(0, 1)
 
 
 def positive(w: Any, x: jax.Array) -> jax.Array:
@@ -82,12 +85,44 @@ def clipped(value: jax.Array, grads: Any) -> Any:
     return jax.tree.map(lambda g: g * jnp.minimum(1, 0.5 / norm), grads)
 
 
+def nesterov(w: Any, x: jax.Array) -> Any:
+    """Behind the micro-batches, the sum is added to what is made of it."""
+    value, grads = value_and_grad(plain)(w, x)
+    momentum = jax.tree.map(lambda g, p: g + 0.9 * p, grads, w)
+    return jax.tree.map(lambda p, g, m: p - 0.1 * (g + 0.9 * m), w, grads, momentum), value
+
+
+def in_constrained_groups(w: Any, x: jax.Array) -> Any:
+    def one(total: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(in_groups)(w, x)
+        grads = jax.tree.map(lambda g, p: g + 0.01 * p, grads, w)
+        grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(lambda _: NamedSharding(mesh(), P()), w))
+        return jax.tree.map(jnp.add, total, grads), value
+
+    grads, values = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, w), micro_batches(x))
+    return jax.tree.map(lambda p, g: p - 0.1 * g / MICROBATCHES, w, grads), values.mean()
+
+
+def sums_of_sums(w: Any, x: jax.Array) -> Any:
+    def one(sums: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(plain)(w, x)
+        total, mean = sums
+        return (jax.tree.map(lambda *terms: sum(terms), total, grads, mean), jax.tree.map(jnp.add, mean, grads)), value
+
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    (total, _), values = jax.lax.scan(one, (zeros, zeros), micro_batches(x))
+    return jax.tree.map(lambda p, g: p - 0.02 * g, w, total), values.mean()
+
+
 STEPS_BY_KIND = {
     "weighted mean": by_value_and_grad(plain, reduce="weighted", weights=positive),
     "layers applied twice": by_value_and_grad(twice),
     "weight decay in the loss": by_value_and_grad(decayed),
     "groups of layers, checkpointed": by_value_and_grad(in_groups),
     "micro-batches left out": by_own_loop(skipped),
+    "Nesterov's momentum": nesterov,
+    "groups of layers, constrained": in_constrained_groups,
+    "sums of sums": sums_of_sums,
 }
 
 
@@ -106,7 +141,8 @@ def test_gradients_that_are_read_in_each_micro_batch_are_reduced_there() -> None
 
 def train(step: Any) -> tuple[Any, Any, jax.Array]:
     """Five steps beside the plain ones."""
-    microbatches = None if "by_own_loop" in step.__qualname__ else MICROBATCHES
+    own = "by_own_loop" in step.__qualname__ or step in (in_constrained_groups, sums_of_sums)
+    microbatches = None if own else MICROBATCHES
     ours = strand_interleave(step, microbatches=microbatches, compiler_options=OPTIONS)
     without = strand_interleave(step, microbatches=microbatches, compiler_options=OPTIONS, passes=())
     random = np.random.default_rng(0)
