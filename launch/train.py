@@ -63,7 +63,6 @@ def define_flags(values: flags.FlagValues) -> None:
     number("save_every", None, "steps between checkpoints (default: one at the end)", 1)
     switch("resume", help="go on from the newest checkpoint")
     real("peak_tflops", None, "of one device, for MFU (default: known for common GPUs)")
-    switch("verbose", help="say what each pass did, too")
     switch("json", help="print the results as JSON; progress goes to stderr")
     number("cpu_devices", None, "run on so many CPU devices", 1)
     switch("distributed", help="several processes; under Slurm and Kubernetes they find each other")
