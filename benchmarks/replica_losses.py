@@ -2,9 +2,9 @@
 
     python benchmarks/replica_losses.py --out results.json              # as this process reaches its GPUs
 
-Eight layers of two matrices (width 4096, hidden 8192, sequence 2048, bfloat16, rematerialized, SGD, four micro-batches),
-data parallelism by XLA's partitioner. The programs of a loss take turns: XLA's with its own options and with pipelined collectives, and ours.
-Times are medians of the timed steps; losses of the first and the last step are said, too.
+Eight layers of two matrices (width 4096, hidden 8192, sequence 2048, bfloat16, rematerialized, SGD, four micro-batches)
+under data parallelism by XLA's partitioner. The programs of a loss take turns: XLA's with its own options and with
+pipelined collectives, and ours. Times are medians of the timed steps; losses of the first and last step are said, too.
 """
 
 from __future__ import annotations

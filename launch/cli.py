@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(name: str, module: ModuleType, arguments: list[str]) -> tuple[flags.FlagValues, list[str]]:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "show this help", short_name="h", flag_values=values)
-    flags.DEFINE_bool("verbose", False, "say more: what each pass did, and more logs on stderr", short_name="v", flag_values=values)
+    more = "say more: what each pass did, and more logs on stderr"
+    flags.DEFINE_bool("verbose", False, more, short_name="v", flag_values=values)
     module.define_flags(values)
     try:
         positional = values(["dhelix", *arguments])[1:]

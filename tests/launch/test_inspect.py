@@ -244,7 +244,22 @@ def test_compare(dump: Dump, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert png.read_bytes().startswith(b"\x89PNG")
     assert trace.stat().st_size > 0
     assert dhelix_inspect(before, "--compare", after, "--json") == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"before", "after"}
+    data = json.loads(capsys.readouterr().out)
+    assert set(data) == {"before", "after", "gain"} and data["gain"]["warning"] is None
+    assert sum(data["gain"]["causes_ms"].values()) == pytest.approx(
+        data["after"]["step_ms"] - data["before"]["step_ms"]
+    )
+
+
+def test_compare_matches_collectives_and_says_what_is_unfair(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dhelix_inspect(dump(), "--compare", dump("after")) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Collectives of both, by what they gain" in text and "against the first dump" in text
+    assert "Not a fair comparison" not in text
+    found = inspect.inspect_dump(dump())
+    twice = dataclasses.replace(found, parts=dataclasses.replace(found.parts, flops=2 * found.parts.flops))
+    inspect.print_tables([found, twice], console=Console(file=(output := io.StringIO()), width=144))
+    assert "Not a fair comparison: the second step computes 2.00 x as much" in " ".join(output.getvalue().split())
 
 
 def test_brackets_in_names_are_no_markup(dump: Dump, capsys: pytest.CaptureFixture[str]) -> None:
