@@ -114,7 +114,9 @@ def program(mesh: str, loop: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
         entropy = -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], -1))
         return entropy + decay if "decay" in loop else entropy
 
-    weights_of_rows = {"weights": lambda params, tokens: jnp.sum(tokens > 0)} if "weighted" in loop else {}
+    weights_of_rows: dict[str, Any] = (
+        {"weights": lambda params, tokens: jnp.sum(tokens > 0)} if "weighted" in loop else {}
+    )
 
     def step(params: Any, tokens: jax.Array) -> Any:
         if loop.startswith("value_and_grad"):

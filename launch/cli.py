@@ -1,18 +1,19 @@
 """The program `dhelix`: one command line, one module per subcommand.
 
-A subcommand is a module with three names:
+A subcommand is a module with three names, of which the first two may lie in a module of their own:
 
     USAGE: str                # what `dhelix <command> --help` prints above its flags
     define_flags(values: flags.FlagValues) -> None             # on these values, never on the global ones
     run(values: flags.FlagValues, arguments: list[str]) -> int | None     # arguments: what is no flag
 
-It is imported when it is called for and not before, so `dhelix --help` is fast and needs no JAX. To add one,
-write the module and give it a line in COMMANDS.
+It is imported when it is called for and not before, and its flags come first: `--help` and a mistyped flag need no JAX.
+To add one, write the module and give it a line in COMMANDS.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import re
 import sys
@@ -28,20 +29,34 @@ from dhelix.errors import DhelixError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a subcommand lives and what it is for. One that needs no device leaves accelerators alone."""
+    """Where a subcommand lives and what it is for. One that needs no device leaves accelerators alone.
+
+    Attributes:
+      flags: the module that defines its flags, if that is another one.
+    """
 
     module: str
     summary: str
     needs_device: bool = True
+    flags: str = ""
 
 
 COMMANDS = {
-    "train": Command("dhelix.launch.train", "train a language model, plain or with interleaved strands"),
-    "profile": Command("dhelix.launch.profile", "measure what one train step's operators and collectives cost"),
+    "train": Command(
+        "dhelix.launch.train",
+        "train a language model, plain or with interleaved strands",
+        flags="dhelix.launch.commands.train",
+    ),
+    "profile": Command(
+        "dhelix.launch.profile",
+        "measure what one train step's operators and collectives cost",
+        flags="dhelix.launch.commands.profile",
+    ),
     "plan": Command(
         "dhelix.launch.plan",
         "decide without a GPU what of one strand runs with what of the other",
         needs_device=False,
+        flags="dhelix.launch.commands.plan",
     ),
     "fold": Command(
         "dhelix.launch.fold",
@@ -52,6 +67,7 @@ COMMANDS = {
         "dhelix.launch.inspect",
         "show what each collective of a compiled step is hidden under, and what stays exposed",
         needs_device=False,
+        flags="dhelix.launch.commands.inspect",
     ),
 }
 
@@ -69,7 +85,7 @@ usage: dhelix COMMAND [arguments] [flags]
 commands:
 {commands}
 
-`dhelix COMMAND --help` says more about one of them."""
+`dhelix COMMAND --help` says more about one of them, `dhelix --version` which versions these are."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -80,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) == 2 and arguments[0] == "help":
         arguments = [arguments[1], "--help"]
+    if arguments == ["--version"]:
+        print(", ".join(f"{name} {_version(name)}" for name in ("dhelix", "jax", "jaxlib")))
+        sys.exit(0)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
         sys.exit(0 if arguments else 2)
@@ -88,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", status=2)
     if not COMMANDS[name].needs_device:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: no search for accelerators
+    values, positional = _parse(name, importlib.import_module(COMMANDS[name].flags or COMMANDS[name].module), rest)
     module = importlib.import_module(COMMANDS[name].module)
-    values, positional = _parse(name, module, rest)
     app.run(lambda _: _run(name, module, values, positional), argv=["dhelix"], flags_parser=_no_global_flags)
 
 
@@ -137,6 +156,13 @@ def _plain_words(message: str) -> str:
     for pattern, words in _PYTHON_WORDS:
         message = re.sub(pattern, words, message)
     return message
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
 
 
 def _overview() -> str:

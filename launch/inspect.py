@@ -21,6 +21,7 @@ from rich.table import Table
 
 from dhelix.errors import DhelixError
 from dhelix.launch import timeline_plot
+from dhelix.launch.commands.inspect import AUTO, NONE
 from dhelix.launch.inspecting import dumps, targets
 from dhelix.launch.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
 from dhelix.launch.units import Unit, size_unit, time_unit
@@ -31,49 +32,9 @@ from dhelix.passes.hlo import HloModule
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles import storage
 from dhelix.profiles.estimates import Source
-from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.lowering import compiled_module
 
-USAGE = """\
-usage: dhelix inspect DUMP [--compare OTHER] [flags]
-
-Reads a scheduled HLO module and says, for each collective, what lies under it and how much of it is exposed;
-which large buffers are copied inside loops; and how much memory the step needs. Nothing runs: times are
-estimates, of a profile of the GPU where there is one, else of a roofline.
-
-DUMP is a file of --xla_dump_to (*after_optimizations.hlo.pb or .txt, packed by gzip or not), or its folder: then the
-largest such module is taken. With --compare, DUMP is the program before and OTHER the one after."""
-
-AUTO, NONE = "auto", "none"
 ROOFLINE = "roofline"
-_DEFAULT_GPU = targets.DEFAULT.name
-
-
-def define_flags(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("compare", None, "a second dump, shown beside the first", flag_values=values)
-    flags.DEFINE_enum(
-        "hardware",
-        None,
-        sorted(gpus.ALL),
-        f"GPU that times are estimated for (default: that of the dump; {_DEFAULT_GPU} where nothing says)",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "profile",
-        AUTO,
-        "where times come from: auto (a profile of the GPU, shipped or the user's own, else a roofline), none (a"
-        " roofline), or a profile's file",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "setting", "default", list(SETTINGS), "the launch setting of the profile that counts", flag_values=values
-    )
-    flags.DEFINE_bool("json", False, "print everything as JSON instead of tables", flag_values=values)
-    flags.DEFINE_string("png", None, "write the timeline as a picture to this file", flag_values=values)
-    flags.DEFINE_string("perfetto", None, "write the timeline for ui.perfetto.dev", flag_values=values)
-    flags.DEFINE_list("titles", [], "titles for the picture, one for each dump", flag_values=values)
-    flags.DEFINE_string("headline", "", "headline of the picture", flag_values=values)
-    flags.DEFINE_integer("top", 12, "how many rows a table shows", lower_bound=1, flag_values=values)
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:

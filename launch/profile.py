@@ -11,7 +11,6 @@ command says what would be. docs/profiles.md says what the numbers mean.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import tempfile
 import time
@@ -26,7 +25,8 @@ from absl import flags
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch import profile_output, profile_processes, profile_step, step_flags
+from dhelix.launch import profile_output, profile_processes, profile_step
+from dhelix.launch.commands import DEFAULT_GPU, step_flags
 from dhelix.launch.inspecting import dumps
 from dhelix.launch.profile_job import Job
 from dhelix.launch.profile_recorded import Recorded, as_recorded
@@ -43,63 +43,8 @@ from dhelix.runtime import deviceless
 from dhelix.runtime.profiling import collective_tables, operator_bases
 from dhelix.runtime.profiling.session import Step, Wanted
 
-USAGE = """\
-usage: dhelix profile --preset NAME | DUMP | --collectives | --compare FILE [flags]
-
-Measures what the operators and collectives of one train step cost on this machine's GPUs, alone and two at once, and
-keeps it in a file. Only what the file lacks is measured; interrupt it whenever you like, the same command goes on.
-Without GPUs it says what it would measure, and what is known already.
-
-  dhelix profile --preset llama-8b --layers 4 --mesh dp=1,tp=4 --microbatches 4     # a step of `dhelix train`
-  dhelix profile DUMP --settings default,connections1 --heat_map pairs.png          # any step
-  dhelix profile --collectives --link no-p2p                                        # tables of collectives
-  dhelix profile --compare A.json --out B.json                                      # do two machines agree?
-
-DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder: then the largest
-such module."""
-
 INTERRUPTED = 130  # the status of a command that Ctrl-C ended
-_DEFAULT_GPU, _DEFAULT_GPUS = "H200", 4  # where there are none and nothing says which
-
-
-def define_flags(values: flags.FlagValues) -> None:
-    """The flags, on `values`; those of the step are those of `dhelix train`."""
-    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
-    text = functools.partial(flags.DEFINE_string, flag_values=values)
-    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
-    switch = functools.partial(flags.DEFINE_bool, flag_values=values)
-    step_flags.define(values, None, "all there are")
-    switch("interleave", False, "the step with interleaved strands instead of the plain one")
-    flags.DEFINE_list("settings", ["default"], f"launch settings, of {', '.join(SETTINGS)}", flag_values=values)
-    choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
-    switch("collectives", False, "measure the tables of collectives")
-    flags.DEFINE_list(
-        "bases", [], f"the paper's operator bases too, of {', '.join(operator_bases.SIZES)}", flag_values=values
-    )
-    switch("pairs", True, "measure two at once, too")
-    switch("force", False, "measure again what is known")
-    flags.DEFINE_float("budget_s", None, "stop after so many seconds", lower_bound=1.0, flag_values=values)
-    text("out", None, "the profile's file (default: in DHELIX_PROFILES' last folder, or ~/.cache/dhelix/profiles)")
-    text("keep", None, "folder to keep the steps in as they were compiled for this machine's GPUs")
-    switch("explain", False, "measure nothing, say what would be; what happens without GPUs")
-    text("recorded", None, "take measurements out of this profile instead of GPUs; needs --out")
-    choice(
-        "hardware",
-        None,
-        hardware.GPUS,
-        f"without GPUs: which ones (default: the dump's, or {_DEFAULT_GPU})",
-    )
-    text("compare", None, "say how far the file agrees with this profile; without a step, that alone")
-    switch("json", False, "print everything as JSON instead of tables; progress goes to stderr")
-    number("top", 8, "how many rows a table shows")
-    text(
-        "heat_map",
-        None,
-        f"draw how well the {profile_output.HEAT_MAP_ROWS} longest operators overlap with collectives, a PNG for"
-        " each setting",
-    )
-    text("pgle", None, "write the step's times under the first setting as XLA's PGLE cost text (.pbtxt)")
-    text("perf_table", None, "write the first setting's collectives as XLA's collective performance table")
+_DEFAULT_GPUS = 4  # where there are none and nothing says how many
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -110,7 +55,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes that measure
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     if chosen["compare"] and not _has_step(chosen, arguments) and not chosen["collectives"]:
-        path = _path(chosen, chosen["hardware"] or _DEFAULT_GPU)
+        path = _path(chosen, chosen["hardware"] or DEFAULT_GPU)
         profile_output.compare_files(path, chosen["compare"], console, chosen["json"])
         return 0
     if chosen["recorded"]:
@@ -139,7 +84,7 @@ _GO_ON = "what was measured is in {path}, and the same command goes on from ther
 def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
     """Says what would be measured."""
     step = _step(chosen, arguments, chosen["hardware"], console)
-    gpu = chosen["hardware"] or (step.hardware if step else _DEFAULT_GPU)
+    gpu = chosen["hardware"] or (step.hardware if step else DEFAULT_GPU)
     job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
 
     def explain() -> None:
@@ -318,7 +263,7 @@ def _step(chosen: dict[str, Any], arguments: list[str], gpu: str | None, console
         return _of_dump(arguments[0], gpu, console)
     if not chosen["preset"]:
         return None
-    target = (chosen["hardware"] or _DEFAULT_GPU).lower()  # of others, a like program for estimates
+    target = (chosen["hardware"] or DEFAULT_GPU).lower()  # of others, a like program for estimates
     return profile_step.of_preset(_options(chosen), target if target in deviceless.targets() else profile_step.TARGET)
 
 

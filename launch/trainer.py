@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from dhelix.errors import DhelixError
 from dhelix.launch import data
 from dhelix.launch.checkpoint import CheckpointError, Checkpoints
+from dhelix.launch.commands.options import Options
 from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
 from dhelix.passes.report import Report
@@ -33,48 +34,6 @@ _MODEL_FIELDS = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_factor",
     "norm_eps", "tie_embeddings", "param_dtype", "scan_layers",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to train and how; the flags of `dhelix train` by name.
-
-    `batch` counts the sequences of one optimizer step: micro-batches x micro-batch size x dp. None leaves a
-    choice to the preset, or to the number of devices.
-    """
-
-    preset: str = "llama-demo"
-    layers: int | None = None
-    seq: int | None = None
-    vocab: int | None = None
-    dtype: str | None = None
-    remat: str | None = None
-    microbatches: int = 4
-    mesh: str = ""
-    pp: int = 1
-    pipeline: str | None = None
-    chunks_per_stage: int | None = None
-    sends_beside: bool = False
-    sharding: str = "shard_map"
-    batch: int | None = None
-    steps: int = 50
-    lr: float = 1e-3
-    warmup: int | None = None
-    seed: int = 0
-    plain: bool = False
-    verify: bool = False
-    schedule: str | None = None
-    profile: str | None = None
-    plan: str | None = None
-    max_in_flight: int | None = None
-    skew: int | None = None
-    collective_matmul: str | None = None
-    data: str | None = None
-    trace: str | None = None
-    checkpoint_dir: str | None = None
-    save_every: int | None = None
-    resume: bool = False
-    peak_tflops: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,16 @@
-"""Models with their shardings and presets. They import JAX, Flax and Optax, and nothing of the passes."""
+"""Models with their shardings and presets. They import JAX, Flax and Optax, and nothing of the passes.
 
-from dhelix.models.config import PRESETS, LlamaConfig, preset
-from dhelix.models.llama import Llama
-from dhelix.models.parallel import make_mesh
-from dhelix.models.train_step import Training, TrainState, make_train_step
+Names are loaded when they are first used: those of presets are known without JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dhelix.models.config import PRESETS, LlamaConfig, preset
+    from dhelix.models.llama import Llama
+    from dhelix.models.parallel import make_mesh
+    from dhelix.models.train_step import Training, TrainState, make_train_step
 
 __all__ = [
     "PRESETS",
@@ -15,3 +22,20 @@ __all__ = [
     "make_train_step",
     "preset",
 ]
+
+_HOMES = {
+    "PRESETS": "config",
+    "LlamaConfig": "config",
+    "preset": "config",
+    "Llama": "llama",
+    "make_mesh": "parallel",
+    "TrainState": "train_step",
+    "Training": "train_step",
+    "make_train_step": "train_step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dhelix.models' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dhelix.models.{_HOMES[name]}"), name)

@@ -4,9 +4,13 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any, Literal
 
-import jax
-
 LLAMA3_VOCABULARY = 128_256
+
+
+def _is_policy(name: str) -> bool:
+    import jax  # here, so that the names of presets are known without
+
+    return hasattr(jax.checkpoint_policies, name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +54,7 @@ class LlamaConfig:
             )
         if self.attention not in ("auto", "xla", "cudnn"):
             raise ValueError(f"attention={self.attention!r} is unknown; use 'auto', 'xla' or 'cudnn'")
-        if self.remat not in ("none", "full") and not hasattr(jax.checkpoint_policies, self.remat):
+        if self.remat not in ("none", "full") and not _is_policy(self.remat):
             raise ValueError(
                 f"remat={self.remat!r} is unknown; use 'none', 'full' or a name in jax.checkpoint_policies"
             )

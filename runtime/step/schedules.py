@@ -65,13 +65,8 @@ from dhelix.runtime.profiling.nodes import gpus_per_node
 from dhelix.runtime.step.collective_matmul_choice import Weighing
 from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes, times_on
 from dhelix.runtime.step.plain_step import PlainStep
+from dhelix.runtime.step.schedule_names import DEFAULT, LIMITED, SCHEDULES, SKEWED
 
-SCHEDULES = ("dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch")
-DEFAULT = "dp"
-LIMITED = ("dp", "list")
-"""Schedules that take no more memory than the plain step and 3 %; the others are to be compared with, as they are."""
-SKEWED = ("dp", "list", "xla", "round_robin")
-"""Schedules that pair forward with backward, whose strands can be kept some layers apart."""
 AUTO = "auto"
 
 

@@ -50,6 +50,27 @@ def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
         assert f"  {name}" in text and command.summary in text
 
 
+def test_versions_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("--version") == 0
+    assert capsys.readouterr().out.startswith("dhelix ")
+
+
+def test_help_and_wrong_flags_import_no_jax() -> None:
+    """Importing it takes most of a second."""
+    text = (
+        "import sys\n"
+        "from dhelix.launch import cli\n"
+        "for name in cli.COMMANDS:\n"
+        "    for flag in ('--help', '--nonsense'):\n"
+        "        try:\n"
+        "            cli.main([name, flag])\n"
+        "        except SystemExit as stopped:\n"
+        "            assert stopped.code == (0 if flag == '--help' else 2), (name, flag)\n"
+        "sys.exit('jax' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)
+
+
 def test_no_command_shows_the_overview_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert status() == 2
     assert "usage: dhelix COMMAND" in capsys.readouterr().out

@@ -8,8 +8,8 @@ from typing import Any
 
 from absl import flags
 
-from dhelix.launch.trainer import Options
-from dhelix.models import PRESETS
+from dhelix.launch.commands.options import Options
+from dhelix.models.config import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 
 _NAMES = (

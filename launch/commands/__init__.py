@@ -1,0 +1,3 @@
+"""The flags of each command, apart from what it does: `--help` and a mistyped flag import no jax."""
+
+DEFAULT_GPU = "H200"  # where nothing says which

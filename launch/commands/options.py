@@ -1,0 +1,47 @@
+"""What to train and how, as data. It imports nothing heavy: `dhelix train --help` needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to train and how; the flags of `dhelix train` by name.
+
+    `batch` counts the sequences of one optimizer step: micro-batches x micro-batch size x dp. None leaves a
+    choice to the preset, or to the number of devices.
+    """
+
+    preset: str = "llama-demo"
+    layers: int | None = None
+    seq: int | None = None
+    vocab: int | None = None
+    dtype: str | None = None
+    remat: str | None = None
+    microbatches: int = 4
+    mesh: str = ""
+    pp: int = 1
+    pipeline: str | None = None
+    chunks_per_stage: int | None = None
+    sends_beside: bool = False
+    sharding: str = "shard_map"
+    batch: int | None = None
+    steps: int = 50
+    lr: float = 1e-3
+    warmup: int | None = None
+    seed: int = 0
+    plain: bool = False
+    verify: bool = False
+    schedule: str | None = None
+    profile: str | None = None
+    plan: str | None = None
+    max_in_flight: int | None = None
+    skew: int | None = None
+    collective_matmul: str | None = None
+    data: str | None = None
+    trace: str | None = None
+    checkpoint_dir: str | None = None
+    save_every: int | None = None
+    resume: bool = False
+    peak_tflops: float | None = None
