@@ -5,9 +5,11 @@ nothing that a resume would take for a checkpoint. What a checkpoint holds is co
 expects before anything is read.
 """
 
+import contextlib
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
         self._config = _plain({"config": config, "notes": notes or {}})
+        logging.getLogger("absl").addFilter(_is_not_orbax)  # what fails in its threads is raised, too, and then said
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder,
@@ -53,8 +56,28 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Awaits the writes. Where one has failed, that is said already."""
+        failed = kind is not None and issubclass(kind, CheckpointError)
+        with contextlib.suppress(Exception) if failed else self._writing():
+            self._manager.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around what writes, or hears of what was written in the background."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:  # Orbax hands on what the file system's library raises
+            full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
+            why = "no space is left; free some" if full else _first_line(error)[:200]
+            raise CheckpointError(f"no checkpoint can be written to {self.folder} ({why}); {self.newest()}") from None
+
+    def newest(self) -> str:
+        """Which checkpoint is whole, in words; what is being written has another name until it is."""
+        whole = [int(path.name) for path in self.folder.glob("*") if path.name.isdecimal()]
+        if not whole:
+            return f"there is no whole one in {self.folder}"
+        return f"the newest one there is of step {max(whole)}, from which --resume goes on"
 
     @property
     def latest_step(self) -> int | None:
@@ -64,11 +87,13 @@ class Checkpoints:
     def save(self, step: int, state: Any) -> None:
         """Copies `state` off the devices and writes it in the background."""
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(self._config))
-        self._manager.save(step, args=items, force=True)
+        with self._writing():
+            self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
         """Until all saves are on disk."""
-        self._manager.wait_until_finished()
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def notes(self, step: int) -> Config:
         """The notes that were stored with a checkpoint."""
@@ -111,6 +136,10 @@ class Checkpoints:
                 f"{self.folder / str(step)} was not written by `dhelix train` ({_first_line(error)}); "
                 "give another --checkpoint_dir"
             ) from error
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _arrays(tree: Any) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +24,8 @@ from dhelix.passes.report import Report
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.launch_settings import without_graphs
 
+INTERRUPTED = 130  # exit status, as of a shell
+
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
     """Trains as the flags say. Raises DhelixError."""
@@ -35,16 +39,22 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     console = Console(stderr=chosen["json"], quiet=quiet)
     prepared = trainer.prepare(options)
     _introduce(prepared, console)
-    if options.checkpoint_dir is None:
-        trainer.start(prepared)
-        steps = _train(prepared, None, console, chosen["verbose"])
-    else:
-        notes = trainer.notes(prepared)
-        with Checkpoints(options.checkpoint_dir, trainer.identity(prepared), notes=notes) as checkpoints:
-            trainer.start(prepared, checkpoints)
-            if prepared.first:
-                say_resumed(prepared, checkpoints, console)
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if options.checkpoint_dir is not None:
+            made = Checkpoints(options.checkpoint_dir, trainer.identity(prepared), notes=trainer.notes(prepared))
+            checkpoints = stack.enter_context(made)
+        trainer.start(prepared, checkpoints)
+        if checkpoints is not None and prepared.first:
+            say_resumed(prepared, checkpoints, console)
+        try:
             steps = _train(prepared, checkpoints, console, chosen["verbose"])
+        except KeyboardInterrupt:
+            say(
+                console,
+                f"Interrupted; {'no checkpoint was asked for' if checkpoints is None else checkpoints.newest()}",
+            )
+            return INTERRUPTED
     if chosen["json"]:
         results = trainer.results(prepared, steps)
         if not quiet:
@@ -73,6 +83,9 @@ def _check(chosen: dict[str, Any]) -> None:
     for name in ("resume", "save_every"):
         if chosen[name] and not chosen["checkpoint_dir"]:
             raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
+    if chosen["resume"] and not Path(chosen["checkpoint_dir"]).is_dir():
+        folder = Path(chosen["checkpoint_dir"]).absolute()
+        raise DhelixError(f"no checkpoint in {folder}; leave out --resume to start a new run")
     for name in ("coordinator", "num_processes", "process_id"):
         if chosen[name] is not None and not chosen["distributed"]:
             raise DhelixError(f"--{name} means nothing without --distributed; give both or neither")

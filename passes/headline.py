@@ -36,7 +36,7 @@ def headline(found: Report) -> list[str]:
         lines.append(f"{found.gain.time()}, against the same micro-batched step without passes (DHELIX=off)")
         lines += [found.gain.why(), found.gain.memory(), guesses(found.gain.after)]
     else:
-        lines.append(f"no gain is predicted: {_why_unknown(found)}")
+        lines.append(f"what it gains is not predicted: {_why_unknown(found)}")
     return [*lines, *_first_step(found)]
 
 
@@ -62,7 +62,7 @@ def _why_unchanged(found: Report) -> str:
 
 def _why_unknown(found: Report) -> str:
     if not any(entry.ran for entry in found if entry.stage == "post-scheduler"):
-        return "orders are made, and times predicted, where a step is compiled for GPUs"
+        return "orders and times are of GPUs, and it was not compiled for any here"
     return "the plain step's schedule is not known"
 
 

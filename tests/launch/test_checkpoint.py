@@ -112,3 +112,17 @@ def test_a_damaged_checkpoint_says_which_one_is_left(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made() -> None:
     with pytest.raises(CheckpointError, match="no checkpoint can be written to /proc/nothing"):
         Checkpoints("/proc/nothing", {})
+
+
+def test_a_full_disk_is_one_error_that_names_the_newest_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, step=3)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing ...\nmore lines")
+
+    with pytest.raises(CheckpointError, match="no space is left; free some.* of step 3, from which --resume goes on"):
+        with Checkpoints(tmp_path, {}) as checkpoints:
+            monkeypatch.setattr(checkpoints._manager, "save", full)
+            checkpoints.save(4, make_state())

@@ -64,7 +64,7 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     assert lines[0].startswith("llama-demo: ") and "2 micro-batches, passes on; dp 2 x tp 4" in lines[0]
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 4 and steps[-1].startswith("step 4/4  loss ") and steps[-1].endswith("tokens/s")
-    assert any(line.startswith("strand-duplication: changed, ") for line in lines)
+    assert any(line.startswith("jit_train_step: two strands over 2 layers, 2 micro-batches") for line in lines)
     outcomes = {p["name"]: p["outcome"] for s in interleaved["passes"]["stages"] for p in s["passes"]}
     assert outcomes["strand-duplication"] == "changed"
 
@@ -194,8 +194,9 @@ def test_two_processes_train_as_one(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_strands_that_are_apart_train_as_plain_does(capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = train(capsys, "--plain", "--layers=4", "--microbatches=4", "--batch=8")
-    apart, lines = train(capsys, "--skew=1", "--layers=4", "--microbatches=4", "--batch=8")
-    assert any(line.startswith("strand-ends: changed, ") for line in lines)
+    apart, _ = train(capsys, "--skew=1", "--layers=4", "--microbatches=4", "--batch=8")
+    outcomes = {p["name"]: p["outcome"] for s in apart["passes"]["stages"] for p in s["passes"]}
+    assert outcomes["strand-ends"] == "changed"
     assert numbers(apart) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]
 
 
@@ -204,5 +205,22 @@ def test_strands_that_are_apart_train_as_plain_does(capsys: pytest.CaptureFixtur
 def test_automatic_sharding_trains_too(sharding: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain, _ = train(capsys, "--plain", f"--sharding={sharding}")
     interleaved, lines = train(capsys, f"--sharding={sharding}")
-    assert any(line.startswith("strand-duplication: changed, ") for line in lines)
+    assert any(line.startswith("jit_train_step: two strands over 2 layers, 2 micro-batches") for line in lines)
     assert numbers(interleaved) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]
+
+
+def test_interrupted_runs_say_what_is_kept_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "train", interrupted)
+    assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}") == 130
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no whole one in")
+
+
+def test_resuming_from_no_folder_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}", "--resume") == 1
+    assert "leave out --resume to start a new run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

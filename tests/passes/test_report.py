@@ -91,7 +91,7 @@ def test_the_headline_says_why_nothing_was_gained() -> None:
     assert rendered(alone).startswith("jit_step runs as XLA makes it: it runs on one device\n")
     refused = Report("jit_step", "", (StageReport("post-scheduler", "jit_step", (DROPPED, SCHEDULE)),))
     assert rendered(refused).startswith("jit_step runs as XLA makes it: no [red] lane\n")
-    assert "no gain is predicted" in rendered(REPORT)
+    assert "what it gains is not predicted" in rendered(REPORT)
 
 
 def test_table_says_what_each_pass_did_and_verbosely_all_facts() -> None:
