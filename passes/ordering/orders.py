@@ -231,7 +231,7 @@ def apply_order(
         module.schedule.update(original)
         context.note("stood down: the module as a whole plays no faster", **facts)
         return False
-    context.note("the module as a whole", **facts)
+    context.note("all orders together play faster", **facts)
     if costs.estimator is not None and guessed > _GUESSED:
         setting, hardware = costs.estimator.section.setting, costs.hardware
         say_once(
@@ -299,7 +299,7 @@ def _improve(
         context.note("stood down: no order plays better than XLA's", **facts)
         return
     schedule[computation] = new
-    context.note("reordered", **facts)
+    context.note("in another order than XLA's", **facts)
 
 
 def _overlappable(timeline: Timeline) -> float:

@@ -41,6 +41,10 @@ from dhelix.passes.ordering.pairing_table import pair
 from dhelix.passes.ordering.strand_sequences import Operator, Strand, find_strands
 from dhelix.profiles.hardware import H200, Hardware
 
+PAIRED_NOTE, ORDERED_NOTE = (
+    "operators of both strands are paired",
+    "operators of one strand are ordered",
+)  # what notes say
 _WORK = 36_000  # of the improvement (`OrderTiming.work`)
 _WORK_SHORT = 18  # the same for each move of an operator past another, where operators are few
 _WORK_LAYER = 2_000  # the same for a layer of a long body
@@ -94,7 +98,7 @@ def pairing_order(
     """The order of `plan_body`; a `Scheduler` for `apply_order`. What was found goes into the notes of `context`."""
     plan = plan_body(computation, sequence, costs, limits, max_segment, strands)
     if context is not None:
-        context.note("two strands" if plan.strands == 2 else "one strand", **plan.facts())
+        context.note(PAIRED_NOTE if plan.strands == 2 else ORDERED_NOTE, **plan.facts())
     return list(plan.order)
 
 

@@ -1,10 +1,15 @@
-"""The README's example runs as it stands there, and does what it is there to show."""
+"""Examples of the README and of docs/predict.md run as they stand there, and do what they are there to show."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[2] / "README.md"
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 
 def test_the_example_runs_and_is_interleaved() -> None:
@@ -13,3 +18,17 @@ def test_the_example_runs_and_is_interleaved() -> None:
     exec(compile(example, str(README), "exec"), names)
     report = names["train_step"].report(names["params"], names["opt_state"], names["batch"])
     assert report["strand-duplication"].changed and report["activation-sharing"].changed
+
+
+@pytest.mark.deviceless
+def test_twenty_lines_predict_a_step_without_a_gpu(tmp_path: Path) -> None:
+    """In a process and a home folder of their own."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "predict.md").read_text(), re.DOTALL)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 24
+    small = example.replace("4096", "256").replace("16384", "512")
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", small], env=environment, capture_output=True, text=True, check=True)
+    first, times, why, memory, sure, *_ = done.stdout.splitlines()
+    assert first == "jit_train_step: two strands over 8 layers, 4 micro-batches"
+    assert " x), against the same micro-batched step" in times and " ms" in why
+    assert "peak memory" in memory and "profile of H200 with link nvlink" in sure

@@ -15,7 +15,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import list_order
-from dhelix.passes.ordering.strand_pairing import StrandPairing, pairing_order, plan_body
+from dhelix.passes.ordering.strand_pairing import PAIRED_NOTE, StrandPairing, pairing_order, plan_body
 from dhelix.passes.ordering.strand_sequences import Body, Operator, Strand, find_strands
 from dhelix.passes.report import CHANGED
 from dhelix.profiles.hardware import H200_NO_P2P
@@ -213,7 +213,7 @@ def test_the_pass_reorders_and_says_what_it_paired() -> None:
     module = HloModule.from_bytes(after)
     order = [i.name for i in module.schedule[module.entry]]
     assert order.index("start") < order.index("backward") < order.index("done") < order.index("forward")
-    note = next(n for n in report.passes[0].notes if n.message == "two strands")
+    note = next(n for n in report.passes[0].notes if n.message == PAIRED_NOTE)
     assert note.facts["seconds_paired"] < note.facts["seconds_xla"]
     assert note.facts["seconds_paired"] <= note.facts["seconds_barriers"] * (1.0 + 1e-9)
 

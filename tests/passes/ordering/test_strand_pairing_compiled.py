@@ -9,7 +9,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify
 from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
-from dhelix.passes.ordering.strand_pairing import StrandPairing
+from dhelix.passes.ordering.strand_pairing import PAIRED_NOTE, StrandPairing
 from dhelix.passes.report import CHANGED
 from dhelix.runtime import deviceless, lowering
 from dhelix.runtime.registration import Session
@@ -36,7 +36,7 @@ def test_an_interleaved_step_is_paired() -> None:
     assert report.passes[0].outcome == CHANGED
     assert PassManager([one], strict=True).run(Stage.POST_SCHEDULER, source)[0] == after
     assert seconds[1] <= seconds[0] <= simulate_module(xla, model.hardware, model.costs()).seconds
-    paired = [n.facts for n in report.passes[0].notes if n.message == "two strands"]
+    paired = [n.facts for n in report.passes[0].notes if n.message == PAIRED_NOTE]
     assert paired and all(f["seconds_paired"] < min(f["seconds_list"], f["seconds_xla"]) for f in paired)
 
     given = lowering.hlo_bytes(lowered)
