@@ -130,7 +130,8 @@ def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
     for result in results:
         read = [r for r in results if users[r] or r is loop.computation.root]
         alone = [r.tuple_index for r in read].count(result.tuple_index) == 1
-        reached = _collective_of(result, users, after, least) if alone else None
+        is_stack = len(result.shape.dimensions) > 0
+        reached = _collective_of(result, users, after, least) if alone and is_stack else None
         slots = _written(whole, result.tuple_index) if reached else None
         if slots and reached and ordered.isdisjoint((*reached[0], reached[1])):
             write = whole.body.root.operands[result.tuple_index]

@@ -14,7 +14,8 @@ Contract
     Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
               What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
               too, since no partitioner infers it.
-    Leaves    every other stack. A constraint that splits it between layers is named.
+    Leaves    every other stack: of open sums also those with more than a conversion or a constant factor between. A
+              constraint that splits a stack between layers is named.
 
 Why it is legal: every slot is written exactly once (index table of the proved loop counter), so each element
 of the accumulator sees the same single addition of the same two numbers as before: results are equal to the
@@ -32,7 +33,7 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open, s
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
-from dhelix.passes.hlo.stacks import is_one_slot
+from dhelix.passes.hlo.stacks import is_constant, is_one_slot
 from dhelix.passes.manager import PassContext, Stage
 
 _ELEMENTWISE = frozenset("add subtract multiply divide negate convert select".split())
@@ -104,7 +105,7 @@ def _sums(loop: Instruction, strand: str) -> list[_Sum]:
     for element, write in enumerate(made):
         if write in writes and _written_once_per_slot(WhileLoop(loop), element, write):
             one = _addition(loop, element, write, users, after)
-            if one is not None:
+            if one is not None and (one.open is None or all(map(_keeps_open, one.steps))):
                 found.append(one)
     return found
 
@@ -187,6 +188,14 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
 def _is_step(user: Instruction) -> bool:
     """Whether it does to each element of a stack what it does to a slot alone."""
     return _is_plain(user) or user.opcode == "reshape" or is_sharding_constraint(user)
+
+
+def _keeps_open(step: Instruction) -> bool:
+    """Whether it may stand between an open sum over devices and its accumulator: nothing but that sum comes from before
+    the loop then, since XLA closes what is carried and is said to be open."""
+    numbers = [o for o in step.operands if is_constant(o)]
+    scales = step.opcode in ("multiply", "divide") and len(numbers) == 1
+    return scales or step.opcode in ("convert", "negate", "all-reduce") or is_sharding_constraint(step)
 
 
 def _is_plain(user: Instruction) -> bool:
