@@ -7,6 +7,7 @@
     collective_matmul_*.py  what it does to collectives beside matrix products
     value_and_grad.py      JAX's, or over micro-batches: microbatch_loop.py, batch_arguments.py, combining.py
     specialization.py      one program: lowered, transformed, compiled
+    plain_step.py          what it is compared with
     verification.py        one step against another
 
 May import everything of `runtime`, `passes` and `profiles`.
