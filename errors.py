@@ -21,6 +21,7 @@ class PassRefusal(DhelixError):
     Attributes:
       reason: one line, the same for every module it applies to (it is the key for "say it once").
       instruction: name of the HLO instruction that caused it, or None.
+      place: that instruction itself, where it is at hand.
       facts: values for the report, such as a limit that would do.
     """
 
@@ -28,5 +29,6 @@ class PassRefusal(DhelixError):
         """`instruction` is an instruction of the module view or its name."""
         self.reason = reason
         self.facts = facts
+        self.place = instruction
         self.instruction = None if instruction is None else str(getattr(instruction, "name", instruction))
         super().__init__(reason if self.instruction is None else f"{reason} (at {self.instruction})")

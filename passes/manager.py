@@ -24,7 +24,8 @@ from absl import logging
 
 from dhelix.errors import DhelixError, PassRefusal, UnknownPassError
 from dhelix.passes import fingerprint, jax_compat, report
-from dhelix.passes.hlo import HloModule, HloVerifyError, Shape, shapes, verify
+from dhelix.passes.analysis.source import source_of
+from dhelix.passes.hlo import HloModule, HloVerifyError, Instruction, Shape, shapes, verify
 from dhelix.passes.report import Note, PassReport, StageReport
 
 
@@ -52,12 +53,13 @@ class PassContext:
           facts: values that JSON can hold; others are kept as their text.
         """
         name = None if instruction is None else str(getattr(instruction, "name", instruction))
-        self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str)))
+        source = source_of(instruction) if isinstance(instruction, Instruction) else ""
+        self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str), source))
 
-    def left_alone(self, reasons: Mapping[str, int]) -> None:
-        """Records why so many places stay as they are, one note for each reason."""
+    def left_alone(self, reasons: Mapping[str, int], places: Mapping[str, object] | None = None) -> None:
+        """Records why so many places stay as they are, one note for each reason; `places`: where the first one is."""
         for reason, count in sorted(reasons.items()):
-            self.note(f"left alone: {reason}", count=count)
+            self.note(f"left alone: {reason}", (places or {}).get(reason), count=count)
 
 
 class Pass(Protocol):
@@ -219,7 +221,7 @@ class _Attempt:
 
     def _left_alone(self, error: Exception, before: bytes, count: int) -> PassReport:
         if isinstance(error, PassRefusal):
-            outcome, reason, instruction, facts = report.REFUSED, error.reason, error.instruction, error.facts
+            outcome, reason, instruction, facts = report.REFUSED, error.reason, error.place, error.facts
         elif isinstance(error, DhelixError):
             outcome, reason, instruction, facts = report.FAILED, str(error), None, {}
         else:
@@ -227,7 +229,9 @@ class _Attempt:
             logging.vlog(1, "%s", "".join(traceback.format_exception(error)))
         self.context.notes = []  # of what was done, nothing is left
         self.context.note(reason, instruction, **facts)
-        where = f" (at {instruction})" if instruction else ""
+        note = self.context.notes[-1]
+        said = ", ".join(filter(None, (note.instruction, note.source)))
+        where = f" (at {said})" if said else ""
         name = fingerprint.unmark(self.module_name)
         key = (self.manager.step or name, self.one.name, reason)
         say_once(f"pass {self.one.name} left {name} as it was: {reason}{where}", key)

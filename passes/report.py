@@ -34,14 +34,17 @@ _LOG_WIDTH = 160  # of tables in files and job logs, which have no width of thei
 
 @dataclass(frozen=True)
 class Note:
-    """One thing a pass did or left alone. `facts` holds JSON values only."""
+    """One thing a pass did or left alone. `facts` holds JSON values only; `source` is where in the user's program the
+    instruction comes from, such as "model.py:31 (forward)"."""
 
     message: str
     instruction: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     def __str__(self) -> str:
-        where = f" at {self.instruction}" if self.instruction else ""
+        where = ", ".join(filter(None, (self.instruction, self.source)))
+        where = f" at {where}" if where else ""
         facts = ", ".join(f"{key}={value}" for key, value in self.facts.items())
         return f"{self.message}{where}" + (f" ({facts})" if facts else "")
 
@@ -81,9 +84,11 @@ class PassReport:
     def summary(self) -> list[str]:
         """The notes without their facts, each once, and how often."""
         counts: dict[str, int] = {}
+        sources: dict[str, dict[str, None]] = {}
         for note in self.notes:
             counts[note.message] = counts.get(note.message, 0) + int(note.facts.get("count", 1))
-        return [message + (f" ({count} x)" if count > 1 else "") for message, count in counts.items()]
+            sources.setdefault(note.message, {}).update({note.source: None} if note.source else {})
+        return [_summary(message, count, [*sources[message]]) for message, count in counts.items()]
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,13 @@ class Report:
             table.add_column(heading, justify="right" if heading in ("ms", "instructions") else "left", no_wrap=True)
         table.add_column("notes", overflow="fold")
         for stage in self.stages:
+            first, *others = stage.passes or (None,)
+            said = (first.outcome, first.notes) if first is not None else None
+            if first is not None and others and not (verbose or first.ran):
+                if all((entry.outcome, entry.notes) == said for entry in others):  # a stage that did not run
+                    whole = dataclasses.replace(first, name=f"{first.name} and {len(others)} more")
+                    table.add_row(*_cells(whole, stage.stored, verbose))
+                    continue
             for entry in stage.passes:
                 table.add_row(*_cells(entry, stage.stored, verbose))
         return table
@@ -189,6 +201,12 @@ class Report:
             console.print("(times, instructions and all facts: print(verbose=True))", style="dim", highlight=False)
         else:
             console.print(f"{self.module}  {self.fingerprint}", style="dim", highlight=False)
+
+
+def _summary(message: str, count: int, sources: list[str]) -> str:
+    times = f" ({count} x)" if count > 1 else ""
+    more = ", ..." if len(sources) > 2 else ""
+    return f"{message}{times}" + (f", at {', '.join(sources[:2])}{more}" if sources else "")
 
 
 def _cells(entry: PassReport, stored: bool, verbose: bool) -> tuple[str, ...]:

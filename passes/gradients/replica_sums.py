@@ -65,6 +65,7 @@ class ReplicaSums:
             carried = {element for one in accumulators for element in one.elements}
             sums, parts = PartialSums(known, readers, carried), dict[Axes, Parts]()
             reasons: dict[str, int] = {}
+            places: dict[str, object] = {}
             for one in accumulators:
                 try:
                     if collectives := reduced(one):
@@ -73,6 +74,7 @@ class ReplicaSums:
                         found.append((_checked(one), partial))
                 except PassRefusal as refusal:
                     reasons[refusal.reason] = reasons.get(refusal.reason, 0) + 1
+                    places.setdefault(refusal.reason, refusal.place)
             for one, collectives in late:
                 move_behind(one, collectives)
             for one, partial in found:
@@ -80,7 +82,7 @@ class ReplicaSums:
             _note(found, loop, context)
             if late:
                 context.note("all-reduces of gradients stand behind the last micro-batch", loop, accumulators=len(late))
-            context.left_alone(reasons)
+            context.left_alone(reasons, places)
             changed |= bool(found or late)
         for computation in module.computations if changed else ():
             computation.sort()

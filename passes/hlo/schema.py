@@ -33,7 +33,15 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     ),
     "ProgramShape": (("parameters", 1, "Shape*"), ("result", 2, "Shape"), ("parameter_names", 3, "string*")),
     "FrontendAttributes": (("map", 1, "map<string,string>"),),
-    "OpMetadata": (("op_type", 1, "string"), ("op_name", 2, "string")),
+    "OpMetadata": (("op_type", 1, "string"), ("op_name", 2, "string"), ("stack_frame_id", 15, "int32")),
+    "FileLocation": (("file_name_id", 1, "int32"), ("function_name_id", 2, "int32"), ("line", 3, "int32")),
+    "StackFrame": (("file_location_id", 1, "int32"), ("parent_frame_id", 2, "int32")),
+    "StackFrameIndex": (
+        ("file_names", 1, "string*"),
+        ("function_names", 2, "string*"),
+        ("file_locations", 3, "FileLocation*"),
+        ("stack_frames", 4, "StackFrame*"),
+    ),
     "Literal": (
         ("shape", 1, "Shape"),
         ("preds", 2, "bool*"),
@@ -163,6 +171,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("schedule", 7, "Schedule"),
         ("input_output_alias", 8, "InputOutputAlias"),
         ("device_assignment", 15, "DeviceAssignment"),
+        ("stack_frame_index", 17, "StackFrameIndex"),
         ("frontend_attributes", 19, "FrontendAttributes"),
     ),
 }

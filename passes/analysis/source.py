@@ -1,0 +1,36 @@
+"""Where in the user's program an instruction comes from.
+
+    source_of(loop)    # "model.py:31 (forward)"
+
+JAX writes the call stack of each operation into the module; XLA keeps it. Numbers count from 1, 0 is none.
+"""
+
+from pathlib import PurePath
+
+from dhelix.passes.hlo import Instruction
+
+_OURS = ("dhelix/runtime/", "dhelix/passes/")
+
+
+def source_of(instruction: Instruction) -> str:
+    """File, line and function of the innermost call that is neither JAX's nor ours; "" where nothing is known."""
+    index = instruction.computation.module.proto.stack_frame_index
+    number = instruction.proto.metadata.stack_frame_id
+    seen: set[int] = set()
+    while 0 < number <= len(index.stack_frames) and number not in seen:
+        seen.add(number)
+        frame = index.stack_frames[number - 1]
+        if 0 < frame.file_location_id <= len(index.file_locations):
+            location = index.file_locations[frame.file_location_id - 1]
+            if 0 < location.file_name_id <= len(index.file_names):
+                path = PurePath(index.file_names[location.file_name_id - 1]).as_posix()
+                if "/site-packages/" not in path and not any(part in path for part in _OURS):
+                    return f"{path.rpartition('/')[2]}:{location.line}{_function(index, location)}"
+        number = frame.parent_frame_id
+    return ""
+
+
+def _function(index: object, location: object) -> str:
+    names, number = index.function_names, location.function_name_id  # type: ignore[attr-defined]
+    name = names[number - 1].rpartition(".")[2] if 0 < number <= len(names) else ""
+    return f" ({name})" if name.isidentifier() else ""
