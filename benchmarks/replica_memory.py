@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
 
 _WORDS, _WIDTH, _HEADS, _HEAD, _HIDDEN, _LAYERS, _MICROBATCHES = 8192, 4096, 32, 128, 8192, 4, 4
 MESHES = ("dp=4", "dp=2,tp=2", "dp=2,cp=2", "dp=8,tp=8", "fsdp=2,tp=2", "dp=2,fsdp=2")
@@ -86,6 +88,8 @@ def program(mesh: str, loop: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     def placed(spec: P) -> NamedSharding:
         return NamedSharding(devices, spec)
 
+    abstract = parameters(placed, tp, fsdp)
+
     if ring:
         split = {"in_specs": (P(None, None, "cp"),) * 3, "out_specs": P(None, None, "cp"), "check_vma": False}
         attention = jax.shard_map(ring_attention(mesh == "scanned ring", axes["cp"]), mesh=devices, **split)
@@ -122,19 +126,36 @@ def program(mesh: str, loop: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
         if loop.startswith("value_and_grad"):
             value, grads = value_and_grad(loss, **weights_of_rows)(params, tokens)
         else:
-            value, grads = own_loop(loss, params, tokens, specs if "constrained" in loop else None)
+            shardings = jax.tree.map(lambda p: p.sharding, abstract) if "constrained" in loop else None
+            value, grads = own_loop(loss, params, tokens.reshape(-1, _MICROBATCHES, length + 1), shardings)
         return jax.tree.map(lambda p, g: p - (0.01 * g).astype(p.dtype), params, grads), value
 
-    def own_loop(loss: Any, params: Any, tokens: jax.Array, specs: Any) -> Any:
-        def one(total: Any, tokens: jax.Array) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, tokens)
-            if specs is not None:
-                grads = jax.lax.with_sharding_constraint(grads, jax.tree.map(placed, specs))
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads), value
+    count = _MICROBATCHES * math.prod(axes[name] for name in rows or ())
+    tokens = jax.ShapeDtypeStruct((count, length + 1), jnp.int32, sharding=placed(P(rows)))
+    return step, (abstract, tokens)
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        grads, values = jax.lax.scan(one, zeros, tokens.reshape(-1, _MICROBATCHES, length + 1).swapaxes(0, 1))
-        return values.mean(), grads
+
+def own_loop(loss: Any, params: Any, rows: jax.Array, shardings: Any) -> Any:
+    """Loss and gradients summed over rows [micro-batch size, micro-batches, length]."""
+    import jax
+    import jax.numpy as jnp
+
+    def one(total: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        if shardings is not None:
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, grads), value
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    grads, values = jax.lax.scan(one, zeros, rows.swapaxes(0, 1))
+    return values.mean(), grads
+
+
+def parameters(placed: Callable[[Any], NamedSharding], tp: str | None, fsdp: str | None) -> Any:
+    """Abstract, in bfloat16; `tp`, `fsdp`: mesh axes, where there are such."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
 
     specs = {
         "embed": P(None, fsdp), "head": P(fsdp, tp), "last": P(),
@@ -155,10 +176,7 @@ def program(mesh: str, loop: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     def weights(spec: P, size: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=placed(spec))
 
-    params = jax.tree.map(weights, specs, sizes, is_leaf=lambda x: isinstance(x, P))
-    count = _MICROBATCHES * math.prod(axes[name] for name in rows or ())
-    tokens = jax.ShapeDtypeStruct((count, length + 1), jnp.int32, sharding=placed(P(rows)))
-    return step, (params, tokens)
+    return jax.tree.map(weights, specs, sizes, is_leaf=lambda x: isinstance(x, P))
 
 
 def norm(x: jax.Array) -> jax.Array:

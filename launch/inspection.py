@@ -229,7 +229,7 @@ def inspect_module(
         copies=_copies(places, costs),
         memory=memory,
         notes=(*notes, *place_notes(places)),
-        parts=step_parts(module, costs, cost_model),
+        parts=step_parts(module, costs, played=timeline),
         picture=Picture("", "", ()),
     )
     copied = {copy.instruction for copy in inspection.copies}

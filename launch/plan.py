@@ -152,9 +152,11 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
 
 def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:
     """Of the best one, against a program in the order that it has."""
-    model = models[best.plan.target.setting]
-    parts = step_parts(HloModule.from_bytes(before.module), model.costs(), model.words)
-    return Gain(parts, step_parts(best.module, best.costs, model.words))
+    costs = models[best.plan.target.setting].costs()
+    return Gain(
+        step_parts(HloModule.from_bytes(before.module), costs),
+        step_parts(best.module, best.costs, played=best.timeline),
+    )
 
 
 def _candidates(

@@ -112,7 +112,9 @@ class Candidate:
             place, count = self.places[time_of.instruction], time_of.count or 1
             found = communicates(place.instruction)
             assert found is not None  # the timeline says that it communicates
-            beneath = [{"name": self.places[name].name, "us": _us(seconds / count)} for name, seconds in time_of.under]
+            beneath = [
+                {"name": self.places[name].name, "us": microseconds(seconds / count)} for name, seconds in time_of.under
+            ]
             row = {
                 "name": place.name,
                 "body": place.body,
@@ -120,10 +122,10 @@ class Candidate:
                 "lane": time_of.lane.value,
                 "bytes": bytes_moved(found),
                 "runs": time_of.count,
-                "alone_us": _us(time_of.alone / count),
-                "time_us": _us((time_of.hidden + time_of.exposed) / count),
-                "hidden_us": _us(time_of.hidden / count),
-                "exposed_us": _us(time_of.exposed / count),
+                "alone_us": microseconds(time_of.alone / count),
+                "time_us": microseconds((time_of.hidden + time_of.exposed) / count),
+                "hidden_us": microseconds(time_of.hidden / count),
+                "exposed_us": microseconds(time_of.exposed / count),
                 "beneath": beneath,
             }
             alike = next((other for other in rows if other | {"runs": row["runs"]} == row), None)
@@ -257,7 +259,7 @@ def _bytes(module: HloModule) -> int:
     return Memory(module).peak(module.entry, module.schedule[module.entry])
 
 
-def _us(seconds: float) -> float:
+def microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 2)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.inspecting.dumps import Memory
-from dhelix.launch.plan_search import Candidate, MemoryLimit
+from dhelix.launch.plan_search import Candidate, MemoryLimit, microseconds
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
 from dhelix.passes.communication import exchange
@@ -62,7 +62,7 @@ class PlanView:
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
             "xla_order_us": round(1e6 * self.best.seconds_xla, 2),
             "plain_us": self._plain_us(self.best),
-            "gain": {"ratio": round(self.gain.ratio, 6), **{k: _us(v) for k, v in self.gain.causes.items()}},
+            "gain": {"ratio": round(self.gain.ratio, 6), **{k: microseconds(v) for k, v in self.gain.causes.items()}},
             "unknown_loops": list(self.best.step_time.unknown_loops),
             "collectives": self.best.collectives,
             "memory": {
@@ -121,10 +121,6 @@ def _headline(view: PlanView) -> list[str]:
     plain = "the same micro-batched step without passes, under the same launch setting"
     against = "the order of the dump" if view.plain_seconds is None else plain
     return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), guesses(gain.after)]
-
-
-def _us(seconds: float) -> float:
-    return round(1e6 * seconds, 2)
 
 
 def _settings(view: PlanView) -> Table:

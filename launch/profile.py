@@ -26,7 +26,7 @@ from rich.console import Console
 
 from dhelix.errors import DhelixError
 from dhelix.launch import profile_output, profile_processes, profile_step
-from dhelix.launch.commands import DEFAULT_GPU, step_flags
+from dhelix.launch.commands import DEFAULT_GPU, INTERRUPTED, step_flags
 from dhelix.launch.inspecting import dumps
 from dhelix.launch.profile_job import Job
 from dhelix.launch.profile_recorded import Recorded, as_recorded
@@ -43,7 +43,6 @@ from dhelix.runtime import deviceless
 from dhelix.runtime.profiling import collective_tables, operator_bases
 from dhelix.runtime.profiling.session import Step, Wanted
 
-INTERRUPTED = 130  # the status of a command that Ctrl-C ended
 _DEFAULT_GPUS = 4  # where there are none and nothing says how many
 
 

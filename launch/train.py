@@ -16,15 +16,14 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import trainer
 from dhelix.launch.checkpoint import Checkpoints
+from dhelix.launch.commands import INTERRUPTED
 from dhelix.launch.pipelined import PipelinedTraining
 from dhelix.launch.progress import Progress
 from dhelix.launch.trainer import Options, Run, Step
-from dhelix.passes.headline import headline
+from dhelix.passes import headline
 from dhelix.passes.report import Report
 from dhelix.runtime import deviceless, registration
 from dhelix.runtime.launch_settings import without_graphs
-
-INTERRUPTED = 130  # exit status, as of a shell
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -126,7 +125,7 @@ def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose:
 
 def summary(report: Report, verbose: bool = False) -> list[str]:
     """What became of the step and what it gained; `verbose`: and a line for each pass that ran, in their order."""
-    lines = headline(report)
+    lines = headline.text(report).splitlines()
     for entry in (entry for entry in report if entry.ran and verbose):
         words = [f"{entry.name}: {entry.outcome}", *entry.summary]
         if entry.instruction_difference:

@@ -1,8 +1,8 @@
 """What a step gained, as data and in words: the plain step and ours, both played by one evaluator with the same costs.
 
     294.7 ms -> 271.0 ms predicted (0.92 x)
-    exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down of compute beside it +6.4 ms
-    peak memory 16.14 GiB -> 15.72 GiB (0.97 x)
+    exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down beside collectives +6.4 ms
+    peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
 
 A step's time has six parts that add up to it, so a gain has six causes. What follows from costs that nobody measured
 is said beside it.
@@ -16,7 +16,7 @@ MANY_GUESSES = 0.1  # a share that is said
 _SAME_WORK = 0.01  # by which a step's floating point operations may differ: what is fused is not counted alike
 _CAUSES = {
     "exposed": "exposed communication",
-    "slow_down": "slow-down of compute beside it",
+    "slow_down": "slow-down beside collectives",
     "copies": "copies",
     "compute": "other kernels",
     "clock": "lower clock",
@@ -37,7 +37,7 @@ class StepParts:
       exposed: communication runs and compute waits.
       idle: pauses between kernels.
       flops: floating point operations of what is known to have any.
-      memory: bytes at the peak, arguments included, by live ranges in the order of the schedule.
+      memory: bytes at the peak, arguments included; 0 where nobody asked.
       guessed: share of what kernels and collectives take alone that rests on guesses.
       guessed_overlap: share of the time in which collectives run beside compute for which no pair was measured.
       costs: whose costs, for people to read.
@@ -99,7 +99,7 @@ class Gain:
 
     def memory(self) -> str:
         before, after = (step.memory for step in (self.before, self.after))
-        ratio = f" ({after / before:.2f} x)" if before else ""
+        ratio = f" ({after / before:.2f} x, by live ranges)" if before else ""
         return f"peak memory {gibibytes(before)} -> {gibibytes(after)}{ratio}"
 
 

@@ -2,8 +2,8 @@
 
     jit_train_step: two strands over 8 layers, 4 micro-batches
       294.7 ms -> 271.0 ms predicted (0.92 x), against the same micro-batched step without passes (DHELIX=off)
-      exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down of compute beside it +6.4 ms
-      peak memory 16.14 GiB -> 15.72 GiB (0.97 x)
+      exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down beside collectives +6.4 ms
+      peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
       times by the profile of H200 with link nvlink, launch setting default
       first step: compiled in 14.9 s, of which dhelix took 5.0 s
 
@@ -62,7 +62,7 @@ def _why_unchanged(found: Report) -> str:
 
 def _why_unknown(found: Report) -> str:
     if not any(entry.ran for entry in found if entry.stage == "post-scheduler"):
-        return "orders and times are of GPUs, and it was not compiled for any here"
+        return "that takes a compilation for GPUs, which docs/predict.md makes without having any"
     return "the plain step's schedule is not known"
 
 

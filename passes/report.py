@@ -110,6 +110,13 @@ class StageReport:
     def changed(self) -> bool:
         return any(p.changed for p in self.passes)
 
+    def together(self) -> tuple[PassReport, ...]:
+        """The passes; of a stage that did not run, for one reason, one in the place of all."""
+        if len(self.passes) < 2 or any(p.ran or p.notes != self.passes[0].notes for p in self.passes):
+            return self.passes
+        first, *others = self.passes
+        return (dataclasses.replace(first, name=f"{first.name} and {len(others)} more"),)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -158,7 +165,7 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """Reads what `to_json` wrote. Raises DhelixError when `text` is something else or cut short."""
         try:
-            return _read(cls, json.loads(text), stages=_stage_from, gain=_gain_from)
+            return read_data(cls, json.loads(text), stages=_stage_from, gain=_gain_from)
         except (ValueError, TypeError, RecursionError) as error:
             raise DhelixError(
                 f"this is no dhelix report, or one of another version ({error}); delete it and compile again"
@@ -171,14 +178,7 @@ class Report:
             table.add_column(heading, justify="right" if heading in ("ms", "instructions") else "left", no_wrap=True)
         table.add_column("notes", overflow="fold")
         for stage in self.stages:
-            first, *others = stage.passes or (None,)
-            said = (first.outcome, first.notes) if first is not None else None
-            if first is not None and others and not (verbose or first.ran):
-                if all((entry.outcome, entry.notes) == said for entry in others):  # a stage that did not run
-                    whole = dataclasses.replace(first, name=f"{first.name} and {len(others)} more")
-                    table.add_row(*_cells(whole, stage.stored, verbose))
-                    continue
-            for entry in stage.passes:
+            for entry in stage.passes if verbose else stage.together():
                 table.add_row(*_cells(entry, stage.stored, verbose))
         return table
 
@@ -225,19 +225,19 @@ def _escaped(lines: Iterable[str]) -> str:
 
 
 def _stage_from(data: Any) -> StageReport:
-    return _read(StageReport, data, passes=_pass_from, parts=_parts_from)
+    return read_data(StageReport, data, passes=_pass_from, parts=_parts_from)
 
 
 def _parts_from(data: Any) -> StepParts:
-    return _read(StepParts, data)
+    return read_data(StepParts, data)
 
 
 def _gain_from(data: Any) -> Gain:
-    return _read(Gain, data, before=_parts_from, after=_parts_from)
+    return read_data(Gain, data, before=_parts_from, after=_parts_from)
 
 
 def _pass_from(data: Any) -> PassReport:
-    return _read(PassReport, data, notes=lambda note: _read(Note, note))
+    return read_data(PassReport, data, notes=lambda note: read_data(Note, note))
 
 
 _JSON_TYPES: dict[Any, tuple[type, ...]] = {
@@ -250,7 +250,7 @@ _JSON_TYPES: dict[Any, tuple[type, ...]] = {
 }
 
 
-def _read[T](kind: type[T], data: Any, **parts: Callable[[Any], Any]) -> T:
+def read_data[T](kind: type[T], data: Any, **parts: Callable[[Any], Any]) -> T:
     """An object of a dataclass out of its JSON form; `parts` read its objects, and the entries of its lists.
 
     Raises TypeError for anything else: the file lies in a folder that others write to.

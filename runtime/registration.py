@@ -22,14 +22,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 from absl import logging
@@ -40,6 +38,7 @@ from dhelix.passes import fingerprint
 from dhelix.passes.gain import StepParts
 from dhelix.passes.manager import PassManager, Stage, say_once
 from dhelix.passes.report import Report, StageReport
+from dhelix.runtime import beside_cache
 
 _HOOK_STAGES = {
     Stage.PRE_SCHEDULER: xla.PipelineStage.PRE_SCHEDULER,
@@ -175,37 +174,25 @@ class Session:
         return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
 
     def _store(self) -> None:
-        """Writes the hook stages' reports beside the compilation cache if any: whole or not at all."""
-        path = _report_path(self.marker)
-        if path is None:
-            return
+        """Writes the hook stages' reports beside the compilation cache, if any."""
         stages = tuple(self._stages[s] for s in _HOOK_STAGES if s in self._stages)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-                file.write(Report(self.module_name, self.marker, stages).to_json())
-            os.replace(file.name, path)
-        except OSError as error:
-            logging.vlog(1, "cannot store the report %s: %s", path, error)
+        beside_cache.write(f"{self.marker}.json", Report(self.module_name, self.marker, stages).to_json())
 
     def _stored(self) -> dict[Stage, StageReport]:
-        """What lies beside the compilation cache. Others write there, too: what is damaged counts as missing."""
-        path = _report_path(self.marker)
+        """What lies beside the compilation cache."""
+        name = f"{self.marker}.json"
         try:
-            if path is None or not path.is_file():
+            text = beside_cache.read(name)
+            if text is None:
                 return {}
-            if path.stat().st_size > _LARGEST_REPORT:
-                raise DhelixError(f"it has more than {_LARGEST_REPORT >> 20} MiB")
-            report = Report.from_json(path.read_text())
+            report = Report.from_json(text)
             if report.fingerprint != self.marker:
                 raise DhelixError("it is of another step")
             return {Stage(s.stage): s for s in report.stages}
         except (OSError, ValueError, DhelixError) as error:  # ValueError: no UTF-8, or a stage that does not exist
+            path = beside_cache.path_of(name)
             say_once(f"the stored report {path} is left out: {' '.join(str(error).split())}", ("stored", str(path)))
             return {}
-
-
-_LARGEST_REPORT = 64 << 20  # bytes
 
 
 def _sessions_of(marker: str) -> list[Session]:
@@ -280,8 +267,3 @@ def _hook(stage: Stage, module: bytes) -> bytes | None:
 
 def _hook_name(stage: Stage) -> str:
     return f"dhelix-{stage.value}"
-
-
-def _report_path(marker: str) -> Path | None:
-    folder = jax.config.jax_compilation_cache_dir
-    return Path(folder) / "dhelix" / f"{marker}.json" if folder and "://" not in str(folder) else None

@@ -208,6 +208,14 @@ class Costs(dict[Instruction, Cost]):
         found = estimate(site, form, self.matmuls, self.estimator.solo(gemm))
         return found and Kernel(found.seconds, self.estimator.solo(collective).seconds, found.source)
 
+    @property
+    def words(self) -> str:
+        """Whose costs these are, for people to read."""
+        if self.estimator is None or self.estimator.profile is None:
+            return f"roofline of {self.hardware.name}"
+        profile, setting = self.estimator.profile, self.estimator.section.setting
+        return f"profile of {profile.hardware} with link {profile.link}, launch setting {setting}"
+
     def at_clock(self, clock: float) -> "Costs":
         """The same, where products and attention take so many times longer than alone."""
         if clock == self.in_step.clock:
@@ -310,11 +318,6 @@ class CostModel:
                 f"setting {self.setting!r}: run `dhelix profile` under it, or use one of "
                 + ", ".join(sorted(self.profile.sections))
             )
-
-    @property
-    def words(self) -> str:
-        """Whose costs these are, for people to read."""
-        return f"profile of {self.profile.hardware} with link {self.profile.link}, launch setting {self.setting}"
 
     def costs(self) -> Costs:
         """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""

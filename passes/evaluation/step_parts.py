@@ -1,6 +1,6 @@
 """What a scheduled step's time is made of: compute, copies, slow-down, exposed communication, pauses.
 
-    parts = step_parts(module, CostModel.find("H200").costs(), "profile h200-nvlink")
+    parts = step_parts(module, CostModel.find("H200").costs())
     parts.seconds, parts.exposed    # 0.2707, 0.0117
 
 The schedule is played (`timeline.py`); this says where its time goes, so that two steps can be compared part by part.
@@ -8,33 +8,30 @@ The schedule is played (`timeline.py`); this says where its time goes, so that t
 
 from collections.abc import Iterator
 
-from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Lane, sequence_of
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.step_time import executions, predict
-from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, settled
+from dhelix.passes.evaluation.timeline import Timeline, guessed_overlap, simulate_module
 from dhelix.passes.gain import StepParts
-from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates import Source
 
 _MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
 _FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
 
 
-def step_parts(module: HloModule, costs: Costs, source: str) -> StepParts:
-    """Plays a scheduled module at the clock that it settles at.
+def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timeline | None = None) -> StepParts:
+    """Takes a scheduled module's time apart, at the clock that it settles at.
 
     Args:
-      source: whose costs these are, for people to read.
+      memory: bytes at the peak, arguments included, where they are known.
+      played: the module's timeline, where there is one already (`simulate_module`).
     """
-    full, costs = costs.at_clock(1.0), settled(module, costs)
-    played = evaluate(sequence_of(module.entry), costs, costs.hardware)
-    kernels = [(i, count) for i, count in executions(module, costs) if costs[i].lane is Lane.COMPUTE]
+    played = simulate_module(module, costs.hardware, costs) if played is None else played
+    full = costs.at_clock(1.0)
+    kernels = [(i, count) for i, count in executions(module, full) if full[i].lane is Lane.COMPUTE]
     copies = sum(count * full[i].seconds for i, count in kernels if moved(i) is not None)
     compute = sum(count * full[i].seconds for i, count in kernels)
-    flops = sum(count * full[i].flops for i, count in kernels)
-    arguments = sum(shapes.byte_size(p.shape) for p in module.entry.parameters)
-    beside = Memory(module).peak(module.entry, module.schedule[module.entry])
     return StepParts(
         compute=compute - copies,
         copies=copies,
@@ -42,11 +39,11 @@ def step_parts(module: HloModule, costs: Costs, source: str) -> StepParts:
         slow_down=played.slow_down,
         exposed=played.exposed,
         idle=played.idle,
-        flops=flops,
-        memory=arguments + beside,
-        guessed=predict(module, costs).shares[Source.GUESS],
+        flops=sum(count * full[i].flops for i, count in kernels),
+        memory=memory,
+        guessed=predict(module, full).shares[Source.GUESS],
         guessed_overlap=guessed_overlap(played, costs),
-        costs=source,
+        costs=costs.words,
     )
 
 

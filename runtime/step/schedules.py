@@ -227,7 +227,7 @@ class Choice:
         if self.memory_limit is not None or not limited or plain.known is None:
             return self
         planned = 0 if self.plan is None else self.plan.target.memory_limit
-        return replace(self, memory_limit=max(plain.known.need.allowed(), planned))
+        return replace(self, memory_limit=max(plain.known[0].allowed(), planned))
 
     def plain_step(self, lowered: jax.stages.Lowered) -> PlainStep | None:
         """What the step is compared with; None on devices other than GPUs."""
@@ -235,13 +235,10 @@ class Choice:
             return None
         return PlainStep(lowered, lambda: self.costs(lowered), self.compiler_options)
 
-    def costs(self, lowered: jax.stages.Lowered) -> tuple[Costs, str]:
-        """What operators cost on the GPUs of a program, and whose costs these are, in words."""
+    def costs(self, lowered: jax.stages.Lowered) -> Costs:
+        """What operators cost on the GPUs of a program."""
         model = self.model(lowered)
-        if model is not None:
-            return model.costs(), model.words
-        hardware = _hardware(lowered)
-        return Costs(hardware), f"roofline of {hardware.name}"
+        return Costs(_hardware(lowered)) if model is None else model.costs()
 
     def weighed(self, lowered: jax.stages.Lowered) -> Choice:
         """With the sites whose collectives are better paired with the other strand's compute than replaced: by what the

@@ -15,7 +15,6 @@ from absl import logging
 
 from dhelix.errors import DhelixError, HostsDisagreeError
 from dhelix.passes import fingerprint, jax_compat, report
-from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.gain import Gain, StepParts
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.manager import Stage, say_once
@@ -25,6 +24,7 @@ from dhelix.passes.report import Report, StageReport
 from dhelix.runtime import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.meetings import Job
+from dhelix.runtime.step import plain_step
 from dhelix.runtime.step.plain_step import PlainStep
 from dhelix.runtime.step.schedules import Choice, alternatives
 
@@ -147,7 +147,7 @@ class Specialization:
     def _gain(self, stages: Sequence[StageReport]) -> Gain | None:
         after = next((stage.parts for stage in stages if stage.parts is not None), None)
         known = None if self._plain is None or after is None else self._plain.known
-        return None if known is None or after is None else Gain(known.parts, after)
+        return None if known is None or after is None else Gain(known[1], after)
 
     def _begin(self, choice: Choice) -> registration.Session:
         module = lowering.hlo_bytes(self.original)
@@ -158,7 +158,7 @@ class Specialization:
         return registration.Session(choice.manager(self.original), module, name, played=played)
 
     def _played(self, choice: Choice, scheduled: bytes) -> StepParts:
-        return step_parts(HloModule.from_bytes(scheduled), *choice.costs(self.original))
+        return plain_step.of_scheduled(HloModule.from_bytes(scheduled), choice.costs(self.original))[1]
 
     @contextlib.contextmanager
     def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:

@@ -130,7 +130,7 @@ def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Pl
 def test_a_step_that_no_card_holds(capsys: pytest.CaptureFixture[str]) -> None:
     step = program(Memory(150 << 30, 0, 0, 0, "a test"))
     found = search(step, MODEL, "dp", MemoryLimit(200 << 30))
-    parts = step_parts(found.module, found.costs, "a test")
+    parts = step_parts(found.module, found.costs)
     view = PlanView(found, (found,), Gain(parts, parts), None, None, step.memory, MemoryLimit(200 << 30))
     plan_tables.print_view(view, Console(width=200), top=1)
     text = " ".join(capsys.readouterr().out.split())

@@ -18,8 +18,8 @@ def test_causes_add_up_to_the_gain_and_the_largest_comes_first() -> None:
     assert sum(gain.causes.values()) == pytest.approx(AFTER.seconds - BEFORE.seconds)
     assert next(iter(gain.causes)) == "exposed"
     assert gain.time() == "200.0 ms -> 160.0 ms predicted (0.80 x)"
-    assert gain.why() == "exposed communication -40.0 ms, copies -10.0 ms, slow-down of compute beside it +10.0 ms"
-    assert gain.memory() == "peak memory 8.00 GiB -> 6.00 GiB (0.75 x)"
+    assert gain.why() == "exposed communication -40.0 ms, copies -10.0 ms, slow-down beside collectives +10.0 ms"
+    assert gain.memory() == "peak memory 8.00 GiB -> 6.00 GiB (0.75 x, by live ranges)"
 
 
 def test_two_equal_steps_have_no_causes() -> None:

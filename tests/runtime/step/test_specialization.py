@@ -127,8 +127,8 @@ def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Trai
     )
     plain, again = (Choice().plain_step(lowered) for _ in range(2))
     assert plain is not None and again is not None and plain.known is not None
-    found, exact = plain.known.need, memory_need.of_compiled(deviceless.compile(lowered))
-    assert found.arguments == exact.arguments and plain.known.parts.memory == found.arguments + found.beside
+    (found, parts), exact = plain.known, memory_need.of_compiled(deviceless.compile(lowered))
+    assert found.arguments == exact.arguments and parts.memory == found.arguments + found.beside
     assert found.beside == pytest.approx(exact.beside, rel=0.01)
-    assert plain.known == again.known and plain.known.parts.seconds > 0 and plain.seconds > 0
+    assert plain.known == again.known and parts.seconds > 0 and plain.seconds > 0
     assert found.allowed() == int(1.025 * (found.arguments + found.beside)) - found.arguments
