@@ -21,7 +21,7 @@ from dhelix.launch.profile_tables import readable
 from dhelix.profiles import storage
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.overlap_findings import FINDINGS, judge
-from dhelix.profiles.profile import PairTiming, Profile
+from dhelix.profiles.profile import PairTiming, Profile, Section
 
 SMS = 132  # of an H200
 ORDER_MATTERS = 0.1  # of OEF, between the two launch orders of a pair
@@ -82,7 +82,7 @@ def show(profile: Profile, setting: str) -> dict[str, Any]:
     print("first | second | OEF\n---|---|---")
     for key, timing in sorted(both.items(), key=lambda item: str(item[0])):
         print(f"{readable(key.first)} | {readable(key.second)} | {timing.oef:.2f}")
-    effectiveness = figure4(steady)
+    effectiveness = figure4(section)
     print("\nfinding | verdict\n---|---")
     verdicts = {finding.name: str(judge(finding, effectiveness)) for finding in FINDINGS}
     for name, verdict in verdicts.items():
@@ -226,10 +226,13 @@ def print_classes(heads: str, found: Mapping[tuple[str, ...], list[tuple[PairKey
     print()
 
 
-def figure4(pairs: Mapping[PairKey, PairTiming]) -> dict[tuple[str, str], float]:
-    """OEF by names of bases and launch order; of two sizes the better one."""
+def figure4(section: Section) -> dict[tuple[str, str], float]:
+    """OEF by names of bases and launch order, of pairs whose repeats agree; of two sizes the better one. 1 where more
+    than that is noise."""
     names = {key: name for name, keys in _FIGURE4.items() for key in keys}
-    sides = ((names.get(str(k.first)), names.get(str(k.second)), t.oef) for k, t in pairs.items())
+    steady = {key: timing for key, timing in section.pairs.items() if timing.steady}
+    shown = {key: min(timing.oef, 1.0) if section.noisy(key) else timing.oef for key, timing in steady.items()}
+    sides = ((names.get(str(k.first)), names.get(str(k.second)), oef) for k, oef in shown.items())
     found: dict[tuple[str, str], float] = {}
     for first, second, oef in sides:
         if first and second:

@@ -3,8 +3,8 @@
 One panel per launch order, operators as rows, collectives as columns, the overlap effectiveness in each cell
 (OEF, DHelix section 3.2): 1 where the shorter of the two is hidden whole, 0 where nothing is gained, below 0
 where both together take longer than one after the other. A frame marks a cell whose launch order is the better one by
-0.1 or more. `?` marks a number whose repeats scatter (`PairTiming.steady`). Where a pair has no time, the cell says
-why: `failed` if it was tried, empty if it was not.
+0.1 or more. `?` marks a number whose repeats scatter (`PairTiming.steady`), `~1` one above 1 that is noise
+(`Section.noisy`). Where a pair has no time, the cell says why: `failed` if it was tried, empty if it was not.
 
     heat_map.save_png(heat_map.heat_map(profile, "default"), "pairs.png")
 """
@@ -43,6 +43,7 @@ class HeatMap:
       panels: one per launch order of ORDERS; cells by row, then column: an OEF, or None without one.
       failed: (panel, row, column) of pairs that were tried and have no time.
       unsteady: (panel, row, column) of pairs whose repeats scatter.
+      noise: (panel, row, column) of pairs whose OEF is above 1, and noise; their cells hold 1.
     """
 
     title: str
@@ -51,6 +52,7 @@ class HeatMap:
     panels: tuple[tuple[tuple[float | None, ...], ...], ...]
     failed: frozenset[tuple[int, int, int]] = frozenset()
     unsteady: frozenset[tuple[int, int, int]] = frozenset()
+    noise: frozenset[tuple[int, int, int]] = frozenset()
 
 
 def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lambda key: True) -> HeatMap:
@@ -69,13 +71,15 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
             f"no pair of an operator and a collective is measured under {setting!r}: there is nothing to draw;"
             " measure with --pairs, or name another of --settings"
         )
-    panels, failed, unsteady = [], set(), set()
+    panels, failed, unsteady, noise = [], set(), set(), set()
     for panel in range(len(ORDERS)):
         cells = []
         for row, compute in enumerate(computes):
             keys = [PairKey(compute, c) if panel == 0 else PairKey(c, compute) for c in collectives]
             timings = [section.pairs.get(key) for key in keys]
-            cells.append(tuple(timing.oef if timing else None for timing in timings))
+            noisy = [timing is not None and section.noisy(key) for key, timing in zip(keys, timings, strict=True)]
+            cells.append(tuple(t and (1.0 if above else t.oef) for t, above in zip(timings, noisy, strict=True)))
+            noise |= {(panel, row, n) for n, above in enumerate(noisy) if above}
             failed |= {(panel, row, n) for n, key in enumerate(keys) if str(key) in section.failures}
             unsteady |= {(panel, row, n) for n, timing in enumerate(timings) if timing and not timing.steady}
         panels.append(tuple(cells))
@@ -88,6 +92,7 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
         tuple(panels),
         frozenset(failed),
         frozenset(unsteady),
+        frozenset(noise),
     )
 
 
@@ -129,7 +134,7 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
 
 _FOOTNOTE = (
     "OEF = (T compute + T collective − P) / the smaller T; T alone, P both together, measured."
-    " Framed: the better launch order, by 0.1 or more. ?: repeats scatter."
+    " Framed: the better launch order, by 0.1 or more. ?: repeats scatter. ~1: above 1, unconfirmed, so noise."
 )
 
 
@@ -179,6 +184,7 @@ def _draw(axis: Any, drawn: HeatMap, panel: int, norm: Any) -> Any:
             text = _FAILED if (panel, row, column) in drawn.failed else ""
             text = text if value is None else f"{value:.2f}".replace("-0.00", "0.00").replace("-", "−")
             steady = drawn.unsteady.isdisjoint(((panel, row, column), (1 - panel, row, column)))
+            text = "~1" if (panel, row, column) in drawn.noise else text
             text = f"{text} ?" if (panel, row, column) in drawn.unsteady else text
             other = drawn.panels[1 - panel][row][column]
             better = steady and value is not None and other is not None and value - other >= _ORDER_MATTERS

@@ -68,12 +68,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Together:
-    """A pair in one launch order: OEF, how many times longer than alone each side takes, and whether repeats agree."""
+    """A pair in one launch order: OEF, how many times longer than alone each side takes, whether repeats agree, and
+    whether an OEF above 1 is noise (`Section.noisy`)."""
 
     oef: float
     one: float
     other: float
     steady: bool = True
+    noise: bool = False
+
+    @property
+    def shown(self) -> float:
+        """The OEF, 1 where more than that is noise."""
+        return min(self.oef, 1.0) if self.noise else self.oef
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class PairRow:
     @property
     def best(self) -> float:
         """OEF of the better launch order."""
-        return max(order.oef for order in (self.one_first, self.other_first) if order)
+        return max(order.shown for order in (self.one_first, self.other_first) if order)
 
     @property
     def order_effect(self) -> float | None:
@@ -98,14 +105,14 @@ class PairRow:
             return None
         if not (self.one_first.steady and self.other_first.steady):
             return None
-        return self.one_first.oef - self.other_first.oef
+        return self.one_first.shown - self.other_first.shown
 
     def to_json(self) -> dict[str, Any]:
         def order(order: Together | None) -> dict[str, float | bool] | None:
             if order is None:
                 return None
             slow_downs = {"slow_down_one": order.one, "slow_down_other": order.other}
-            return {"oef": order.oef, **slow_downs, "steady": order.steady}
+            return {"oef": order.oef, **slow_downs, "steady": order.steady, "noise": order.noise}
 
         orders = {"one_first": order(self.one_first), "other_first": order(self.other_first)}
         return {"one": str(self.one), "other": str(self.other), **orders}
@@ -189,12 +196,13 @@ def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
 
 def together(section: Section, first: Key, second: Key, swapped: bool = False) -> Together | None:
     """The pair in this launch order, None unless it is measured; `swapped` tells of the second side first."""
-    timing = section.pairs.get(PairKey(first, second))
+    pair = PairKey(first, second)
+    timing = section.pairs.get(pair)
     if timing is None:
         return None
     slow_downs = timing.first / timing.first_alone, timing.second / timing.second_alone
     one, other = reversed(slow_downs) if swapped else slow_downs
-    return Together(timing.oef, one, other, timing.steady)
+    return Together(timing.oef, one, other, timing.steady, section.noisy(pair))
 
 
 def bus_bandwidth(key: CollectiveKey, seconds: float) -> float:
@@ -337,10 +345,15 @@ def _solo_table(name: str, rows: Sequence[Row], top: int) -> Table:
 
 
 def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
-    """OEF for each launch order (`?`: repeats scatter), and how much longer than alone either column takes."""
+    """OEF for each launch order (`?`: repeats scatter; `~1`: above 1, and noise), and how much longer than alone either
+    column takes."""
     numbers = ["OEF, 1 first", "slow-down 1 / 2", "OEF, 2 first", "slow-down 1 / 2"]
     table = _table(title, ["1", "2"], numbers)
     keys = [key for row in rows for key in (row.one, row.other)]
+    orders = [order for row in rows for order in (row.one_first, row.other_first) if order]
+    if any(order.noise for order in orders):
+        table.caption = "~1: more than 1, which no second measurement confirms: noise"
+        table.caption_justify = "left"
     for row in rows:
         cells = []
         for order in (row.one_first, row.other_first):
@@ -350,7 +363,8 @@ def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
 
 
 def _oef_text(order: Together) -> str:
-    return f"{order.oef:.2f}{'' if order.steady else ' ?'}"
+    number = "~1" if order.noise else f"{order.oef:.2f}"
+    return f"{number}{'' if order.steady else ' ?'}"
 
 
 def _failures_table(failures: Mapping[str, str], top: int) -> Table:

@@ -85,6 +85,11 @@ class PairTiming:
         """Whether the repeats agree well enough for an OEF, which divides by the shorter side: within STEADY of it."""
         return self.spread <= STEADY * min(self.first_alone, self.second_alone)
 
+    @property
+    def shorter_than_alone(self) -> bool:
+        """Whether both together take less than the longer one alone, by more than the repeats scatter."""
+        return self.steady and self.seconds + self.spread < max(self.first_alone, self.second_alone)
+
 
 def quartile_distance(ordered: list[float]) -> float:
     if len(ordered) < 2:
@@ -191,6 +196,21 @@ class Section:
 
     def solo(self, key: Any) -> Timing | None:
         return self.operators.get(key) or self.collectives.get(key)
+
+    def noisy(self, pair: PairKey) -> bool:
+        """Whether an OEF above 1 counts as noise: it says that both take less than the longer one alone.
+
+        It counts as true only where a second measurement says so: the other launch order, and what each side takes by
+        itself, all by more than the repeats scatter.
+        """
+        if self.pairs[pair].oef < 1.005:  # it is shown as 1.00
+            return False
+        orders = self.pairs[pair], self.pairs.get(PairKey(pair.second, pair.first))
+        alone = self.solo(pair.first), self.solo(pair.second)
+        if None in (*orders, *alone):
+            return True
+        longer = max(timing.seconds for timing in alone if timing)
+        return any(not (order and order.shorter_than_alone and order.seconds < longer) for order in orders)
 
 
 @dataclass(frozen=True)

@@ -110,3 +110,10 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(DhelixError, match=r"pip install 'dhelix\[plot\]'"):
         heat_map.save_png(heat_map.heat_map(PROFILE, "connections1"), tmp_path / "p.png")
+
+
+def test_more_than_hidden_whole_is_noise_without_a_second_measurement() -> None:
+    quick = replace(SECTION.pairs[PairKey(LONG, GATHER)], seconds=3.5e-4)
+    section = replace(SECTION, pairs={**SECTION.pairs, PairKey(LONG, GATHER): quick})
+    drawn = heat_map.heat_map(replace(PROFILE, sections={"connections1": section}), "connections1")
+    assert drawn.panels[0][0][0] == 1.0 and drawn.noise == {(0, 0, 0)}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
@@ -74,3 +76,17 @@ def test_profiles_merge_setting_by_setting() -> None:
 def test_settings_carry_their_own_name_and_a_summary() -> None:
     assert all(setting.name == name and setting.summary for name, setting in SETTINGS.items())
     assert all(flag.startswith("--xla_") for setting in SETTINGS.values() for flag in setting.xla_flags)
+
+
+def test_more_than_the_shorter_side_hidden_is_noise_until_a_second_measurement_says_so() -> None:
+    """Both take 3.7, and the longer one 4 alone: true if the other launch order and the times by themselves agree."""
+    other = PairKey(PAIR.second, PAIR.first)
+    quick, slow = PairTiming(3.7, 3.0, 3.7, 3.0, 4.0), PairTiming(4.1, 4.1, 3.0, 4.0, 3.0)
+    alone = {GEMM: Timing(3.0)}, {GATHER: Timing(4.0)}
+    assert not Section("default", *alone, {PAIR: quick, other: replace(quick, seconds=3.8)}).noisy(PAIR)
+    assert not Section("default", *alone, {PAIR: slow}).noisy(PAIR)  # nothing is claimed
+    assert Section("default", *alone, {PAIR: quick}).noisy(PAIR)
+    assert Section("default", *alone, {PAIR: quick, other: slow}).noisy(PAIR)
+    assert Section("default", *alone, {PAIR: replace(quick, spread=0.4), other: quick}).noisy(PAIR)
+    shorter = {GEMM: Timing(3.0)}, {GATHER: Timing(3.6)}
+    assert Section("default", *shorter, {PAIR: quick, other: quick}).noisy(PAIR)
