@@ -99,8 +99,8 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
     named: list[str] = []
     placed: list[Point] = []  # with their numbers above them
     for of_paper, colour, marker, label in (
-        (True, "#e08a3c", "s", "DHelix (A40, A800)"),
-        (False, "#3f7cac", "o", "here"),
+        (True, figures.ALPHA, "s", "DHelix (A40, A800)"),
+        (False, figures.BETA, "o", "here"),
     ):
         some = sorted((p for p in drawn if p.of_paper is of_paper), key=lambda p: p.share)
         axis.scatter([p.share for p in some], [p.speed_up for p in some], color=colour, marker=marker, label=label)

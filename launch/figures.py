@@ -1,4 +1,4 @@
-"""Matplotlib's figures as files."""
+"""What pictures have in common: colours and the words for them, short names, and how a figure becomes a file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from dhelix.errors import DhelixError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# A strand's colour is that of what it computes where both are alive: alpha backward, beta forward.
+ALPHA, BETA = "#e08a3c", "#3f7cac"
+ALPHA_LIGHT, BETA_LIGHT = "#f2c79b", "#a3c4de"
+HIDDEN, EXPOSED = "#79b791", "#cf2e43"
+INK, GREY, FAINT = "#24292f", "#6b737c", "#f1f3f5"
+HIDDEN_WORDS, EXPOSED_WORDS, SLOW_DOWN_WORDS = "hidden communication", "exposed communication", "slow-down"
+
+SHORT: Mapping[str, str] = MappingProxyType({
+    "all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "all-to-all": "A2A",
+    "ragged-all-to-all": "RA2A", "collective-permute": "CP", "collective-broadcast": "CB",
+})  # fmt: skip
 
 _NO_VERSION: Mapping[str, None] = MappingProxyType({"Software": None})
 

@@ -18,14 +18,15 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.launch import figures
+from dhelix.launch.figures import FAINT, GREY, INK
 from dhelix.launch.fold_times import Times
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
 
 ALPHA, BETA, NEITHER = "alpha", "beta", "neither"
 COLOURS = {  # forward, backward
-    ALPHA: ("#f7d3ab", "#d9762b"),
-    BETA: ("#b7d4e8", "#2f6d9c"),
-    NEITHER: ("#b7d4e8", "#d9762b"),
+    ALPHA: (figures.ALPHA_LIGHT, figures.ALPHA),
+    BETA: (figures.BETA_LIGHT, figures.BETA),
+    NEITHER: (figures.BETA_LIGHT, figures.ALPHA),
 }
 TITLES = {
     "w": "W schedule",
@@ -36,7 +37,6 @@ TITLES = {
     "zbv": "zero-bubble V",
     "bidirectional": "bidirectional",
 }
-_INK, _GREY, _FAINT = "#24292f", "#6b737c", "#eef0f2"
 _ROW = 0.9  # of the distance between two rows
 _INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # least and largest width, in it the stages, a block
 _LARGEST, _SMALLEST = 9.0, 4.2  # points; smaller numbers are left out
@@ -181,10 +181,10 @@ def save(drawn: FoldChart, path: str | Path) -> None:
     style: Any = {
         "font.size": 9,
         "font.family": "DejaVu Sans",
-        "text.color": _INK,
-        "axes.edgecolor": _GREY,
-        "xtick.color": _GREY,
-        "ytick.color": _INK,
+        "text.color": INK,
+        "axes.edgecolor": GREY,
+        "xtick.color": GREY,
+        "ytick.color": INK,
         "svg.hashsalt": "dhelix",
     }
     metadata = {"Software": None} if kind == ".png" else {"Date": None, "Creator": None}
@@ -196,7 +196,7 @@ def save(drawn: FoldChart, path: str | Path) -> None:
         axis = figure.subplots()
         _draw(axis, drawn, 72 * (width - _MARGIN) / drawn.end)
         axis.set_title(drawn.title, loc="left", fontweight="bold", fontsize=12, pad=38)
-        axis.annotate(drawn.summary, (0, 1), (0, 27), "axes fraction", "offset points", fontsize=9.5, color=_GREY)
+        axis.annotate(drawn.summary, (0, 1), (0, 27), "axes fraction", "offset points", fontsize=9.5, color=GREY)
         _legend(figure, drawn)
         figures.save(figure, path, "a file", metadata)
 
@@ -205,7 +205,7 @@ def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
     """`points` is what one unit of time is wide."""
     rows, end = len(drawn.rows), drawn.end
     for stage in range(rows):
-        axis.axhspan(-stage - _ROW / 2, -stage + _ROW / 2, color=_FAINT, lw=0, zorder=0)
+        axis.axhspan(-stage - _ROW / 2, -stage + _ROW / 2, color=FAINT, lw=0, zorder=0)
     _draw_blocks(axis, drawn, points)
     for block in drawn.blocks:
         _write_number(axis, block, points, block.microbatch in drawn.followed)
@@ -213,14 +213,14 @@ def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
         _draw_way(axis, [b for b in drawn.blocks if b.microbatch == microbatch])
     for number, (name, start, stop) in enumerate(drawn.phases):
         if number:
-            axis.plot([start] * 2, [0.5 - rows, 0.86], color=_INK, lw=0.9, ls=(0, (4, 3)), zorder=3, clip_on=False)
+            axis.plot([start] * 2, [0.5 - rows, 0.86], color=INK, lw=0.9, ls=(0, (4, 3)), zorder=3, clip_on=False)
         if points * (stop - start) > _WORD:
             axis.text((start + stop) / 2, 0.6, name, ha="center", va="bottom", fontsize=9.5, fontweight="bold")
     axis.set_xlim(0, end)
     axis.set_ylim(0.5 - rows, 0.5)
     axis.set_yticks([-stage for stage in range(rows)], drawn.rows)
     axis.tick_params(axis="y", length=0)
-    axis.set_xlabel(drawn.axis, fontsize=8.5, color=_GREY)
+    axis.set_xlabel(drawn.axis, fontsize=8.5, color=GREY)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
 
@@ -245,7 +245,7 @@ def _write_number(axis: Any, block: Block, points: float, followed: bool) -> Non
         return
     # Where a line passes, it stops around the digits.
     effects = [withStroke(linewidth=2.5, foreground=block.colour)] if followed else None
-    style = {"color": "white" if block.backward else _INK, "fontsize": size, "path_effects": effects}
+    style = {"color": "white" if block.backward else INK, "fontsize": size, "path_effects": effects}
     axis.text(*block.middle, text, ha="center", va="center_baseline", zorder=5, **style)
 
 
@@ -254,7 +254,7 @@ def _draw_way(axis: Any, blocks: Sequence[Block]) -> None:
     from matplotlib.patheffects import withStroke
 
     middles = sorted(block.middle for block in blocks)
-    style = {"color": _INK, "zorder": 4, "solid_joinstyle": "round"}
+    style = {"color": INK, "zorder": 4, "solid_joinstyle": "round"}
     axis.plot(
         *zip(*middles, strict=True),
         lw=1.1,
@@ -267,13 +267,13 @@ def _legend(figure: Any, drawn: FoldChart) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    greek = {ALPHA: "α ", BETA: "β ", NEITHER: ""}
+    greek = {ALPHA: "strand α, ", BETA: "strand β, ", NEITHER: ""}
     kinds = sorted({(block.strand, block.backward) for block in drawn.blocks})
     handles: list[Any] = [
         Patch(color=COLOURS[strand][backward], label=f"{greek[strand]}{'backward' if backward else 'forward'}")
         for strand, backward in kinds
     ]
-    handles.append(Patch(color=_FAINT, label="idle"))
+    handles.append(Patch(color=FAINT, label="idle"))
     words = " and ".join(map(str, drawn.followed))
-    handles.append(Line2D([], [], color=_INK, lw=1.1, label=f"the way of micro-batch {words}"))
+    handles.append(Line2D([], [], color=INK, lw=1.1, label=f"the way of micro-batch {words}"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

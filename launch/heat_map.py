@@ -19,6 +19,7 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.launch import figures
+from dhelix.launch.figures import FAINT, INK
 from dhelix.launch.profile_tables import readable, setup
 from dhelix.launch.units import time_text
 from dhelix.profiles.keys import OPERATOR_KINDS, CollectiveKey, Key, OperatorKey, PairKey
@@ -28,7 +29,6 @@ ORDERS = ("compute launched first", "collective launched first")
 
 _LOWEST, _HIGHEST = -0.5, 1.0  # ends of the colour scale; numbers in cells are never cut off
 _ORDER_MATTERS = 0.1
-_INK, _FAINT = "#24292f", "#eef0f2"
 _CELL_WIDTH, _CELL_HEIGHT, _CHARACTER = 0.6, 0.27, 0.066  # inches
 _DPI = 120
 _UPRIGHT_COLUMNS = 5  # with more, their names are turned to take less width
@@ -116,7 +116,7 @@ def save_png(drawn: HeatMap, path: str | Path) -> None:
     width = max(map(len, drawn.rows)) * _CHARACTER + 2 * side + 1.8
     least = max(len(drawn.title) * 0.105, len(_FOOTNOTE) * _CHARACTER)
     height = rows * _CELL_HEIGHT + (name_length if turned else 0.6) + 1.3
-    with matplotlib.rc_context({"font.size": 8.5, "font.family": "DejaVu Sans", "text.color": _INK}):
+    with matplotlib.rc_context({"font.size": 8.5, "font.family": "DejaVu Sans", "text.color": INK}):
         figure = Figure(figsize=(max(width, least), height), dpi=_DPI, layout="constrained")
         axes = figure.subplots(1, len(ORDERS), sharey=True)
         norm = TwoSlopeNorm(0.0, _LOWEST, _HIGHEST)
@@ -177,7 +177,7 @@ def _draw(axis: Any, drawn: HeatMap, panel: int, norm: Any) -> Any:
 
     cells = drawn.panels[panel]
     colours = [[math.nan if value is None else value for value in row] for row in cells]
-    axis.set_facecolor(_FAINT)
+    axis.set_facecolor(FAINT)
     image = axis.imshow(colours, cmap="RdBu", norm=norm, aspect="auto", interpolation="nearest")
     for row, values in enumerate(cells):
         for column, value in enumerate(values):
@@ -189,10 +189,10 @@ def _draw(axis: Any, drawn: HeatMap, panel: int, norm: Any) -> Any:
             other = drawn.panels[1 - panel][row][column]
             better = steady and value is not None and other is not None and value - other >= _ORDER_MATTERS
             dark = value is not None and abs(float(norm(value)) - 0.5) > 0.32
-            style = {"color": "white" if dark else _INK, "weight": "bold" if better else "normal"}
+            style = {"color": "white" if dark else INK, "weight": "bold" if better else "normal"}
             axis.text(column, row, text, ha="center", va="center", fontsize=8, **style)
             if better:
-                box = Rectangle((column - 0.46, row - 0.44), 0.92, 0.88, fill=False, edgecolor=_INK, lw=1.3)
+                box = Rectangle((column - 0.46, row - 0.44), 0.92, 0.88, fill=False, edgecolor=INK, lw=1.3)
                 axis.add_patch(box)
     axis.set_title(ORDERS[panel], fontsize=10, fontweight="bold", loc="left")
     axis.tick_params(length=0)

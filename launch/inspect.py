@@ -35,6 +35,7 @@ from dhelix.profiles.estimates import Source
 from dhelix.runtime.lowering import compiled_module
 
 ROOFLINE = "roofline"
+NO_EFFECT = "--inter_bandwidth changes nothing: no collective goes between nodes, or the profile says what these take"
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
@@ -47,9 +48,11 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
     if values.headline and not values.png:
         raise DhelixError("--headline is of the picture; give --png a file, too")
     found = [
-        inspect_dump(path, values.hardware, title, values.profile, values.setting)
+        inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
         for path, title in zip(paths, [*titles, "", ""], strict=False)
     ]
+    if values.inter_bandwidth and not any(i.parts.assumed for i in found):
+        print(f"dhelix inspect: {NO_EFFECT}", file=sys.stderr)
     if values.png:
         save_png(found, values.png, values.headline)
     if values.perfetto:
@@ -91,7 +94,12 @@ def inspect_compiled(
 
 
 def inspect_dump(
-    path: str | Path, hardware: str | None = None, title: str = "", profile: str = NONE, setting: str = "default"
+    path: str | Path,
+    hardware: str | None = None,
+    title: str = "",
+    profile: str = NONE,
+    setting: str = "default",
+    inter_bandwidth: float = 0.0,
 ) -> Inspection:
     """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
 
@@ -101,6 +109,7 @@ def inspect_dump(
       profile: "none": the roofline's costs; "auto": those of a profile, where there is one of the hardware and the
         setting; or a profile's file.
       setting: launch setting of the profile.
+      inter_bandwidth: GB/s of each GPU between nodes, where nothing was measured there; 0: what is usual.
 
     Raises:
       DhelixError: nothing to read there, no HLO, not scheduled, not well formed, of another backend or of a GPU that
@@ -108,9 +117,12 @@ def inspect_dump(
     """
     found = dumps.read(path)
     gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
-    costs, cost_model = _costs(found.module, gpu, NONE if "cpu_after" in found.file.name else profile, setting)
-    memory = dumps.read_memory(found.file)
-    return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, (*found.notes, *notes))
+    if inter_bandwidth:
+        gpu = dataclasses.replace(gpu, inter_bandwidth=1e9 * inter_bandwidth)
+    on_cpu = targets.read(found.file, found.module).backend == "CPU"
+    costs, cost_model = _costs(found.module, gpu, NONE if on_cpu else profile, setting)
+    memory, told = dumps.read_memory(found.file), (*found.notes, *notes)
+    return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, told, not on_cpu)
 
 
 def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) -> tuple[Costs, str]:
@@ -122,7 +134,7 @@ def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) ->
         known = storage.find(gpu.name.removesuffix(f"-{link}"), link) if profile == AUTO else None
         if known is None or setting not in known.sections:
             return Costs(gpu), ROOFLINE
-    costs = CostModel(known, setting).costs()
+    costs = CostModel(known, setting, inter_bandwidth=gpu.inter_bandwidth).costs()
     guessed = predict(module, costs).shares[Source.GUESS]
     name = storage.file_name(known.hardware, known.link).removesuffix(".json")
     return costs, f"profile {name} (launch setting {setting}, {guessed:.0%} guessed)"
@@ -195,7 +207,8 @@ def _estimate(found: Sequence[Inspection]) -> str:
     names = dict.fromkeys(
         f"{i.cost_model} cost model for {i.hardware}" if i.cost_model == ROOFLINE else i.cost_model for i in found
     )
-    return f"Times are estimates of the {', and of the '.join(names)}."
+    assumed = dict.fromkeys(f" Assumed: {i.parts.assumed}." for i in found if i.parts.assumed)
+    return f"Times are estimates of the {', and of the '.join(names)}.{''.join(assumed)}"
 
 
 def _time_unit(found: Sequence[Inspection]) -> Unit:
@@ -214,7 +227,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
     times: list[tuple[str, list[float | None]]] = [
         ("step", [i.step_ms for i in found]),
         ("compute", [i.compute_ms for i in found]),
-        ("  lost to running beside collectives", [i.slow_down_ms for i in found]),
+        ("  slow-down beside collectives", [i.slow_down_ms for i in found]),
         ("pauses between kernels", [i.idle_ms for i in found]),
         ("communication, with nothing beside it", [i.communication_alone_ms for i in found]),
         ("communication, as it runs", [i.communication_ms for i in found]),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from dhelix.launch.figures import SHORT
 from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.instruction_words import (
     Place,
@@ -28,7 +29,7 @@ from dhelix.passes.analysis.collectives import Collective, is_start
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.instruction_costs import Lane, made_synchronous, sequence_of
-from dhelix.passes.evaluation.step_parts import moved, step_parts
+from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
 from dhelix.passes.evaluation.timeline import CollectiveTime, Interval, Timeline, simulate_module
 from dhelix.passes.evaluation.transfers import Transfer
 from dhelix.passes.gain import StepParts
@@ -42,10 +43,6 @@ _LANES = {
     Lane.COMM_INTER: f"{COMMUNICATION} between nodes",
     Lane.HOST: f"{COMMUNICATION} with the host",
 }
-_SHORT = {
-    "all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "all-to-all": "A2A",
-    "ragged-all-to-all": "RA2A", "collective-permute": "CP", "collective-broadcast": "CB",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -185,6 +182,7 @@ def inspect_module(
     source: str = "",
     title: str = "",
     notes: tuple[str, ...] = (),
+    overlaps: bool = True,
 ) -> Inspection:
     """Plays a scheduled module and says what it shows.
 
@@ -193,6 +191,7 @@ def inspect_module(
       cost_model: where these come from, for people to read.
       source: where the module comes from, for people to read.
       title: of the picture; by default the module's name.
+      overlaps: whether the device runs collectives beside compute; CPUs do not, and their pictures say so.
     """
     hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
@@ -235,9 +234,10 @@ def inspect_module(
     copied = {copy.instruction for copy in inspection.copies}
     picture = Picture(
         title or module.name,
-        _summary(inspection),
+        _summary(inspection, overlaps),
         tuple(_bars(timeline, instructions, parts, copied)),
-        tuple(_windows(timeline, parts, 0.0)),
+        tuple(_windows(timeline, parts)),
+        overlaps,
     )
     return dataclasses.replace(inspection, picture=picture)
 
@@ -335,7 +335,7 @@ def _bars(
             words[name] = describe(instructions[name])
         what, key = words[name], "copy" if name in copied else parts[name]
         end = start + interval.end - interval.start
-        yield Bar(1e3 * start, 1e3 * end, _LANES[interval.lane], key, what, name, _SHORT.get(what, ""))
+        yield Bar(1e3 * start, 1e3 * end, _LANES[interval.lane], key, what, name, SHORT.get(what, ""))
 
 
 def _expanded(timeline: Timeline, offset: float) -> Iterator[tuple[Interval, float]]:
@@ -349,37 +349,28 @@ def _expanded(timeline: Timeline, offset: float) -> Iterator[tuple[Interval, flo
             yield from _expanded(interval.body, start + iteration * interval.body.seconds)
 
 
-def _windows(timeline: Timeline, parts: dict[str, str], offset: float) -> Iterator[Window]:
-    """One iteration, out of the middle, of each innermost loop that communicates where most time is spent."""
-    loops = [(i, i.body) for i in timeline.intervals if i.body is not None and i.body.collectives]
-    if not loops:
-        return
-    longest, body = max(loops, key=lambda pair: pair[0].end - pair[0].start)
-    inside = list(_windows(body, parts, offset + longest.start + longest.count // 2 * body.seconds))
-    if inside:
-        yield from inside
-        return
-    for loop, body in loops:
-        if loop.end - loop.start > 0.1 * (longest.end - longest.start):
-            start = offset + loop.start + loop.count // 2 * body.seconds
-            title = f"{_what_runs(body, parts)}: {1e3 * body.seconds:.2f} ms"
-            yield Window(1e3 * start, 1e3 * (start + body.seconds), title)
+def _windows(timeline: Timeline, parts: dict[str, str]) -> Iterator[Window]:
+    for start, body, runs in loops_to_look_at(timeline):
+        title = f"one of {runs:,} iterations{_what_runs(body, parts)}: {1e3 * body.seconds:.2f} ms"
+        yield Window(1e3 * start, 1e3 * (start + body.seconds), title)
 
 
 def _what_runs(body: Timeline, parts: dict[str, str]) -> str:
     found = {parts[c.instruction] for c in body.collectives}
     if {"alpha", "beta"} <= found or {"forward", "backward"} <= found:
-        return "one iteration: forward of one strand, backward of the other"
+        return ", backward of strand α and forward of strand β"
     directions = [word for word in ("forward", "backward") if word in found]
-    return f"one iteration, {directions[0]}" if directions else "one iteration"
+    return f", {directions[0]}" if directions else ""
 
 
-def _summary(inspection: Inspection) -> str:
+def _summary(inspection: Inspection, overlaps: bool) -> str:
     unit = time_unit([inspection.step_ms])
     words = [
-        f"estimate: step {unit.text(inspection.step_ms)}",
+        f"predicted: step {unit.text(inspection.step_ms)}",
         f"exposed communication {unit.text(inspection.exposed_ms)}",
     ]
+    if not overlaps:
+        words = [f"a program for CPUs, at the speed of {inspection.hardware}: nothing overlaps, compile it for GPUs"]
     if inspection.unknown_kernels:
         words.append(unknown_text(inspection))
     if inspection.memory is not None:

@@ -26,6 +26,7 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch import plan_measured, plan_picture, plan_step, plan_tables, profile_step, trainer
 from dhelix.launch.commands import DEFAULT_GPU, step_flags
+from dhelix.launch.inspect import NO_EFFECT
 from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, OverLimitError, played, search
 from dhelix.launch.plan_step import Program
@@ -41,7 +42,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.profiles import alike, storage
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.profiles.profile import SETTINGS, Profile
+from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime import deviceless
 
 _Alternative = tuple[tuple[CollectiveKey, ...], int, int]
@@ -64,7 +65,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if chosen["out"]:
         pairing_plan_json.save(view.best.plan, chosen["out"])
     if chosen["picture"]:
-        plan_picture.save_png(plan_picture.picture(view.best), chosen["picture"])
+        plan_picture.save_png(plan_picture.picture(view.best, view.plain), chosen["picture"])
     if chosen["json"]:
         print(json.dumps(view.to_json(), indent=1))
     else:
@@ -147,7 +148,9 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
             candidates, best, memory = _confirmed(candidates, again, options, limit, work, console)
     plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
     gain = _gain(best, plain or best.program, {model.setting: model for model in models})
-    return PlanView(best, tuple(candidates), gain, plain_seconds, plain and plain.memory, memory, limit)
+    if chosen["inter_bandwidth"] and not gain.after.assumed:
+        say(console, NO_EFFECT)
+    return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit)
 
 
 def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:
@@ -262,7 +265,12 @@ def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Conso
     wanted = chosen["setting"] or [name for name in SETTINGS if name in profile.sections]
     if line := alike.told(profile, wanted):
         say(console, line)
-    return [CostModel(profile, name, gpus_per_node=gpus_per_node) for name in dict.fromkeys(wanted)]
+    for line in storage.differences(profile, Provenance("", 0, jax=jax.__version__)):
+        say(console, f"{line}.")
+    network = 1e9 * (chosen["inter_bandwidth"] or 0.0)
+    return [
+        CostModel(profile, name, gpus_per_node=gpus_per_node, inter_bandwidth=network) for name in dict.fromkeys(wanted)
+    ]
 
 
 def _profile(chosen: dict[str, Any], gpu: str) -> Profile:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from dhelix.launch.inspecting.dumps import Memory
 from dhelix.launch.plan_search import Candidate, MemoryLimit, microseconds
+from dhelix.launch.plan_step import Program
 from dhelix.launch.train import say
 from dhelix.launch.units import bytes_text
 from dhelix.passes.communication import exchange
@@ -29,17 +30,22 @@ class PlanView:
     Attributes:
       best: of `candidates`, one for each launch setting and form of the program.
       gain: of the best one, against the plain step under the same launch setting; of a dump, against its own order.
-      plain_seconds: of the plain step by launch setting; None for a dump, which is planned as it is.
-      plain_memory, memory: of the plain step and of the planned one, by the compiler.
+      plain: the plain step; None for a dump, which is planned as it is; `plain_seconds` of it by launch setting.
+      memory: of the planned step, by the compiler.
     """
 
     best: Candidate
     candidates: tuple[Candidate, ...]
     gain: Gain
+    plain: Program | None
     plain_seconds: Mapping[str, float] | None
-    plain_memory: Memory | None
     memory: Memory | None
     limit: MemoryLimit
+
+    @property
+    def plain_memory(self) -> Memory | None:
+        """Of the plain step, by the compiler."""
+        return self.plain and self.plain.memory
 
     def to_json(self) -> dict[str, Any]:
         """Times in microseconds of one step; those of `collectives` of one execution. Memory in bytes on one GPU."""
@@ -120,7 +126,8 @@ def _headline(view: PlanView) -> list[str]:
     gain, target = view.gain, view.best.plan.target
     plain = "the same micro-batched step without passes, under the same launch setting"
     against = "the order of the dump" if view.plain_seconds is None else plain
-    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), guesses(gain.after)]
+    flags = " (--inter_bandwidth, --gpus_per_node)" if gain.after.assumed else ""
+    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), guesses(gain.after) + flags]
 
 
 def _settings(view: PlanView) -> Table:

@@ -20,22 +20,23 @@ import numpy as np
 
 from dhelix.errors import DhelixError
 from dhelix.launch import figures
+from dhelix.launch.figures import ALPHA, BETA, EXPOSED, FAINT, HIDDEN, INK
 from dhelix.runtime.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 # key of a bar -> (colour, words in the legend); the order is that of the legend and of the shares, from below
 _COLOURS = {
-    "alpha": ("#e08a3c", "strand α"),
-    "beta": ("#3f7cac", "strand β"),
-    "forward": ("#3f7cac", "forward"),
-    "backward": ("#e08a3c", "backward"),
+    "alpha": (ALPHA, "strand α"),
+    "backward": (ALPHA, "backward"),
+    "beta": (BETA, "strand β"),
+    "forward": (BETA, "forward"),
     "copy": ("#7b4fa3", "copies of large buffers"),
     "other": ("#aab2bb", "other compute"),
-    "hidden": ("#79b791", "communication under compute"),
-    "exposed": ("#cf2e43", "exposed communication"),
+    "hidden": (HIDDEN, figures.HIDDEN_WORDS),
+    "exposed": (EXPOSED, figures.EXPOSED_WORDS),
+    "communication": ("#b59f6e", "communication"),
 }
-_INK, _FAINT = "#24292f", "#f1f3f5"
 _WIDTH, _DPI = 12.0, 200  # inches; 1200 px wide on a page, twice that in the file
 _COLUMNS = 240  # of a whole-step panel: wide enough to even out single operators
 
@@ -71,12 +72,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Picture:
-    """A timeline with a title; `summary` is one line under it; `zoom` is drawn closely, side by side."""
+    """A timeline with a title; `summary` is one line under it; `zoom` is drawn closely, side by side.
+
+    `overlaps`: whether communication can run beside compute, so that hidden and exposed are two things.
+    """
 
     title: str
     summary: str
     bars: tuple[Bar, ...]
     zoom: tuple[Window, ...] = ()
+    overlaps: bool = True
 
     @property
     def end(self) -> float:
@@ -107,7 +112,7 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
         raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
     zoomed = [picture for picture in pictures if picture.zoom]
     rows = [*(sum(0.55 for _ in p.lanes) + 0.55 for p in (*pictures, *zoomed))]
-    with matplotlib.rc_context({"font.size": 9.5, "font.family": "DejaVu Sans", "text.color": _INK}):
+    with matplotlib.rc_context({"font.size": 9.5, "font.family": "DejaVu Sans", "text.color": INK}):
         figure = Figure(figsize=(_WIDTH, sum(rows) + 1.15 + 0.3 * bool(headline)), dpi=_DPI, layout="constrained")
         axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
         span = max(picture.end for picture in pictures)
@@ -161,13 +166,16 @@ def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
 
 
 def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
-    """The lane's time by colour, disjoint and in order: keys of compute bars, or hidden and exposed."""
+    """The lane's time by colour, disjoint and in order: keys of compute bars, or hidden and exposed, or communication
+    where these are one."""
     bars = [bar for bar in picture.bars if bar.lane == lane]
     if not is_communication(lane):
         keys = [key for key in _COLOURS if any(bar.key == key for bar in bars)]
         return {key: merge((b.start, b.end) for b in bars if b.key == key) for key in keys}
     compute = merge((b.start, b.end) for b in picture.bars if not is_communication(b.lane))
     busy = merge((bar.start, bar.end) for bar in bars)
+    if not picture.overlaps:
+        return {"communication": busy}
     exposed = subtract(busy, compute)
     return {"hidden": subtract(busy, exposed), "exposed": exposed}
 
@@ -194,7 +202,7 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
     edges = np.linspace(0.0, span, _COLUMNS + 1)
     for row, lane in enumerate(picture.lanes):
         bottom = np.full(_COLUMNS, -row - 0.4)
-        axis.axhspan(-row - 0.4, -row + 0.4, color=_FAINT, lw=0)
+        axis.axhspan(-row - 0.4, -row + 0.4, color=FAINT, lw=0)
         for key, intervals in pieces(picture, lane).items():
             top = bottom + 0.8 * _shares(intervals, edges)
             axis.fill_between(edges[:-1], bottom, top, step="post", color=_COLOURS[key][0], lw=0, rasterized=True)
@@ -203,9 +211,9 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
     axis.set_title(picture.title, loc="left", fontweight="bold", fontsize=11.5)
     axis.set_title(picture.summary, loc="right", fontsize=9.5)
     for window in picture.zoom:
-        axis.axvspan(window.start, window.end, facecolor="none", edgecolor=_INK, lw=0.9, zorder=5)
+        axis.axvspan(window.start, window.end, facecolor="none", edgecolor=INK, lw=0.9, zorder=5)
     if picture.end < 0.995 * span:
-        axis.axvline(picture.end, color=_INK, lw=0.8, ls=":")
+        axis.axvline(picture.end, color=INK, lw=0.8, ls=":")
 
 
 def _shares(intervals: Sequence[Interval], edges: np.ndarray) -> np.ndarray:
@@ -224,7 +232,7 @@ def _draw_zoom(axis: Any, picture: Picture, span: float, named: bool) -> None:
         for row, lane in enumerate(picture.lanes):
             _draw_bars(axis, picture, lane, -row, window, shift, span)
         if number:
-            axis.axvline(offset, color=_INK, lw=1.0)
+            axis.axvline(offset, color=INK, lw=1.0)
         middle = offset + (window.end - window.start) / 2
         axis.text(middle, 0.5, window.title, ha="center", va="bottom", fontsize=9)
         offset += window.end - window.start
@@ -236,7 +244,7 @@ def _draw_zoom(axis: Any, picture: Picture, span: float, named: bool) -> None:
 
 
 def _draw_bars(axis: Any, picture: Picture, lane: str, y: float, window: Window, shift: float, span: float) -> None:
-    axis.axhspan(y - 0.4, y + 0.4, color=_FAINT, lw=0, zorder=0)
+    axis.axhspan(y - 0.4, y + 0.4, color=FAINT, lw=0, zorder=0)
     for key, intervals in pieces(picture, lane).items():
         shown = list(_clip(intervals, window))
         axis.broken_barh([(s + shift, e - s) for s, e in shown], (y - 0.4, 0.8), color=_COLOURS[key][0], lw=0)
@@ -286,7 +294,7 @@ def _legend(figure: Any, pictures: Sequence[Picture], footnote: str) -> None:
     for key, (colour, word) in _COLOURS.items():
         if key in shown:
             words.setdefault(colour, []).append(word)
-    handles = [Patch(color=colour, label=", ".join(reversed(named))) for colour, named in words.items()]
+    handles = [Patch(color=colour, label=", ".join(named)) for colour, named in words.items()]
     legend = figure.legend(
         handles=handles,
         loc="outside lower center",

@@ -41,6 +41,7 @@ class StepParts:
       guessed: share of what kernels and collectives take alone that rests on guesses.
       guessed_overlap: share of the time in which collectives run beside compute for which no pair was measured.
       costs: whose costs, for people to read.
+      assumed: constants that nobody measured and that times follow from, likewise; "": none.
     """
 
     compute: float
@@ -54,6 +55,7 @@ class StepParts:
     guessed: float
     guessed_overlap: float
     costs: str
+    assumed: str = ""
 
     @property
     def seconds(self) -> float:
@@ -104,12 +106,15 @@ class Gain:
 
 
 def guesses(step: StepParts) -> str:
-    """Whose costs the times follow from; what rests on guesses is said where it is more than a tenth."""
+    """Whose costs the times follow from; what rests on guesses is said where it is more than a tenth, and what is
+    assumed in any case."""
     said = [f"times by the {step.costs}"]
     if step.guessed > MANY_GUESSES:
         said.append(f"{step.guessed:.0%} of what operators take is guessed")
     if step.guessed_overlap > MANY_GUESSES:
         said.append(f"for {step.guessed_overlap:.0%} of what overlaps no pairs were measured")
+    if step.assumed:
+        said.append(f"assumed: {step.assumed}")
     return "; ".join(said)
 
 

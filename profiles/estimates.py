@@ -142,6 +142,12 @@ class Estimator:
         total = sum(seconds.values())
         return {source: part / total if total else 0.0 for source, part in seconds.items()}
 
+    def assumes(self, key: CollectiveKey) -> bool:
+        """Whether nothing measured says what a collective takes over such links, and the hardware's constants do."""
+        return self.solo(key).source is Source.GUESS and not any(
+            relatives.at(key) for relatives in (self._relatives, self._relatives_everywhere)
+        )
+
     def _find_solo(self, key: Key) -> Estimate:
         for section, source in ((self.section, Source.MEASURED), (self._everywhere, Source.INTERPOLATED)):
             timing = section.solo(key)

@@ -145,9 +145,14 @@ def gpu_name(device_kind: str) -> str:
 _VARIANTS = ("pcie", "nvl", "mig")  # cards that share a name with the ones above, and no more
 
 
-def describe(name: str, link: str = "nvlink", gpus_per_node: int = 0) -> Hardware:
-    """The description of a GPU over a link, in nodes of the usual size or of `gpus_per_node`. One that nobody described
-    counts as the one that it shares a name with, or as an H100, until it is measured."""
+def describe(name: str, link: str = "nvlink", gpus_per_node: int = 0, inter_bandwidth: float = 0.0) -> Hardware:
+    """The description of a GPU over a link, in nodes of the usual size or of `gpus_per_node`, with the usual bandwidth
+    between nodes or with `inter_bandwidth`. One that nobody described counts as the one that it shares a name with, or
+    as an H100, until it is measured."""
     known = ALL.get(f"{name}-{link}") or ALL.get(name)
     found = known or replace(ALL.get(name.partition("-")[0], H100), name=name, like="")
-    return replace(found, gpus_per_node=gpus_per_node) if gpus_per_node else found
+    return replace(
+        found,
+        gpus_per_node=gpus_per_node or found.gpus_per_node,
+        inter_bandwidth=inter_bandwidth or found.inter_bandwidth,
+    )

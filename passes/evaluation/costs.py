@@ -161,9 +161,12 @@ class Costs(dict[Instruction, Cost]):
         self.operator_keys = OperatorKeys(hardware.gpus_per_node, implementation)
         self._rates: dict[tuple[Instruction, Instruction, bool, bool], tuple[float, float]] = {}
         self._guessed: set[tuple[str, str]] = set()
+        self._assumes_network: set[Instruction] = set()
 
     def __missing__(self, instruction: Instruction) -> Cost:
         cost = instruction_cost(instruction, self.hardware, self.__getitem__)
+        if cost.lane is Lane.COMM_INTER and self.estimator is None:
+            self._assumes_network.add(instruction)
         if (kernel := self._kernel(instruction)) is not None:
             cost = self.in_step.kernel(cost, kernel)
         elif self.estimator is not None and instruction.computation.module.is_scheduled:
@@ -171,6 +174,8 @@ class Costs(dict[Instruction, Cost]):
             if key is not None:
                 cost = self.in_step.cost(cost, key, self.estimator.solo(key))
                 cost = self._with_others(cost, instruction) if isinstance(key, CollectiveKey) else cost
+                if isinstance(key, CollectiveKey) and key.nodes > 1 and self.estimator.assumes(key):
+                    self._assumes_network.add(instruction)
         if cost.lane is not Lane.COMPUTE:
             cost = replace(cost, communication=cost.seconds)
         self[instruction] = cost
@@ -216,6 +221,14 @@ class Costs(dict[Instruction, Cost]):
         profile, setting = self.estimator.profile, self.estimator.section.setting
         return f"profile of {profile.hardware} with link {profile.link}, launch setting {setting}"
 
+    @property
+    def assumed(self) -> str:
+        """Constants that nobody measured and that costs asked for so far follow from, for people to read; "": none."""
+        if not self._assumes_network:
+            return ""
+        bandwidth, per_node = self.hardware.inter_bandwidth / 1e9, self.hardware.gpus_per_node
+        return f"{bandwidth:g} GB/s of each GPU between nodes of {per_node}"
+
     def at_clock(self, clock: float) -> "Costs":
         """The same, where products and attention take so many times longer than alone."""
         if clock == self.in_step.clock:
@@ -223,12 +236,14 @@ class Costs(dict[Instruction, Cost]):
         in_step = replace(self.in_step, clock=clock)
         made = Costs(self.hardware, self.estimator, in_step=in_step, matmuls=self.matmuls, instead=self.instead)
         made.operator_keys, made._rates, made._guessed = self.operator_keys, self._rates, self._guessed
+        made._assumes_network = self._assumes_network
         return made
 
     def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
         """The same, where some instructions count as kernels of collective matmuls; what is known is kept."""
         made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
         made.operator_keys, made._guessed = self.operator_keys, self._guessed
+        made._assumes_network = self._assumes_network
         kept = {i: cost for i, cost in self.items() if i not in instead and i.opcode not in CONTROL_FLOW}
         made.update(kept)
         made._rates = {asked: rates for asked, rates in self._rates.items() if asked[0] in kept}
@@ -288,12 +303,14 @@ class CostModel:
     Attributes:
       matmuls: times of collective matmuls; None: a kernel that waits for its peers counts as its product.
       gpus_per_node: 0: as many as nodes of such GPUs usually have.
+      inter_bandwidth: of each GPU between nodes, where nothing was measured there, in bytes per second; 0: the usual.
     """
 
     profile: Profile = field(repr=False)
     setting: str = "default"
     matmuls: Times | None = field(default=None, repr=False)
     gpus_per_node: int = 0
+    inter_bandwidth: float = 0.0
 
     @classmethod
     def find(
@@ -334,7 +351,7 @@ class CostModel:
 
     @property
     def hardware(self) -> Hardware:
-        return describe(self.profile.hardware, self.profile.link, self.gpus_per_node)
+        return describe(self.profile.hardware, self.profile.link, self.gpus_per_node, self.inter_bandwidth)
 
     @property
     def implementation(self) -> str:

@@ -44,7 +44,27 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
         guessed=predict(module, full).shares[Source.GUESS],
         guessed_overlap=guessed_overlap(played, costs),
         costs=costs.words,
+        assumed=full.assumed,
     )
+
+
+def loops_to_look_at(timeline: Timeline, start: float = 0.0, runs: int = 1) -> Iterator[tuple[float, Timeline, int]]:
+    """Innermost loops that communicate, where most time is spent: a step's layers.
+
+    Yields when an iteration in the middle begins, in seconds, that iteration, and how many of them the step runs.
+    """
+    loops = [(i, i.body) for i in timeline.intervals if i.body is not None and i.body.collectives]
+    if not loops:
+        return
+    longest, body = max(loops, key=lambda pair: pair[0].end - pair[0].start)
+    middle = start + longest.start + longest.count // 2 * body.seconds
+    inside = list(loops_to_look_at(body, middle, runs * longest.count))
+    if inside:
+        yield from inside
+        return
+    for loop, body in loops:
+        if loop.end - loop.start > 0.1 * (longest.end - longest.start):
+            yield start + loop.start + loop.count // 2 * body.seconds, body, runs * loop.count
 
 
 def moved(instruction: Instruction) -> str | None:

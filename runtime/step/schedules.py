@@ -59,7 +59,7 @@ from dhelix.profiles import alike, storage
 from dhelix.profiles.collective_matmul import Form
 from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.profiles.profile import Profile
+from dhelix.profiles.profile import Profile, Provenance
 from dhelix.runtime import launch_settings
 from dhelix.runtime.profiling.nodes import gpus_per_node
 from dhelix.runtime.step.collective_matmul_choice import Weighing
@@ -333,7 +333,8 @@ class Choice:
             say_once(f"{found.hardware} with link {found.link}: {line}", ("launch setting",))
         if setting is None:
             return None
-        if line := alike.told(found, [setting]):
+        here = Provenance("", 0, jax=jax.__version__)
+        for line in filter(None, (alike.told(found, [setting]), *storage.differences(found, here))):
             say_once(line, (line,))
         return CostModel(found, setting, times_on(kind), gpus_per_node(jax_compat.devices(lowered)))
 

@@ -276,7 +276,7 @@ def test_no_ratio_to_what_rounds_to_nothing(dump: Dump) -> None:
     output = io.StringIO()
     inspect.print_tables([before, after], console=Console(file=output, width=144))
     lines = output.getvalue().splitlines()
-    (lost,) = (line for line in lines if "lost to running" in line)
+    (lost,) = (line for line in lines if "slow-down beside" in line)
     assert "0.5 ms" in lost and " x " not in lost
     assert any("1.00 x" in line for line in lines if "step" in line)
 
@@ -320,6 +320,7 @@ def test_a_dump_of_this_jax(tmp_path: Path) -> None:
     found = inspect.inspect_dump(tmp_path)
     assert found.memory is not None and found.memory.arguments == 64 * 64 * 4
     assert any("compiled for CPU" in note for note in found.notes)
+    assert not found.picture.overlaps and "nothing overlaps" in found.picture.summary
 
 
 def _binary(path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -118,6 +119,21 @@ def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: Plan, tmp
         assert pairing_plan_json.load(out).target.gpus_per_node == gpus_per_node
 
 
+def test_what_nobody_measured_between_nodes_is_said_and_can_be_set(dump: Path, plan: Plan) -> None:
+    flags = dump, "--setting=default", "--gpus_per_node=2"
+    usual, slow = (plan(*flags, *more)[1] for more in ((), ("--inter_bandwidth=5",)))
+    assert "assumed: 45 GB/s of each GPU between nodes of 2 (--inter_bandwidth, --gpus_per_node)" in usual
+    assert "assumed: 5 GB/s of each GPU between nodes of 2" in slow
+    status, text, _ = plan(dump, "--setting=default", "--inter_bandwidth=5")
+    assert status == 0 and "assumed" not in text and "--inter_bandwidth changes nothing" in text
+
+
+def test_a_profile_of_another_jax_is_said(dump: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "measured with jax" not in plan(dump, "--setting=default")[1]
+    monkeypatch.setattr(jax, "__version__", "0.13.1")
+    assert "was measured with jax 0.11.2, not 0.13.1: XLA may compile" in plan(dump, "--setting=default")[1]
+
+
 def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Plan, tmp_path: Path) -> None:
     for flag, said in (
         (f"--out={tmp_path / 'no' / 'a.json'}", "a folder that exists"),
@@ -161,12 +177,17 @@ def test_a_plan_keeps_to_how_many_collectives_may_be_in_flight() -> None:
 def test_the_picture_has_both_strands_and_what_they_send() -> None:
     found = search(program(), MODEL, "dp", MemoryLimit(None))
     drawn = plan_picture.picture(found)
-    assert {b.row for b in drawn.blocks} == {"alpha compute", "alpha send", "beta compute", "beta send"}
-    assert len(drawn.segments) == len(found.plan.bodies[0].segments) + 1
-    assert drawn.segments[-1] == pytest.approx(1e6 * found.seconds, rel=1e-4)
-    compute = sorted((b.start, b.end) for b in drawn.blocks if not b.sends)
+    assert "predicted, nothing ran" in drawn.title
+    before, after = drawn.panels
+    assert "in the order of the dump: one of 1 iterations" in before.heading and "After: one of 1 " in after.heading
+    assert before.end == pytest.approx(1e6 * found.seconds_xla, rel=1e-4)
+    assert {after.row(b) for b in after.blocks} == {"alpha compute", "alpha send", "beta compute", "beta send"}
+    assert {b.shape for b in after.blocks} >= {"4096×4096×4096", "32 MiB"}
+    assert len(after.marks) == len(found.plan.bodies[0].segments)
+    assert after.end == pytest.approx(1e6 * found.seconds, rel=1e-4)
+    compute = sorted((b.start, b.end) for b in after.blocks if not b.sends)
     assert all(end <= start + 1e-6 for (_, end), (start, _) in zip(compute, compute[1:], strict=False))
-    assert any(b.end - b.start > 1.05 * b.alone for b in drawn.blocks)  # slow-down is there to see
+    assert any(b.end - b.start > 1.05 * b.alone for b in after.blocks)  # slow-down is there to see
 
 
 def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_percent() -> None:

@@ -1,6 +1,7 @@
 """Pictures of timelines made by hand."""
 
 import builtins
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,11 @@ def test_communication_is_cut_into_hidden_and_exposed() -> None:
         "beta": [(7, 9)],
         "copy": [(4, 5)],
     }
+
+
+def test_where_nothing_can_overlap_communication_is_not_exposed() -> None:
+    on_cpu = dataclasses.replace(PICTURE, overlaps=False)
+    assert timeline_plot.pieces(on_cpu, "communication") == {"communication": [(3, 6)]}
 
 
 @pytest.mark.parametrize(
