@@ -26,6 +26,7 @@ from dhelix.benchmarks import strands
 from dhelix.benchmarks.strand_results import Group, groups, read
 from dhelix.benchmarks.strand_variants import OURS, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
+from dhelix.launch import figures
 from dhelix.profiles import published
 from dhelix.profiles.published import Published
 from dhelix.profiles.storage import SEARCH_PATH

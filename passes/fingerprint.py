@@ -25,6 +25,8 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import Computation, HloModule, Instruction, schema, shapes
+from dhelix.profiles.collective_matmul import Times
+from dhelix.profiles.profile import Profile
 
 DIGITS = 16
 _MARKER = re.compile(rf"__dhelix_([0-9a-f]{{{DIGITS}}})")
@@ -117,6 +119,11 @@ def module_fingerprint(module: bytes) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
+def of_all_but_id(module: bytes) -> str:
+    """16 hex digits of a serialized module as it is, but for the number that XLA gives each module of a process."""
+    return of_bytes(b"".join(raw for number, _, raw in _raw_fields(module) if number != _ID))
+
+
 def plain(value: object, fallback: Callable[[object], object] | None = None) -> Any:
     """`value` as JSON data in one canonical form: keys and sets sorted, dataclasses as dicts, enums by name.
 
@@ -130,6 +137,8 @@ def plain(value: object, fallback: Callable[[object], object] | None = None) -> 
         return f"sha256:{hashlib.sha256(value).hexdigest()}"
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Profile | Times):  # they hold ten thousands of times
+        return f"{type(value).__name__}:{value.digest}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         options = {f.name: plain(getattr(value, f.name), fallback) for f in dataclasses.fields(value)}
         return {"type": type(value).__name__, **dict(sorted(options.items()))}

@@ -30,6 +30,8 @@ def headline(found: Report) -> list[str]:
     name = fingerprint.unmark(found.module)
     if found.left_alone or not found.changed:
         why = found.left_alone or _why_unchanged(found)
+        if not found.left_alone and not any(entry.ran for entry in found):
+            return [f"{name}: no pass ran; each {why}", *_first_step(found)]
         return [f"{name} runs as XLA makes it: {why}", *_first_step(found)]
     lines = [f"{name}: {_changed(found)}"]
     if found.gain is not None:
@@ -50,7 +52,8 @@ def _changed(found: Report) -> str:
     if strands is None:
         return f"changed by {', '.join(entry.name for entry in found if entry.changed)}"
     layers = [match[1] for loop in strands.facts["merged_loops"] if (match := _LAYERS.search(str(loop)))]
-    over = f" over {' and '.join(dict.fromkeys(layers))} layers" if layers else " (no loops of layers merged)"
+    unit = "layer" if set(layers) == {"1"} else "layers"
+    over = f" over {' and '.join(dict.fromkeys(layers))} {unit}" if layers else " (no loops of layers merged)"
     count = strands.facts.get("microbatches")
     return f"two strands{over}, {'an unknown number of' if count is None else count} micro-batches"
 
@@ -68,6 +71,7 @@ def _why_unknown(found: Report) -> str:
 
 def _first_step(found: Report) -> Iterator[str]:
     took = found.plain_seconds + sum(stage.seconds for stage in found.stages if not stage.stored)
-    stored = ", out of the compilation cache" if any(stage.stored for stage in found.stages) else ""
+    compiled = (stage for stage in found.stages if stage.stage != "lowered")
+    stored = ", out of the compilation cache" if any(stage.stored for stage in compiled) else ""
     if found.compile_seconds:
         yield f"first step: compiled in {found.compile_seconds:.1f} s{stored}, of which dhelix took {took:.1f} s"

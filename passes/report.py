@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -165,8 +166,8 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """Reads what `to_json` wrote. Raises DhelixError when `text` is something else or cut short."""
         try:
-            return read_data(cls, json.loads(text), stages=_stage_from, gain=_gain_from)
-        except (ValueError, TypeError, RecursionError) as error:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DhelixError(
                 f"this is no dhelix report, or one of another version ({error}); delete it and compile again"
             ) from None
@@ -222,50 +223,3 @@ def _cells(entry: PassReport, stored: bool, verbose: bool) -> tuple[str, ...]:
 
 def _escaped(lines: Iterable[str]) -> str:
     return "\n".join(line.replace("[", r"\[") for line in lines)
-
-
-def _stage_from(data: Any) -> StageReport:
-    return read_data(StageReport, data, passes=_pass_from, parts=_parts_from)
-
-
-def _parts_from(data: Any) -> StepParts:
-    return read_data(StepParts, data)
-
-
-def _gain_from(data: Any) -> Gain:
-    return read_data(Gain, data, before=_parts_from, after=_parts_from)
-
-
-def _pass_from(data: Any) -> PassReport:
-    return read_data(PassReport, data, notes=lambda note: read_data(Note, note))
-
-
-_JSON_TYPES: dict[Any, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "Mapping[str, Any]": (dict,),
-}
-
-
-def read_data[T](kind: type[T], data: Any, **parts: Callable[[Any], Any]) -> T:
-    """An object of a dataclass out of its JSON form; `parts` read its objects, and the entries of its lists.
-
-    Raises TypeError for anything else: the file lies in a folder that others write to.
-    """
-    if not isinstance(data, dict):
-        raise TypeError(f"{type(data).__name__} in place of a {kind.__name__}")
-    types = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
-    values = dict(data)
-    for name, value in data.items():
-        is_list = name in parts and types[name].startswith("tuple[")
-        if name in parts and not is_list:
-            values[name] = None if value is None and types[name].endswith("| None") else parts[name](value)
-            continue
-        if not isinstance(value, (list,) if is_list else _JSON_TYPES[types[name]] if name in types else ()):
-            raise TypeError(f"{kind.__name__}.{name} is {type(value).__name__}")
-        if is_list:
-            values[name] = tuple(map(parts[name], value))
-    return kind(**values)

@@ -12,6 +12,7 @@ Whoever has such a GPU gets the plans of its like before anything was profiled t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ def as_on(profile: Profile, hardware: str) -> Profile:
     """`profile` with the times that the GPU called `hardware` would have, over the same link."""
     here, there = describe(hardware, profile.link), describe(profile.hardware, profile.link)
 
+    @functools.cache  # a key is part of many pairs
     def ratio(key: Key) -> float:
         return roofline_seconds(key, here) / roofline_seconds(key, there)
 

@@ -26,10 +26,12 @@ deterministic and costs a scan of the measured sites.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, Self
 
 from dhelix.errors import DhelixError
@@ -277,6 +279,16 @@ class Times:
     setting: str = "default"
     measured_on: tuple[Provenance, ...] = ()
     sites: Mapping[Site, SiteTimes] = field(default_factory=dict)
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits of all that it holds, equal on every host for equal times."""
+        sites = [
+            (site.key, times.gemm, times.collective, sorted((form.key, repr(t)) for form, t in times.forms.items()))
+            for site, times in sorted(self.sites.items(), key=lambda item: item[0].key)
+        ]
+        whole = self.hardware, self.link, self.setting, self.measured_on, sites
+        return hashlib.blake2b(repr(whole).encode(), digest_size=16).hexdigest()
 
     def merged(self, later: Times) -> Times:
         """Both; of a site that both have, `later` counts more (`SiteTimes.merged`)."""

@@ -38,13 +38,17 @@ import stat
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from dhelix.errors import DhelixError
-from dhelix.profiles import checked_json, storage
-from dhelix.profiles.checked_json import Checked, Kind, ProfileFileError, json_lines, json_text
+from dhelix.profiles import codec, storage
+from dhelix.profiles.codec import Count, Kind, Microseconds, On, ProfileFileError, Row, Text, json_lines, json_text
 from dhelix.profiles.collective_matmul import FORMS, Form, Site, SiteTimes, Times, choose
 from dhelix.profiles.hardware import describe
-from dhelix.profiles.profile import ALIKE, Provenance, Timing
+from dhelix.profiles.profile import ALIKE, Timing
+from dhelix.profiles.profile_json import provenance
 
 SCHEMA = 1
 FOLDER = "collective_matmul"
@@ -52,7 +56,26 @@ FOLDER = "collective_matmul"
 
 _SHIPPED = Path(__file__).parent / "data" / FOLDER
 _FILE = Kind("file of collective matmuls' times", "measure again")
-_MAX_MICROSECONDS = 1e10
+
+
+class _Timing(Row, frozen=True):
+    median: Annotated[float, Meta(gt=0, le=1e12)]
+    spread: Microseconds
+    samples: Count
+
+
+class _Site(Struct):
+    gemm: _Timing
+    collective: _Timing
+    forms: dict[str, _Timing]
+
+
+class _File(Struct):
+    hardware: Text
+    link: Text
+    setting: Text = Text("default")
+    measured_on: list[On] = []
+    sites: dict[str, _Site] = {}
 
 
 def find(hardware: str, link: str) -> Times | None:
@@ -95,7 +118,7 @@ def load(path: Path) -> Times:
     """The times in a file; read again only when the file has changed. Raises ProfileFileError."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > checked_json.MAX_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > codec.MAX_BYTES:
             raise ProfileFileError(f"{path}: no {_FILE.name}: check the path")
         return _read(path.absolute(), status.st_mtime_ns, status.st_size)
     except (OSError, UnicodeDecodeError) as error:
@@ -161,53 +184,31 @@ def _microseconds(seconds: float, digits: int) -> str:
 
 def loads(text: str, origin: str) -> Times:
     """The times in the text of a file; errors call the text `origin`. Raises ProfileFileError for all unsound text."""
-    whole = checked_json.parse(text, origin, _FILE)
-    checked_json.check_schema(whole, SCHEMA)
-    top = whole.mapping()
-    hardware, link = (_field(whole, top, name).text() for name in ("hardware", "link"))
-    setting = top["setting"].text() if "setting" in top else "default"
-    measured_on = tuple(map(_provenance, top["measured_on"].sequence())) if "measured_on" in top else ()
-    rows = top["sites"].mapping() if "sites" in top else {}
-    sites = {_parsed(Site, key, row): _site_times(row) for key, row in rows.items()}
-    return Times(hardware, link, setting, measured_on, sites)
+    file = codec.decode(text, _File, origin, SCHEMA, _FILE)
+    measured_on = tuple(map(provenance, file.measured_on))
+    sites = {_parsed(Site, key, origin): _site_times(site, origin) for key, site in file.sites.items()}
+    return Times(str(file.hardware), str(file.link), str(file.setting), measured_on, sites)
 
 
-def _field(whole: Checked, values: Mapping[str, Checked], name: str) -> Checked:
-    if name not in values:
-        raise ProfileFileError(f'{whole.place}: "{name}" is missing: restore it, or {_FILE.again}')
-    return values[name]
-
-
-def _parsed[T: (Site, Form)](kind: type[T], key: str, value: Checked) -> T:
+def _parsed[T: (Site, Form)](kind: type[T], key: str, origin: str) -> T:
     """What has this key, written as dhelix writes it, so that no two keys mean the same."""
+    codec.names({key: None}, "sites", origin, _FILE)
     try:
         found = kind.parse(key)
     except DhelixError as error:
-        raise ProfileFileError(f"{value.place}: {error}") from None
+        raise ProfileFileError(f"{origin}: {error}") from None
     if found.key != key:
-        raise ProfileFileError(f"{value.place}: write {found.key!r}")
+        raise ProfileFileError(f"{origin}: {key!r}: write {found.key!r}")
     return found
 
 
-def _site_times(value: Checked) -> SiteTimes:
-    values = value.mapping()
-    gemm, collective = (_timing(_field(value, values, name)) for name in ("gemm", "collective"))
-    forms = _field(value, values, "forms").mapping()
-    return SiteTimes(gemm, collective, {_parsed(Form, key, row): _timing(row) for key, row in forms.items()})
+def _site_times(site: _Site, origin: str) -> SiteTimes:
+    forms = {_parsed(Form, key, origin): _timing(row) for key, row in site.forms.items()}
+    return SiteTimes(_timing(site.gemm), _timing(site.collective), forms)
 
 
-def _timing(row: Checked) -> Timing:
-    median, spread, samples, *_ = row.sequence(3)
-    if median.number(_MAX_MICROSECONDS) == 0:
-        raise median.error("must be more than 0 microseconds")
-    return Timing(median.value / 1e6, spread.number(_MAX_MICROSECONDS) / 1e6, samples.integer(1))
-
-
-def _provenance(row: Checked) -> Provenance:
-    values = row.mapping()
-    texts = {f.name: values[f.name].text() for f in fields(Provenance) if f.name in values and f.name != "gpus"}
-    gpus = values["gpus"].integer(1) if "gpus" in values else 1
-    return Provenance(**{"gpu": "", **texts}, gpus=gpus)
+def _timing(row: _Timing) -> Timing:
+    return Timing(row.median / 1e6, row.spread / 1e6, row.samples)
 
 
 def share_table(times: Times, names: Mapping[Site, str]) -> list[tuple[str, ...]]:

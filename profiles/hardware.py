@@ -151,8 +151,6 @@ def describe(name: str, link: str = "nvlink", gpus_per_node: int = 0, inter_band
     as an H100, until it is measured."""
     known = ALL.get(f"{name}-{link}") or ALL.get(name)
     found = known or replace(ALL.get(name.partition("-")[0], H100), name=name, like="")
-    return replace(
-        found,
-        gpus_per_node=gpus_per_node or found.gpus_per_node,
-        inter_bandwidth=inter_bandwidth or found.inter_bandwidth,
-    )
+    given = {"gpus_per_node": gpus_per_node, "inter_bandwidth": inter_bandwidth}
+    told = {name: value for name, value in given.items() if value}
+    return replace(found, **told) if told else found

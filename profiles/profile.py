@@ -7,9 +7,11 @@ CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. Reading a
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -248,6 +250,20 @@ class Profile:
     sections: Mapping[str, Section] = field(default_factory=dict)
     elsewhere: Mapping[OperatorKey, Timing] = _EMPTY
     alike: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits of all that it holds. Equal profiles have one digest on every host, in whatever order they were
+        put together."""
+        content = hashlib.blake2b(digest_size=16)
+        content.update(repr((self.hardware, self.link, self.measured_on, self.alike)).encode())
+        for section in (self.sections[name] for name in sorted(self.sections)):
+            rest = section.setting, section.gap_seconds, sorted(section.failures.items())
+            content.update(repr(rest).encode())
+            for part in (section.operators, section.collectives, section.pairs):
+                content.update(repr(sorted((str(key), timing) for key, timing in part.items())).encode())
+        content.update(repr(sorted((str(key), timing) for key, timing in self.elsewhere.items())).encode())
+        return content.hexdigest()
 
     def section(self, setting: str) -> Section:
         """Empty if nothing was measured under that setting."""

@@ -32,33 +32,74 @@ with five digits, spreads with three:
     }
 
 Equal profiles give equal text, and reading and writing it again changes nothing. Every field is checked for type,
-range and length. Fields and ends of lists that this version does not know are left aside, so that a later version
-may add some; what it must not misread gets a higher `schema`.
+range and length (`codec`). Fields and ends of lists that this version does not know are left aside, so that a later
+version may add some; what it must not misread gets a higher `schema`.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, structs
 
 from dhelix.errors import DhelixError
-from dhelix.profiles import checked_json, keys
-from dhelix.profiles.checked_json import Checked, ProfileFileError, json_lines, json_text
+from dhelix.profiles import codec, keys
+from dhelix.profiles.codec import Bytes, Count, Microseconds, On, Position, Row, Text, json_lines, json_text
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Provenance, Section, Timing
 
 SCHEMA = 1
 
-_SOURCES = ("alone", "trace")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_MAX_SECTIONS = 64
 _MAX_REASON = 300
-_MAX_MICROSECONDS = 1e10
-_MAX_WORK = 1e24  # operations of one operator
-_MAX_BYTES = 2**62
+
+
+class _Key(Row, frozen=True):
+    """Operations and bytes of an operator alone."""
+
+    text: Text
+    flops: Annotated[float, Meta(ge=0, le=1e24)] | None = None
+    bytes: Bytes | None = None
+
+
+class _Alone(Row, frozen=True):
+    key: Position
+    seconds: Microseconds
+    spread: Microseconds
+    samples: Count
+    source: Literal["alone", "trace"]
+
+
+class _Pair(Row, frozen=True):
+    first: Position
+    second: Position
+    whole: Microseconds
+    of_first: Microseconds
+    of_second: Microseconds
+    first_alone: Microseconds
+    second_alone: Microseconds
+    spread: Microseconds
+    samples: Count
+
+
+class _Section(Struct):
+    gap_us: Microseconds | None = None
+    alone: list[_Alone] = []
+    pairs: list[_Pair] = []
+    failures: dict[str, Text] = {}
+
+
+class _File(Struct):
+    hardware: Text
+    link: Text
+    measured_on: list[On] = []
+    keys: list[_Key] = []
+    sections: Annotated[dict[str, _Section], Meta(max_length=64)] = {}
 
 
 def dumps(profile: Profile) -> str:
@@ -160,108 +201,67 @@ def loads(text: str, origin: str) -> Profile:
 
     Raises ProfileFileError for all that is not a sound profile of a known schema.
     """
-    whole = checked_json.parse(text, origin)
-    checked_json.check_schema(whole, SCHEMA)
-    top = whole.mapping()
-    hardware, link = (_name(top, field, origin) for field in ("hardware", "link"))
-    table = [_key(row) for row in _rows(top, "keys")]
+    file = codec.decode(text, _File, origin, SCHEMA)
+    for field in ("hardware", "link"):  # parts of a file's name, so they may hold no path
+        if not _NAME.fullmatch(getattr(file, field)):
+            raise codec.wrong(origin, f"expected a name of letters, digits, - and _ - at `$.{field}`")
+    table = [_key(row, f"`$.keys[{n}]`", origin) for n, row in enumerate(file.keys)]
     if len(set(table)) != len(table):
-        raise ProfileFileError(f"{origin}: keys: one of them stands there twice: remove it, or profile again")
-    sections = top["sections"].mapping(_MAX_SECTIONS) if "sections" in top else {}
-    measured_on = tuple(_provenance(row) for row in _rows(top, "measured_on"))
-    return Profile(hardware, link, measured_on, {name: _section(name, v, table) for name, v in sections.items()})
+        raise codec.wrong(origin, "one of them stands there twice - at `$.keys`")
+    codec.names(file.sections, "sections", origin)
+    measured_on = tuple(provenance(on) for on in file.measured_on)
+    sections = {name: _section(name, section, table, origin) for name, section in file.sections.items()}
+    return Profile(str(file.hardware), str(file.link), measured_on, sections)
 
 
-def _name(top: Mapping[str, Checked], field: str, origin: str) -> str:
-    """Hardware and link are parts of a file's name, so they may hold no path."""
-    if field not in top:
-        raise ProfileFileError(f'{origin}: "{field}" is missing: restore it, or profile again')
-    text = top[field].text()
-    if not _NAME.fullmatch(text):
-        raise top[field].error("must be a name of letters, digits, - and _")
-    return text
+def provenance(on: On) -> Provenance:
+    texts = {name: str(value) for name, value in structs.asdict(on).items() if name != "gpus"}
+    return Provenance(**texts, gpus=on.gpus)
 
 
-def _rows(values: Mapping[str, Checked], name: str) -> list[Checked]:
-    return values[name].sequence() if name in values else []
-
-
-def _seconds(microseconds: Checked) -> float:
-    return microseconds.number(_MAX_MICROSECONDS) / 1e6
-
-
-def _key(row: Checked) -> Key:
-    name, *work = row.sequence(1)
-    text = name.text()
+def _key(row: _Key, place: str, origin: str) -> Key:
+    text = str(row.text)
     try:
         key = keys.parse(text)
     except DhelixError:
-        raise name.error("must be the key of an operator or a collective") from None
+        raise codec.wrong(origin, f"expected the key of an operator or a collective - at {place}") from None
     if isinstance(key, CollectiveKey):
         sizes = (key.bytes, key.group_size, key.groups)
     else:
         sizes = key.sizes
-        if len(work) < 2:
-            raise row.error("must be [key, operations, bytes]")
-        key = replace(key, flops=float(work[0].number(_MAX_WORK)), bytes=work[1].integer(0, _MAX_BYTES))
-    if str(key) != text or any(size > _MAX_BYTES for size in sizes):
-        raise name.error("must be a key as dhelix writes it")
+        if row.flops is None or row.bytes is None:
+            raise codec.wrong(origin, f"expected [key, operations, bytes] - at {place}")
+        key = replace(key, flops=float(row.flops), bytes=row.bytes)
+    if str(key) != text or any(size > 2**62 for size in sizes):
+        raise codec.wrong(origin, f"expected a key as dhelix writes it - at {place}")
     return key
 
 
-def _provenance(row: Checked) -> Provenance:
-    values = row.mapping()
-    texts = {f.name: values[f.name].text() for f in fields(Provenance) if f.name in values and f.name != "gpus"}
-    gpus = values["gpus"].integer(1) if "gpus" in values else 1
-    return Provenance(**{"gpu": "", **texts}, gpus=gpus)
-
-
-def _section(name: str, value: Checked, table: Sequence[Key]) -> Section:
-    values = value.mapping()
-    alone = _unique((_timing(row, table), row) for row in _rows(values, "alone"))
-    failures = values["failures"].mapping() if "failures" in values else {}
+def _section(name: str, section: _Section, table: Sequence[Key], origin: str) -> Section:
+    place = f"$.sections.{name}"
+    codec.names(section.failures, f"sections.{name}.failures", origin)
+    try:
+        alone = [(table[row.key], row) for row in section.alone]
+        pairs = [(PairKey(table[row.first], table[row.second]), row) for row in section.pairs]
+    except IndexError:
+        raise codec.wrong(
+            origin, f"expected positions of keys, of which there are {len(table)} - at `{place}`"
+        ) from None
+    for what, keys_of in (("alone", [key for key, _ in alone]), ("pairs", [key for key, _ in pairs])):
+        if len(set(keys_of)) < len(keys_of):
+            twice = next(key for key, count in Counter(keys_of).items() if count > 1)
+            raise codec.wrong(origin, f"a second time of {twice} - at `{place}.{what}`")
+    times = {key: Timing(row.seconds / 1e6, row.spread / 1e6, row.samples, row.source) for key, row in alone}
     return Section(
         name,
-        {key: timing for key, timing in alone.items() if isinstance(key, OperatorKey)},
-        {key: timing for key, timing in alone.items() if isinstance(key, CollectiveKey)},
-        _unique((_pair(row, table), row) for row in _rows(values, "pairs")),
-        _seconds(values["gap_us"]) if "gap_us" in values else None,
-        {key: why.text() for key, why in failures.items()},
+        {key: timing for key, timing in times.items() if isinstance(key, OperatorKey)},
+        {key: timing for key, timing in times.items() if isinstance(key, CollectiveKey)},
+        {key: _pair(row) for key, row in pairs},
+        None if section.gap_us is None else section.gap_us / 1e6,
+        {key: str(why) for key, why in section.failures.items()},
     )
 
 
-def _unique[K, V](entries: Iterable[tuple[tuple[K, V], Checked]]) -> dict[K, V]:
-    result: dict[K, V] = {}
-    for (key, timing), row in entries:
-        if key in result:
-            raise ProfileFileError(f"{row.place}: a second time of {key}: remove one, or profile again")
-        result[key] = timing
-    return result
-
-
-def _timing(row: Checked, table: Sequence[Key]) -> tuple[Key, Timing]:
-    key, seconds, spread, samples, source, *_ = row.sequence(5)
-    if source.value not in _SOURCES:
-        raise source.error(f"must be one of {', '.join(_SOURCES)}")
-    timing = Timing(_seconds(seconds), _seconds(spread), samples.integer(1), source.value)
-    return _referred(key, table), timing
-
-
-def _pair(row: Checked, table: Sequence[Key]) -> tuple[PairKey, PairTiming]:
-    first, second, whole, of_first, of_second, first_alone, second_alone, spread, samples, *_ = row.sequence(9)
-    timing = PairTiming(
-        _seconds(whole),
-        _seconds(of_first),
-        _seconds(of_second),
-        _seconds(first_alone),
-        _seconds(second_alone),
-        _seconds(spread),
-        samples.integer(1),
-    )
-    return PairKey(_referred(first, table), _referred(second, table)), timing
-
-
-def _referred(position: Checked, table: Sequence[Key]) -> Key:
-    if not table:
-        raise position.error("must be the position of a key, and there are no keys")
-    return table[position.integer(0, len(table) - 1)]
+def _pair(row: _Pair) -> PairTiming:
+    ends = row.whole / 1e6, row.of_first / 1e6, row.of_second / 1e6
+    return PairTiming(*ends, row.first_alone / 1e6, row.second_alone / 1e6, row.spread / 1e6, row.samples)

@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from dhelix.errors import DhelixError
-from dhelix.profiles import checked_json
+from dhelix.profiles import codec
 from dhelix.profiles.alike import as_on, stand_in
-from dhelix.profiles.checked_json import ProfileFileError
+from dhelix.profiles.codec import ProfileFileError
 from dhelix.profiles.hardware import LINKS, describe
 from dhelix.profiles.keys import OperatorKey
 from dhelix.profiles.profile import Profile, Provenance, Timing
@@ -72,6 +72,18 @@ def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None
       ProfileFileError: a file cannot be read, or is of other hardware or another link than its place says.
       DhelixError: a folder or file that is asked for does not exist.
     """
+    files = [path for folder in (_SHIPPED, *_search_path(), *extra) for path in _files_of(folder)]
+    changed = tuple((path, status.st_mtime_ns, status.st_size) for path in files if (status := path.stat()))
+    return _find(hardware, link, tuple(extra), changed)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json")) if folder.is_dir() else [folder] if folder.exists() else []
+
+
+@functools.lru_cache(maxsize=8)
+def _find(hardware: str, link: str, extra: Sequence[Path], _changed: object) -> Profile | None:
+    """`_changed`: which files there are and when they changed; one found before is found again until then."""
     profile = _over_one_link(hardware, link, extra)
     like = describe(hardware, link).like
     other = find(like, link) if like else None
@@ -152,7 +164,7 @@ def load(path: Path | str) -> Profile:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ProfileFileError(f"{path}: not a file, so no profile: check the path")
-        if status.st_size > checked_json.MAX_BYTES:
+        if status.st_size > codec.MAX_BYTES:
             raise ProfileFileError(f"{path}: {status.st_size >> 20} MiB are too large for a profile: not read")
         return _read(path.absolute(), status.st_mtime_ns, status.st_size)
     except OSError as error:

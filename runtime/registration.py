@@ -37,7 +37,7 @@ from dhelix.errors import DhelixError
 from dhelix.passes import fingerprint
 from dhelix.passes.gain import StepParts
 from dhelix.passes.manager import PassManager, Stage, say_once
-from dhelix.passes.report import Report, StageReport
+from dhelix.passes.report import FAILED, REFUSED, Report, StageReport
 from dhelix.runtime import beside_cache
 
 _HOOK_STAGES = {
@@ -104,10 +104,33 @@ class Session:
                 register(stage, platforms)
 
     def run_lowered(self) -> bytes | None:
-        """Runs the LOWERED passes, once. Returns the new module, or None when nothing changed."""
+        """Runs the LOWERED passes, once. Returns the new module, or None when nothing changed.
+
+        What they made of the same inputs, byte for byte, in an earlier process is taken from beside the compilation
+        cache, where it was stored if every pass did its work: what one refuses, each process says.
+        """
         module, self._module = self._module, b""  # a program may hold constants of any size
-        changed, self._stages[Stage.LOWERED] = self.manager.run(Stage.LOWERED, module, self.module_name)
+        name = f"{self.marker}_{fingerprint.of_all_but_id(module)}.lowered"
+        if self.manager.dump_to is None and (known := self._known_lowered(name)) is not None:
+            changed, self._stages[Stage.LOWERED] = known
+            return changed
+        changed, found = self.manager.run(Stage.LOWERED, module, self.module_name)
+        self._stages[Stage.LOWERED] = found
+        if changed is not None and not any(entry.outcome in (REFUSED, FAILED) for entry in found.passes):
+            beside_cache.write(f"{name}.hlo.pb", changed)
+            beside_cache.write(f"{name}.json", Report(self.module_name, self.marker, (found,)).to_json())
         return changed
+
+    def _known_lowered(self, name: str) -> tuple[bytes, StageReport] | None:
+        try:
+            text, changed = beside_cache.read(f"{name}.json"), beside_cache.read_bytes(f"{name}.hlo.pb")
+            if text is None or changed is None:
+                return None
+            (stage,) = Report.from_json(text).stages
+        except (OSError, ValueError, DhelixError) as error:
+            logging.vlog(1, "what the passes made of %s is made anew: %s", self.module_name, error)
+            return None
+        return changed, dataclasses.replace(stage, stored=True)
 
     def skip_lowered(self, reason: str) -> None:
         """Records why the LOWERED passes do not run."""

@@ -8,6 +8,7 @@ what follows from it, and `Cost.source` says which; `Costs.rates` is what two in
     CollectiveSchedule(model=CostModel.find("H200", "nvlink", "connections1"))
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -294,6 +295,20 @@ class Costs(dict[Instruction, Cost]):
 
 
 @dataclass(frozen=True)
+class _Same:
+    """A profile that equals each one of the same digest."""
+
+    profile: Profile = field(compare=False)
+    digest: str
+
+
+@functools.lru_cache(maxsize=8)
+def _estimator(same: _Same, hardware: Hardware, setting: str) -> Estimator:
+    """One for all costs of a step: what it has found once, such as how pairs slow each other, it knows."""
+    return Estimator(same.profile, hardware, setting)
+
+
+@dataclass(frozen=True)
 class CostModel:
     """Where costs come from, as data: a profile, as it was measured under one launch setting.
 
@@ -360,7 +375,7 @@ class CostModel:
 
     @cached_property
     def estimator(self) -> Estimator:
-        return Estimator(self.profile, self.hardware, self.setting)
+        return _estimator(_Same(self.profile, self.profile.digest), self.hardware, self.setting)
 
 
 def costs_of(hardware: Hardware, model: CostModel | None) -> Costs:

@@ -38,9 +38,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, structs
 
 from dhelix.errors import DhelixError
 from dhelix.passes.communication import exchange
@@ -54,16 +56,70 @@ from dhelix.passes.plans.pairing_plan import (
     PlanTarget,
     Prediction,
 )
-from dhelix.profiles import checked_json, keys
-from dhelix.profiles.checked_json import Checked, Kind, json_lines, json_text
+from dhelix.profiles import codec, keys
+from dhelix.profiles.codec import Bytes, Count, Kind, Microseconds, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
 SCHEMA = 1
 
 _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
-_MAX_MICROSECONDS = 1e12
-_MAX_BYTES = 2**62
+
+
+class _MadeFor(Struct, forbid_unknown_fields=True):
+    hardware: Text
+    link: Text
+    setting: Text
+    collectives: Text
+    decomposed: list[Text]
+    memory_limit: Bytes = 0
+    max_in_flight: Bytes = 0
+    skew: Bytes = 0
+    row_parts: Bytes = 0
+    reduced: Bytes = 0
+    gpus_per_node: Bytes = 0
+
+
+class _StartWith(Struct, forbid_unknown_fields=True):
+    environment: dict[str, Text]
+    xla_flags: list[Text]
+
+
+class _Prediction(Struct, forbid_unknown_fields=True):
+    makespan_us: Microseconds = 0.0
+    compute_us: Microseconds = 0.0
+    communication_us: Microseconds = 0.0
+    hidden_fraction: Share = 0.0
+    guessed_fraction: Share = 0.0
+    guessed_overlap_fraction: Share = 0.0
+
+
+class _Segment(Struct, forbid_unknown_fields=True):
+    run: list[Text]
+    predicted_us: Microseconds = 0.0
+    measured_us: Microseconds | None = None
+    guessed: Share = 0.0
+
+
+_Identity = tuple[Text, Count]  # operator key, occurrence
+
+
+class _Body(Struct, forbid_unknown_fields=True):
+    name: Text
+    fingerprint: Text
+    runs: Count
+    segments: list[_Segment]
+    operators: dict[str, _Identity]
+    small: dict[str, list[_Identity]] = {}
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    schema: int
+    program: Text
+    made_for: _MadeFor
+    start_with: _StartWith
+    predicted: _Prediction
+    bodies: list[_Body]
 
 
 def load(path: str | Path) -> PairingPlan:
@@ -148,141 +204,93 @@ def loads(text: str, origin: str) -> PairingPlan:
 
     Raises PlanError for all that is not a sound plan of a known schema.
     """
-    top = checked_json.parse(text, origin, _KIND)
-    checked_json.check_schema(top, SCHEMA)
-    fields = _fields(top, "schema program made_for start_with predicted bodies")
-    bodies = tuple(_body(row) for row in fields["bodies"].sequence())
-    for row, body in zip(fields["bodies"].sequence(), bodies, strict=True):
-        if sum(other.fingerprint == body.fingerprint for other in bodies) > 1:
-            raise PlanError(f"{row.place}: two bodies have the fingerprint {body.fingerprint}: remove one")
-    target = _target(fields["made_for"], fields["start_with"])
-    return PairingPlan(fields["program"].text(), target, bodies, _prediction(fields["predicted"]))
+    file = codec.decode(text, _File, origin, SCHEMA, _KIND)
+    taken: dict[str, int] = {}
+    for n, body in enumerate(file.bodies):
+        if (other := taken.setdefault(body.fingerprint, n)) != n:
+            raise _wrong(origin, f"bodies {other} and {n} have one fingerprint, {body.fingerprint}", f"bodies[{n}]")
+    bodies = tuple(_body(body, f"bodies[{n}]", origin) for n, body in enumerate(file.bodies))
+    predicted = Prediction(**structs.asdict(file.predicted))
+    return PairingPlan(str(file.program), _target(file.made_for, file.start_with, origin), bodies, predicted)
 
 
-def _fields(value: Checked, required: str, optional: str = "") -> Mapping[str, Checked]:
-    """The fields of an object, which are these and no others."""
-    found = value.mapping()
-    for name in required.split():
-        if name not in found:
-            raise PlanError(f'{value.place}: "{name}" is missing: restore it, or {_KIND.again}')
-    for name in found:
-        if name not in (*required.split(), *optional.split()):
-            known = ", ".join((required + " " + optional).split())
-            raise PlanError(f"{value.place}: {ascii(name[:80])} is no field of it (which are {known}): correct it")
-    return found
+def _wrong(origin: str, message: str, place: str) -> DhelixError:
+    return codec.wrong(origin, f"{message} - at `$.{place}`", _KIND)
 
 
-def _target(made_for: Checked, start_with: Checked) -> PlanTarget:
-    numbers = "memory_limit max_in_flight skew row_parts reduced gpus_per_node"
-    fields = _fields(made_for, "hardware link setting collectives decomposed", numbers)
-    start = _fields(start_with, "environment xla_flags")
-    if "row_parts" in fields and fields["row_parts"].value == 1:
-        raise fields["row_parts"].error("must be 0 or 2 or more")
+def _target(made_for: _MadeFor, start: _StartWith, origin: str) -> PlanTarget:
+    if made_for.row_parts == 1:
+        raise _wrong(origin, "expected 0 or 2 or more", "made_for.row_parts")
+    if made_for.collectives not in IMPLEMENTATIONS:
+        raise _wrong(origin, f"expected one of {', '.join(IMPLEMENTATIONS)}", "made_for.collectives")
+    codec.names(start.environment, "start_with.environment", origin, _KIND)
+    decomposed = [_decomposed(key, f"made_for.decomposed[{n}]", origin) for n, key in enumerate(made_for.decomposed)]
     return PlanTarget(
-        fields["hardware"].text(),
-        fields["link"].text(),
-        fields["setting"].text(),
-        _one_of(fields["collectives"], IMPLEMENTATIONS),
-        tuple(_decomposed(key) for key in fields["decomposed"].sequence()),
-        tuple(sorted((name, value.text()) for name, value in start["environment"].mapping().items())),
-        tuple(flag.text() for flag in start["xla_flags"].sequence()),
-        *(fields[n].integer(0, _MAX_BYTES) if n in fields else 0 for n in numbers.split()),
+        hardware=str(made_for.hardware),
+        link=str(made_for.link),
+        setting=str(made_for.setting),
+        collectives=str(made_for.collectives),
+        decomposed=tuple(decomposed),
+        environment=tuple(sorted((name, str(value)) for name, value in start.environment.items())),
+        xla_flags=tuple(map(str, start.xla_flags)),
+        memory_limit=made_for.memory_limit,
+        max_in_flight=made_for.max_in_flight,
+        skew=made_for.skew,
+        row_parts=made_for.row_parts,
+        reduced=made_for.reduced,
+        gpus_per_node=made_for.gpus_per_node,
     )
 
 
-def _decomposed(value: Checked) -> CollectiveKey:
+def _decomposed(text: str, place: str, origin: str) -> CollectiveKey:
     try:
-        key = keys.parse(value.text())
+        key = keys.parse(str(text))
     except DhelixError:
         key = None
     if not isinstance(key, CollectiveKey) or key.kind not in exchange.KINDS:
         kinds = ", ".join(exchange.KINDS)
-        raise value.error(
-            f'must be the key of a collective ({kinds}), such as "all-gather 67108864B 4x1 groups=1 nccl"'
-        )
+        example = "all-gather 67108864B 4x1 groups=1 nccl"
+        raise _wrong(origin, f"expected the key of a collective ({kinds}), such as {example}", place)
     return key
 
 
-def _prediction(value: Checked) -> Prediction:
-    fields = _fields(value, "", " ".join(vars(Prediction())))
-    return Prediction(**{n: v.number(_MAX_MICROSECONDS if n.endswith("_us") else 1.0) for n, v in fields.items()})
-
-
-def _body(row: Checked) -> PlanBody:
-    fields = _fields(row, "name fingerprint runs segments operators", "small")
-    fingerprint = fields["fingerprint"].text()
-    if not _FINGERPRINT.fullmatch(fingerprint):
-        raise fields["fingerprint"].error("must be 16 hexadecimal digits")
-    operators = _operators(fields["operators"])
-    segments = _segments(fields["segments"], operators)
-    small = _small(fields["small"], operators) if "small" in fields else ()
-    runs = fields["runs"].integer(1)
-    return PlanBody(fields["name"].text(), fingerprint, runs, tuple(operators.values()), segments, small)
-
-
-def _operators(value: Checked) -> dict[str, PlanOperator]:
-    found: dict[str, PlanOperator] = {}
-    taken: dict[tuple[str, int], str] = {}
-    for name, row in value.mapping().items():
-        key, occurrence = _identity(row)
-        if (key, occurrence) in taken:
-            raise PlanError(f"{row.place}: the same operator as {ascii(taken[key, occurrence])}: correct one of them")
-        taken[key, occurrence] = name
-        found[name] = PlanOperator(name, key, occurrence)
-    return found
-
-
-def _identity(row: Checked) -> tuple[str, int]:
-    parts = row.sequence(2)
-    if len(parts) != 2:
-        raise row.error("must be [operator key, occurrence]")
-    return parts[0].text(), parts[1].integer(1)
-
-
-def _small(
-    value: Checked, operators: Mapping[str, PlanOperator]
-) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    found = []
-    for name, rows in value.mapping().items():
+def _body(body: _Body, place: str, origin: str) -> PlanBody:
+    if not _FINGERPRINT.fullmatch(body.fingerprint):
+        raise _wrong(origin, "expected 16 hexadecimal digits", f"{place}.fingerprint")
+    operators = _operators(body.operators, f"{place}.operators", origin)
+    segments = _segments(body.segments, operators, f"{place}.segments", origin)
+    small = []
+    for name, rows in body.small.items():
         if name not in operators and name != FINALLY:
-            raise PlanError(f"{rows.place}: none of the body's operators is called so: correct it, or {_KIND.again}")
-        found.append((name, tuple(_identity(row) for row in rows.sequence())))
-    return tuple(found)
+            raise _wrong(origin, f"none of the body's operators is called {name!r}", f"{place}.small")
+        small.append((name, tuple((str(key), occurrence) for key, occurrence in rows)))
+    fingerprint = str(body.fingerprint)
+    return PlanBody(str(body.name), fingerprint, body.runs, tuple(operators.values()), segments, tuple(small))
 
 
-def _segments(value: Checked, operators: Mapping[str, PlanOperator]) -> tuple[PlanSegment, ...]:
+def _operators(rows: Mapping[str, _Identity], place: str, origin: str) -> dict[str, PlanOperator]:
+    codec.names(rows, place, origin, _KIND)
+    taken: dict[_Identity, str] = {}
+    for name, identity in rows.items():
+        if (other := taken.setdefault(identity, name)) != name:
+            raise _wrong(origin, f"{name!r} and {other!r} are the same operator", place)
+    return {name: PlanOperator(name, str(key), occurrence) for name, (key, occurrence) in rows.items()}
+
+
+def _segments(
+    rows: list[_Segment], operators: Mapping[str, PlanOperator], place: str, origin: str
+) -> tuple[PlanSegment, ...]:
     """Segments, in which each operator must run once."""
-    seen: dict[str, Checked] = {}
-    segments = []
-    for row in value.sequence():
-        fields = _fields(row, "run", "predicted_us measured_us guessed")
-        for entry in fields["run"].sequence():
-            name = entry.text()
+    seen: dict[str, str] = {}
+    for n, row in enumerate(rows):
+        for k, name in enumerate(row.run):
+            here = f"{place}[{n}].run[{k}]"
             if name not in operators:
-                raise entry.error("must be the name of one of the body's operators")
+                raise _wrong(origin, f"expected the name of one of the body's operators, not {name!r}", here)
             if name in seen:
-                raise PlanError(
-                    f"{entry.place}: {ascii(name)} runs in {seen[name].place} too: remove it from one place"
-                )
-            seen[name] = entry
-        segments.append(_segment(fields))
+                raise _wrong(origin, f"{name!r} runs in segment {seen[name]}, too", here)
+            seen[name] = str(n)
     for name in operators:
         if name not in seen:
-            raise PlanError(f"{value.place}: {ascii(name)} stands in no segment: put it where it is to run")
-    return tuple(segments)
-
-
-def _segment(fields: Mapping[str, Checked]) -> PlanSegment:
-    measured = fields.get("measured_us")
-    return PlanSegment(
-        tuple(entry.text() for entry in fields["run"].sequence()),
-        fields["predicted_us"].number(_MAX_MICROSECONDS) if "predicted_us" in fields else 0.0,
-        None if measured is None or measured.value is None else measured.number(_MAX_MICROSECONDS),
-        fields["guessed"].number(1.0) if "guessed" in fields else 0.0,
-    )
-
-
-def _one_of(value: Checked, choices: Iterable[str]) -> str:
-    if value.value not in tuple(choices):
-        raise value.error(f"must be one of {', '.join(choices)}")
-    return value.value
+            raise _wrong(origin, f"{name!r} stands in no segment", place)
+    return tuple(PlanSegment(tuple(map(str, row.run)), row.predicted_us, row.measured_us, row.guessed) for row in rows)

@@ -255,7 +255,7 @@ class InterleavedStep:
 
     def _report_off(self) -> Report:
         name = f"jit_{self.__name__}"
-        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, _OFF),))
+        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, _switched_off()),))
 
     def _front(self, args: Any, kwargs: Any) -> fronts.Front | None:
         """What makes arrays of these arguments; None if they are arrays."""
@@ -394,13 +394,22 @@ class _BoundStep:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-_OFF = "DHELIX=off, jax.disable_jit, jax_debug_nans or jax_debug_infs"
-
-
 def _on() -> bool:
-    """Where JAX looks for NaNs it runs a step again, operation by operation; it can do so of its own programs alone."""
+    return not _switched_off()
+
+
+def _switched_off() -> str:
+    """What switches dhelix off, or nothing. Where JAX looks for NaNs it runs a step again, operation by operation; it
+    can do so of its own programs alone."""
     config = jax.config
-    return registration.enabled() and not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
+    switches = {
+        "DHELIX=off": not registration.enabled(),
+        "jax.disable_jit": config.jax_disable_jit,
+        "jax_debug_nans": config.jax_debug_nans,
+        "jax_debug_infs": config.jax_debug_infs,
+    }
+    found = [name for name, on in switches.items() if on]
+    return f"is switched off by {' and '.join(found)}" if found else ""
 
 
 def _leaf_key(leaf: Any) -> Hashable:

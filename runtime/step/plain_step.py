@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import msgspec
 from absl import logging
 
 from dhelix.errors import DhelixError
@@ -23,8 +24,7 @@ from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.gain import StepParts
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.report import read_data
-from dhelix.runtime import beside_cache, broken_off, lowering, memory_need
+from dhelix.runtime import beside_cache, broken_off, memory_need
 from dhelix.runtime.memory_need import MemoryNeed
 
 
@@ -36,15 +36,19 @@ class PlainStep:
     """
 
     def __init__(
-        self, lowered: jax.stages.Lowered, costs: Callable[[], Costs], options: Mapping[str, Any] | None = None
+        self,
+        lowered: jax.stages.Lowered,
+        program: bytes,
+        costs: Callable[[], Costs],
+        options: Mapping[str, Any] | None = None,
     ):
         """
         Args:
-          lowered: for GPUs.
+          lowered: for GPUs; `program`: the same as HLO.
           costs: what the time follows from.
           options: XLA's, that the step is compiled with.
         """
-        self._lowered = lowered
+        self._lowered, self._program = lowered, program
         self._costs = costs
         self._options = dict(options or {})
         self.seconds = 0.0
@@ -55,7 +59,8 @@ class PlainStep:
         compiles the program hears why."""
         start = time.perf_counter()
         try:
-            program, costs = lowering.hlo_bytes(self._lowered), self._costs()
+            program, costs = self._program, self._costs()
+            self._program = b""  # it may hold constants of any size
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
             if found is None and (module := broken_off.scheduled(self._lowered, program, "memory")) is not None:
@@ -84,8 +89,7 @@ def _stored(name: str) -> tuple[MemoryNeed, StepParts] | None:
         text = beside_cache.read(name)
         if text is None:
             return None
-        need, parts = json.loads(text)
-        return read_data(MemoryNeed, need), read_data(StepParts, parts)
-    except (OSError, ValueError, TypeError, RecursionError, DhelixError) as error:
+        return msgspec.json.decode(text, type=tuple[MemoryNeed, StepParts])
+    except (OSError, ValueError, RecursionError, DhelixError) as error:
         logging.vlog(1, "%s is left out: %s", name, error)
         return None

@@ -229,11 +229,11 @@ class Choice:
         planned = 0 if self.plan is None else self.plan.target.memory_limit
         return replace(self, memory_limit=max(plain.known[0].allowed(), planned))
 
-    def plain_step(self, lowered: jax.stages.Lowered) -> PlainStep | None:
-        """What the step is compared with; None on devices other than GPUs."""
+    def plain_step(self, lowered: jax.stages.Lowered, program: bytes) -> PlainStep | None:
+        """What the step, which is `program` as HLO, is compared with; None on devices other than GPUs."""
         if _gpu(lowered) is None:
             return None
-        return PlainStep(lowered, lambda: self.costs(lowered), self.compiler_options)
+        return PlainStep(lowered, program, lambda: self.costs(lowered), self.compiler_options)
 
     def costs(self, lowered: jax.stages.Lowered) -> Costs:
         """What operators cost on the GPUs of a program."""

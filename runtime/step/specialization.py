@@ -82,9 +82,10 @@ class Specialization:
         start = time.perf_counter()
         with self._left_alone_on_error():
             if lowering.device_count(original) > 1 or even_on_one_device:
-                self._plain = choice.plain_step(original)
+                program = lowering.hlo_bytes(original)
+                self._plain = choice.plain_step(original, program)
                 self._choice = choice.limited(original, self._plain).weighed(original)
-                self._session = self._begin(self._choice)
+                self._session = self._begin(self._choice, program)
                 self._transform()
             else:
                 self._session = self._begin(choice)
@@ -149,8 +150,8 @@ class Specialization:
         known = None if self._plain is None or after is None else self._plain.known
         return None if known is None or after is None else Gain(known[1], after)
 
-    def _begin(self, choice: Choice) -> registration.Session:
-        module = lowering.hlo_bytes(self.original)
+    def _begin(self, choice: Choice, program: bytes | None = None) -> registration.Session:
+        module = lowering.hlo_bytes(self.original) if program is None else program
         if _TO_ONE_DEVICE in module:  # what was made of one could abort the process in XLA, not only fail to compile
             raise DhelixError(_MANUAL_IN_GSPMD)
         played = None if self._plain is None else lambda scheduled: self._played(choice, scheduled)

@@ -10,7 +10,7 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.profiles import collective_matmul_times as files
-from dhelix.profiles.checked_json import ProfileFileError
+from dhelix.profiles.codec import ProfileFileError
 from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times, choose
 from dhelix.profiles.profile import Provenance, Timing
 
@@ -76,25 +76,31 @@ def put(*way: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+WHOLE = {"gemm": [1, 0, 1], "collective": [1, 0, 1], "forms": {}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (put("schema", 2), r"f.json: written by a newer dhelix \(schema 2; this one reads 1\): upgrade"),
         (lambda c: c.pop("schema"), 'JSON, but no file of collective matmuls\' times \\(it has no "schema"\\)'),
-        (lambda c: c.pop("link"), '"link" is missing: restore it, or measure again'),
-        (put("hardware", 3), "hardware must be printable text"),
-        (put("sites", []), "sites must be an object"),
-        (put("sites", "gemm 8x8x8", {}), "is no collective matmul: write"),
-        (put("sites", "all_gather_matmul bfloat16 08x8x8 over 4", {}), "write 'all_gather_matmul bfloat16 8x8x8 over"),
-        (put("sites", SITE.key, "gemm", [0, 0, 1]), "gemm.0 must be more than 0 microseconds, not 0"),
-        (put("sites", SITE.key, "gemm", [1, 0]), "gemm must be a list of 3"),
-        (put("sites", SITE.key, "gemm", [1, -1, 1]), "gemm.1 must be a number from 0"),
-        (put("sites", SITE.key, "gemm", [1, 0, 0]), "gemm.2 must be a whole number from 1"),
-        (lambda c: c["sites"][SITE.key].pop("collective"), '"collective" is missing'),
+        (lambda c: c.pop("link"), "`link` is missing: correct it, or measure again"),
+        (put("hardware", 3), "hardware: expected printable text"),
+        (put("sites", []), "sites: expected `object`"),
+        (put("sites", "gemm 8x8x8", WHOLE), "is no collective matmul: write"),
+        (
+            put("sites", "all_gather_matmul bfloat16 08x8x8 over 4", WHOLE),
+            "write 'all_gather_matmul bfloat16 8x8x8 over",
+        ),
+        (put("sites", SITE.key, "gemm", [0, 0, 1]), "gemm.0: expected `float` > 0"),
+        (put("sites", SITE.key, "gemm", [1, 0]), "gemm: expected `array` of at least length 3"),
+        (put("sites", SITE.key, "gemm", [1, -1, 1]), "gemm.1: expected `float` >= 0"),
+        (put("sites", SITE.key, "gemm", [1, 0, 0]), "gemm.2: expected `int` >= 1"),
+        (lambda c: c["sites"][SITE.key].pop("collective"), "`collective` is missing"),
         (put("sites", SITE.key, "forms", "rings", [1, 0, 1]), "form of a collective matmul is 'rings'"),
         (put("sites", SITE.key, "forms", "hybrid:04", [1, 0, 1]), "write 'hybrid:4'"),
         (put("sites", SITE.key, "forms", "mosaic:1x2", [1, 0, 1]), "are no tiles"),
-        (put("measured_on", 0, "gpus", 0), "measured_on.0.gpus must be a whole number from 1"),
+        (put("measured_on", 0, "gpus", 0), "measured_on.0.gpus: expected `int` >= 1"),
     ],
 )
 def test_unsound_files_are_refused_in_one_line(change: Callable[[dict[str, Any]], object], message: str) -> None:

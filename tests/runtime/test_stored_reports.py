@@ -64,7 +64,6 @@ DAMAGED = {
     "an unknown stage": TEXT.replace('"post-scheduler"', '"mid-scheduler"').encode(),
     "a number as a name": TEXT.replace('"look"', "7").encode(),
     "a name as a number": TEXT.replace('"number": 1', '"number": "one"').encode(),
-    "a field that is not known": TEXT.replace('"number": 1', '"number": 1, "shape": 2').encode(),
     "a field that is missing": TEXT.replace('"number": 1,', "").encode(),
     "stages that are no list": TEXT.replace('"stages": [', '"stages": 3, "others": [').encode(),
     "passes that are null": TEXT.replace('"passes": [', '"passes": null, "others": [').encode(),

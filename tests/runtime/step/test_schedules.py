@@ -130,7 +130,7 @@ def test_on_cpu_it_is_said_that_a_plan_is_not_looked_at(caplog: pytest.LogCaptur
 
 def test_on_cpu_it_is_said_that_memory_is_not_limited(caplog: pytest.LogCaptureFixture) -> None:
     program = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
-    assert choice().plain_step(program) is None
+    assert choice().plain_step(program, b"") is None
     assert choice().limited(program, None).memory_limit is None and not caplog.records
     assert [choice(memory_limit=1).limited(program, None).memory_limit for _ in range(2)] == [None, None]
     (record,) = caplog.records

@@ -13,7 +13,7 @@ from dhelix.passes import manager
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.passes.report import CHANGED, REFUSED
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.runtime import deviceless, memory_need, registration
+from dhelix.runtime import deviceless, lowering, memory_need, registration
 from dhelix.runtime.lowering import compiled_module
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.schedules import Choice
@@ -125,7 +125,8 @@ def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Trai
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(
         training.abstract_state(), training.abstract_batch(3)
     )
-    plain, again = (Choice().plain_step(lowered) for _ in range(2))
+    program = lowering.hlo_bytes(lowered)
+    plain, again = (Choice().plain_step(lowered, program) for _ in range(2))
     assert plain is not None and again is not None and plain.known is not None
     (found, parts), exact = plain.known, memory_need.of_compiled(deviceless.compile(lowered))
     assert found.arguments == exact.arguments and parts.memory == found.arguments + found.beside

@@ -1,0 +1,169 @@
+"""JSON files that people read, one fact a line, and that strangers write: a file is a type, whose fields are checks.
+
+    class File(Struct):
+        setting: Text
+        samples: Annotated[int, Meta(ge=1)]
+
+    file = decode(text, File, "h200-nvlink.json")
+    # ProfileFileError: h200-nvlink.json: samples: expected `int` >= 1: correct it, or profile again
+
+JSON itself is only data; what is left to guard against is size, depth, NaN, fields that stand there twice, text that a
+terminal would obey, and numbers outside of what they mean. Files are profiles unless `decode` is told another `Kind`.
+Rows are Structs with `array_like=True`: what a later version puts behind their end is left aside.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from dhelix.errors import DhelixError
+
+MAX_BYTES = 64 << 20
+_MAX_CHARACTERS = 1000
+_MISSING = re.compile(r"Object missing required field (`\w+`)")
+_AT = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
+
+
+class ProfileFileError(DhelixError):
+    """A file is no profile, or not one that this version can read."""
+
+
+class Text(str):
+    """Printable text of at most 1000 characters."""
+
+    __slots__ = ()
+
+
+class Row(Struct, array_like=True, frozen=True, gc=False):
+    """A list whose entries have a place and a type each."""
+
+
+Count = Annotated[int, Meta(ge=1, le=10**9)]
+Bytes = Annotated[int, Meta(ge=0, le=2**62)]
+Position = Annotated[int, Meta(ge=0)]
+Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class On(Struct, omit_defaults=True):
+    """`profile.Provenance` in a file."""
+
+    gpu: Text = Text()
+    gpus: Count = 1
+    date: Text = Text()
+    driver: Text = Text()
+    cuda: Text = Text()
+    nccl: Text = Text()
+    jax: Text = Text()
+    machine: Text = Text()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a file is meant to be, for messages: its `name`, how one gets a good one, and which error it raises."""
+
+    name: str = "profile"
+    again: str = "profile again"
+    error: type[DhelixError] = ProfileFileError
+
+
+PROFILE = Kind()
+
+
+def json_text(value: Any) -> str:
+    """A value in one line."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_lines(opening: str, items: Iterable[str], closing: str) -> str:
+    """A list or an object with an item on each line, so that files can be read, edited and compared."""
+    text = ",\n".join(items)
+    return f"{opening}\n{text}\n{closing}" if text else opening + closing
+
+
+def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE) -> T:
+    """What a text holds, of at most this `schema`.
+
+    Raises `kind.error` for all that is no `type`; it calls the text `origin` and names the place.
+    """
+    data = _parse(text, origin, kind)
+    _check_schema(data, origin, schema, kind)
+    try:
+        return msgspec.convert(data, type, dec_hook=_text)
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        raise wrong(origin, str(error), kind) from None
+
+
+def wrong(origin: str, message: str, kind: Kind = PROFILE) -> DhelixError:
+    """The error of a kind; `message` may end in msgspec's way to say where: - at `$.a[0].b`."""
+    found = _AT.search(message)
+    place = re.sub(r"\[(\d+|\*)\]", r".\1", found[1].replace("...", "*")).strip(".") if found else ""
+    what = _MISSING.sub(r"\1 is missing", _AT.sub("", message))
+    said = f"{place or 'the file'}: {what[:1].lower()}{what[1:]}"
+    return kind.error(f"{origin}: {ascii(said)[1:-1][:200]}: correct it, or {kind.again}")
+
+
+def names(mapping: Mapping[str, Any], place: str, origin: str, kind: Kind = PROFILE) -> None:
+    """Raises `kind.error` where the names of an object's fields are no `Text`; msgspec does not look at them."""
+    for name in mapping:
+        try:
+            _text(Text, name)
+        except ValueError as error:
+            raise wrong(origin, f"name of a field: {error} - at `$.{place}`", kind) from None
+
+
+def _text(type: type, value: Any) -> Any:
+    if type is not Text:
+        raise NotImplementedError
+    if not isinstance(value, str) or len(value) > _MAX_CHARACTERS or not value.isprintable():
+        raise ValueError(f"expected printable text of at most {_MAX_CHARACTERS} characters")
+    return Text(value)
+
+
+def _parse(text: str, origin: str, kind: Kind) -> Any:
+    def refuse(constant: str) -> None:
+        raise kind.error(f"{origin}: {constant} is no number of a {kind.name}: {kind.again}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for n, (name, _) in enumerate(pairs) if any(name == later for later, _ in pairs[n + 1 :]))
+            raise kind.error(f"{origin}: an object has the field {ascii(twice[:80])} twice: remove one of them")
+        return found
+
+    if len(text) > MAX_BYTES:
+        raise kind.error(f"{origin}: {len(text) >> 20} MiB are too large for a {kind.name}: not read")
+    try:
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except kind.error:
+        raise
+    except json.JSONDecodeError as error:
+        cut = not text[error.pos :].strip() or error.msg.startswith("Unterminated")
+        what = "ends too early" if cut else f"is no JSON ({error.msg})"
+        raise kind.error(
+            f"{origin}: line {error.lineno}: {what}: restore the file, or delete it and {kind.again}"
+        ) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+        raise kind.error(f"{origin}: JSON, but no {kind.name}: check the path") from None
+
+
+def _check_schema(data: Any, origin: str, known: int, kind: Kind) -> None:
+    if not isinstance(data, dict):
+        raise kind.error(f"{origin}: JSON, but no object, so no {kind.name}: check the path")
+    schema = data.get("schema")
+    if schema is None:
+        raise kind.error(f'{origin}: JSON, but no {kind.name} (it has no "schema"): check the path')
+    if type(schema) is not int or schema < 1:
+        raise wrong(origin, "Expected a whole number from 1 - at `$.schema`", kind)
+    if schema > known:
+        raise kind.error(
+            f"{origin}: written by a newer dhelix (schema {schema}; this one reads {known}): upgrade dhelix, or"
+            f" {kind.again}"
+        )
