@@ -127,7 +127,7 @@ def _headline(view: PlanView) -> list[str]:
     plain = "the same micro-batched step without passes, under the same launch setting"
     against = "the order of the dump" if view.plain_seconds is None else plain
     flags = " (--inter_bandwidth, --gpus_per_node)" if gain.after.assumed else ""
-    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), guesses(gain.after) + flags]
+    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), gain.left(), guesses(gain.after) + flags]
 
 
 def _settings(view: PlanView) -> Table:

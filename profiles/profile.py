@@ -165,6 +165,12 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
 })  # fmt: skip
 
 
+FASTEST: Mapping[str, str] = MappingProxyType(
+    {"nvlink": "copy-engine1", "no-p2p": "small-buffers", "two-nodes": "sockets"}
+)
+"""By link the launch setting that was measured to be fastest (docs/benchmarks.md), for most steps."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Everything measured under one launch setting.

@@ -215,6 +215,17 @@ class Costs(dict[Instruction, Cost]):
         return found and Kernel(found.seconds, self.estimator.solo(collective).seconds, found.source)
 
     @property
+    def link(self) -> str:
+        """Of the profile; "" without one."""
+        profile = None if self.estimator is None else self.estimator.profile
+        return "" if profile is None else profile.link
+
+    @property
+    def setting(self) -> str:
+        """The launch setting of the profile; "" without one."""
+        return self.estimator.section.setting if self.estimator and self.link else ""
+
+    @property
     def words(self) -> str:
         """Whose costs these are, for people to read."""
         if self.estimator is None or self.estimator.profile is None:

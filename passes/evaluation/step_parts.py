@@ -8,15 +8,17 @@ The schedule is played (`timeline.py`); this says where its time goes, so that t
 
 from collections.abc import Iterator
 
+from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.step_time import executions, predict
 from dhelix.passes.evaluation.timeline import Timeline, guessed_overlap, simulate_module
-from dhelix.passes.gain import StepParts
+from dhelix.passes.gain import StepParts, mebibytes
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates import Source
 
 _MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
+_NAMED = 3  # collectives
 _FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
 
 
@@ -45,7 +47,23 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
         guessed_overlap=guessed_overlap(played, costs),
         costs=costs.words,
         assumed=full.assumed,
+        link=costs.link,
+        setting=costs.setting,
+        exposed_by=_exposed_by(module, played),
     )
+
+
+def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float], ...]:
+    """Collectives of one kind and size together."""
+    found: dict[str, float] = {}
+    instructions = {i.name: i for computation in module.schedule for i in computation.instructions}
+    for one in played.collectives:
+        sent = find_collective(instructions[one.instruction])
+        words = f"{sent.kind} {mebibytes(sent.size)}" if sent else "messages"
+        found[words] = found.get(words, 0.0) + one.exposed
+    least = played.seconds / 500
+    ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    return tuple((words, seconds) for words, seconds in ordered[:_NAMED] if seconds > least)
 
 
 def loops_to_look_at(timeline: Timeline, start: float = 0.0, runs: int = 1) -> Iterator[tuple[float, Timeline, int]]:

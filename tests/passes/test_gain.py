@@ -22,6 +22,14 @@ def test_causes_add_up_to_the_gain_and_the_largest_comes_first() -> None:
     assert gain.memory() == "peak memory 8.00 GiB -> 6.00 GiB (0.75 x, by live ranges)"
 
 
+def test_what_is_left_begins_with_the_longest_part_and_names_collectives() -> None:
+    after = replace(AFTER, exposed_by=(("all-gather 64 MiB", 0.0125),))
+    assert Gain(BEFORE, after).left() == (
+        "what is left: kernels 100.0 ms, exposed communication 20.0 ms (all-gather 64 MiB 12.5 ms),"
+        " slow-down beside collectives 20.0 ms, copies 10.0 ms, pauses between kernels 10.0 ms"
+    )
+
+
 def test_two_equal_steps_have_no_causes() -> None:
     assert "no part" in Gain(BEFORE, BEFORE).why()
 

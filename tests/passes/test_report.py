@@ -79,11 +79,20 @@ def test_passes_by_name_and_in_order() -> None:
 
 
 def test_the_headline_says_what_was_gained_against_what_and_how_sure_that_is() -> None:
-    first, times, why, memory, sure, *_ = rendered(dataclasses.replace(REPORT, gain=GAIN)).splitlines()
+    first, times, why, left, memory, sure, *more = rendered(dataclasses.replace(REPORT, gain=GAIN)).splitlines()
     assert first == "jit_step: changed by strand-duplication"
     assert "200.0 ms -> 160.0 ms predicted (0.80 x)" in times and "DHELIX=off" in times
     assert why.strip() == "exposed communication -40.0 ms" and "peak memory" in memory
     assert "roofline of H200" in sure and "50% of what operators take is guessed" in sure
+    assert left.strip().startswith("what is left: kernels 100.0 ms, ") and "`dhelix profile`" in more[0]
+
+
+def test_the_headline_says_what_to_set_where_another_launch_setting_is_mostly_faster() -> None:
+    measured = dataclasses.replace(GAIN.after, link="no-p2p", setting="default", guessed=0.0)
+    said = rendered(dataclasses.replace(REPORT, gain=dataclasses.replace(GAIN, after=measured)))
+    assert "to try: start with CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_MIN_NCHANNELS=16" in said and "profile`" not in said
+    fastest = dataclasses.replace(measured, setting="small-buffers")
+    assert "to try" not in rendered(dataclasses.replace(REPORT, gain=dataclasses.replace(GAIN, after=fastest)))
 
 
 def test_the_headline_says_why_nothing_was_gained() -> None:
