@@ -2,29 +2,51 @@
 
     from dhelix import strand_interleave, value_and_grad
 
+    @strand_interleave(microbatches=4, donate_argnums=(0, 1))     # in place of jax.jit
+    def train_step(params, opt_state, batch):
+        loss, grads = value_and_grad(loss_fn)(params, batch)      # in place of jax.value_and_grad
+
+Public are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError` and `__version__`. Two modules are
+meant for use, too, and may change between versions: `dhelix.deviceless` (meshes of GPUs that exist on paper) and
+`dhelix.collective_matmul` (collective matmuls as functions).
+
 Names are loaded when they are first used: `dhelix --help` imports no JAX, and importing dhelix touches no device.
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dhelix.errors import DhelixError
+    from dhelix.runtime import collective_matmul
+    from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.pipeline.fold import Fold
+    from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
     from dhelix.runtime.step.strand_interleave import strand_interleave
-    from dhelix.runtime.step.value_and_grad import value_and_grad
 
-__all__ = ["DhelixError", "Fold", "strand_interleave", "value_and_grad"]
+    __version__: str
+
+__all__ = ["DhelixError", "Fold", "collective_matmul", "deviceless", "strand_interleave", "value_and_grad"]
 
 _HOMES = {
     "DhelixError": "dhelix.errors",
     "Fold": "dhelix.runtime.pipeline.fold",
     "strand_interleave": "dhelix.runtime.step.strand_interleave",
-    "value_and_grad": "dhelix.runtime.step.value_and_grad",
+    "value_and_grad": "dhelix.runtime.step.gradients.value_and_grad",
 }
+_MODULES = {"collective_matmul": "dhelix.runtime.collective_matmul", "deviceless": "dhelix.runtime.compiler.deviceless"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("dhelix")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'dhelix' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -50,8 +50,9 @@ def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
     """The plain step for GPUs that need not exist, without CUDA graphs."""
     import jax
 
-    from dhelix.launch import profile_step, trainer
-    from dhelix.runtime.launch_settings import NO_GRAPHS
+    from dhelix.launch.profile import step as profile_step
+    from dhelix.launch.train import trainer
+    from dhelix.runtime.processes.launch_settings import NO_GRAPHS
 
     options = trainer.Options("llama-8b", layers, mesh=f"tp={tp}", sharding=sharding, microbatches=microbatches)
     training, batch = profile_step.deviceless_training(options)
@@ -61,7 +62,7 @@ def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
 
 def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
     """Seconds of a step of 8 layers and 4 micro-batches under `schedule="intra_batch"` with these options."""
-    from dhelix.runtime.launch_settings import NO_GRAPHS
+    from dhelix.runtime.processes.launch_settings import NO_GRAPHS
     from dhelix.runtime.step import collective_matmul_choice
     from dhelix.runtime.step.schedules import AUTO, Choice
 
@@ -75,8 +76,8 @@ def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
 
 def partitioned(tp: int, sharding: str) -> bytes:
     """The module of a step of two layers and two micro-batches that passes at PRE_SCHEDULER get."""
-    from dhelix.runtime import broken_off
-    from dhelix.runtime.lowering import hlo_bytes
+    from dhelix.runtime.compiler import broken_off
+    from dhelix.runtime.compiler.lowering import hlo_bytes
 
     lowered = lower(tp, sharding, 2, 2)
     found: list[bytes] = []
@@ -86,10 +87,10 @@ def partitioned(tp: int, sharding: str) -> bytes:
 
 def sites(module: bytes, canonical: bool) -> Counter[str]:
     """How many sites are found, by place."""
-    from dhelix.passes.collective_matmul.collective_matmul import find_all
     from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
+    from dhelix.passes.communication.collective_matmul.collective_matmul import find_all
+    from dhelix.passes.framework.manager import PassContext
     from dhelix.passes.hlo import HloModule
-    from dhelix.passes.manager import PassContext
 
     view, found = HloModule.from_bytes(module), Counter[str]()
     if canonical:

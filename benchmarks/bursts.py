@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.runtime.profiling import executions
+from dhelix.runtime.profiling.traces import executions
 
 _ROWS, _WIDTH, _FFN = 8192, 4096, 7168
 _LONG = 400  # pairs of products, about half a second

@@ -44,8 +44,8 @@ from dhelix.benchmarks.collective_matmul_programs import Program
 from dhelix.benchmarks.collective_matmul_results import COLLECTIVE, GEMM, Measured, Results, merged
 from dhelix.benchmarks.collective_matmul_sites import is_backward, sites
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import FORMS, KINDS, MONOLITHIC, Form, Site, Tiles
-from dhelix.runtime.launch_settings import link_of, setting_of, without_graphs
+from dhelix.profiles.collective_matmul.sites import FORMS, KINDS, MONOLITHIC, Form, Site, Tiles
+from dhelix.runtime.processes.launch_settings import link_of, setting_of, without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 _SENT_ROWS = (

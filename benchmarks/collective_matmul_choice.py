@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     import jax
 
     from dhelix.passes.evaluation.costs import CostModel
-    from dhelix.passes.manager import PassManager
+    from dhelix.passes.framework.manager import PassManager
     from dhelix.runtime.step.schedules import Choice
 
 FORM = "auto"
 
 
 def lowered_step(options: argparse.Namespace) -> "jax.stages.Lowered":
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
 
     deviceless.prepare_environment()
     import jax
@@ -40,7 +40,7 @@ def lowered_step(options: argparse.Namespace) -> "jax.stages.Lowered":
 def rows(lowered: "jax.stages.Lowered", choice: "Choice") -> Iterator[tuple[str, "PassManager"]]:
     """Names of programs, and the passes that make them."""
     from dhelix.passes import jax_compat
-    from dhelix.passes.manager import PassManager
+    from dhelix.passes.framework.manager import PassManager
     from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes
 
     matmuls = collective_matmul_passes(jax_compat.devices(lowered), FORM, options=choice.compiler_options)
@@ -72,7 +72,7 @@ def main() -> None:
     options = parser.parse_args()
     lowered = lowered_step(options)
 
-    from dhelix.runtime.launch_settings import NO_GRAPHS
+    from dhelix.runtime.processes.launch_settings import NO_GRAPHS
     from dhelix.runtime.step.collective_matmul_choice import predicted
     from dhelix.runtime.step.schedules import Choice
 

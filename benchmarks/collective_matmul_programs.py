@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.benchmarks.collective_matmul_results import COLLECTIVE, GEMM
-from dhelix.profiles.collective_matmul import Form, Site
+from dhelix.profiles.collective_matmul.sites import Form, Site
 from dhelix.runtime import collective_matmul
 
 AXIS = "tp"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Form, Site, SiteTimes, Tiles, Times
+from dhelix.profiles.collective_matmul.sites import Form, Site, SiteTimes, Tiles, Times
 from dhelix.profiles.hardware import gpu_name
 from dhelix.profiles.profile import Provenance, Timing
 

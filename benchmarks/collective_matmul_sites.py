@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import KINDS, Site
+from dhelix.profiles.collective_matmul.sites import KINDS, Site
 
 GATHER, SCATTER, REDUCE = KINDS
 ROWS = (8192, 4096, 16384, 2048)

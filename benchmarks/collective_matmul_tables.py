@@ -23,8 +23,9 @@ from dhelix.benchmarks.collective_matmul_results import Results
 from dhelix.benchmarks.collective_matmul_sites import DISTFUSE_ROWS, MODELS
 from dhelix.benchmarks.strand_tables import into_page
 from dhelix.errors import DhelixError
-from dhelix.profiles import collective_matmul_times, storage
-from dhelix.profiles.collective_matmul import KINDS, MONOLITHIC, Site, Times, choose
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import KINDS, MONOLITHIC, Site, Times, choose
+from dhelix.profiles.files import storage
 
 # Of issue "Collective matmul": (must, aim) of the share on 4 H200s over NVLink; of the speed-up for DistFuse's shapes.
 SHARES: Mapping[str, tuple[float, float]] = {"all_gather_matmul": (0.87, 0.93), "matmul_reduce_scatter": (0.85, 0.92)}

@@ -15,11 +15,11 @@ from typing import Any
 
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
-from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
+from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.strands.activation_sharing import ActivationSharing
+from dhelix.passes.strands.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
 
@@ -53,7 +53,7 @@ class Row:
 
 
 def compiled(arguments: dict[str, Any], strands: bool, latency_hiding: bool) -> HloModule:
-    from dhelix.runtime import deviceless, tuned
+    from dhelix.runtime.compiler import deviceless, tuned
 
     deviceless.prepare_environment()
     import jax
@@ -63,7 +63,7 @@ def compiled(arguments: dict[str, Any], strands: bool, latency_hiding: bool) -> 
     from dhelix.models import preset
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
-    from dhelix.runtime import lowering
+    from dhelix.runtime.compiler import lowering
 
     sizes = {name: arguments[name] for name in ("layers", "seq", "vocab")}
     mesh = make_mesh(1, arguments["tp"], deviceless.topology("h200", f"1x1x{arguments['tp']}").devices)

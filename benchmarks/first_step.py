@@ -70,9 +70,9 @@ def first_step(arguments: argparse.Namespace) -> dict[str, Any]:
     os.sched_setaffinity(0, _cores())
     import jax
 
-    from dhelix.launch import trainer
-    from dhelix.launch.commands.options import Options
-    from dhelix.passes.headline import headline
+    from dhelix.launch.train import trainer
+    from dhelix.launch.train.options import Options
+    from dhelix.passes.framework.headline import headline
 
     jax.config.update("jax_compilation_cache_dir", arguments.child)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -17,15 +17,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
 
 import jax  # noqa: E402
 
-from dhelix.launch import profile_step, trainer  # noqa: E402
+from dhelix.launch.profile import step as profile_step  # noqa: E402
+from dhelix.launch.train import trainer  # noqa: E402
 from dhelix.passes.hlo import HloModule  # noqa: E402
-from dhelix.runtime import lowering  # noqa: E402
+from dhelix.runtime.compiler import lowering  # noqa: E402
 
 _SMALL = {"preset": "llama-demo", "layers": 4, "seq": 128, "batch": 16, "microbatches": 4, "dtype": "bfloat16"}
 _LARGE = {"preset": "llama-8b", "layers": 2, "microbatches": 4}

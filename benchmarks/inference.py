@@ -41,7 +41,7 @@ from dhelix.benchmarks.inference_programs import Case
 from dhelix.benchmarks.inference_results import BOUND, TILE_WISE, XLA, CaseResult, Run, tables
 from dhelix.errors import DhelixError
 from dhelix.models import LlamaConfig, make_mesh, preset
-from dhelix.runtime.launch_settings import link_of, without_graphs
+from dhelix.runtime.processes.launch_settings import link_of, without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 FORMS = ("monolithic", "hybrid:2", "hybrid:4", "ring", "mosaic", TILE_WISE)

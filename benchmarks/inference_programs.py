@@ -40,7 +40,7 @@ from dhelix.models.parallel import TensorParallel
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.runtime.collective_matmul.kernels.tile_all_reduce import tile_all_reduce
 from dhelix.runtime.collective_matmul.products import matmul
-from dhelix.runtime.launch_settings import link_of
+from dhelix.runtime.processes.launch_settings import link_of
 
 _ROOM = 128  # tokens that a cache has left, so that the new one is inside and the room divides by tiles
 _OPTIONS = {

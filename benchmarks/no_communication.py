@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.passes.analysis.collectives import KINDS
+from dhelix.passes.framework.manager import PassContext, PassRefusal, Stage
 from dhelix.passes.hlo import Builder, HloModule, Instruction, edit, shapes
-from dhelix.passes.manager import PassContext, PassRefusal, Stage
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.collective_schedule import list_order
-from dhelix.passes.ordering.exact_order import exact_order
+from dhelix.passes.ordering.exact.order import exact_order
 from dhelix.passes.ordering.order_search import OrderSearch
 from dhelix.passes.ordering.orders import Limits
 from dhelix.passes.ordering.strand_pairing import pairing_order
@@ -73,14 +73,14 @@ class Row:
 
 def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
     """The interleaved step of 4 H200s that need not be there."""
-    from dhelix.runtime import lowering, tuned
+    from dhelix.runtime.compiler import lowering, tuned
 
     return lowering.compiled_module(tuned.compile(lowered_step(preset_name, microbatches, layers=layers)))
 
 
 def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
     """The same before it is compiled, to be scheduled by XLA. `model`: options of `models.preset`."""
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
 
     deviceless.prepare_environment()
     import optax

@@ -37,7 +37,7 @@ from dhelix.benchmarks import collective_matmul_programs as programs
 from dhelix.benchmarks.collective_matmul import Turn, iterations
 from dhelix.benchmarks.collective_matmul_programs import AXIS, Program
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import (
     gemm_tiles,
     hopper_gemm,
@@ -48,7 +48,7 @@ from dhelix.runtime.collective_matmul.kernels import (
 )
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import GROUP, MEMORY_GROUP, Gemm, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing
-from dhelix.runtime.launch_settings import without_graphs
+from dhelix.runtime.processes.launch_settings import without_graphs
 from dhelix.runtime.profiling.provenance import provenance
 
 SHAPES = "16384x2048x4096,8192x2048x8192,8192x3584x4096,8192x1024x4096"

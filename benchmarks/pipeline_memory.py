@@ -115,9 +115,9 @@ def measure(case: Case, name: str, layers: int) -> Need:
 
     from dhelix import strand_interleave
     from dhelix.benchmarks.pipeline_variants import training_of
-    from dhelix.launch.pipelined import PipelinedTraining
-    from dhelix.runtime import deviceless
-    from dhelix.runtime.lowering import compiled_module
+    from dhelix.launch.train.pipelined import PipelinedTraining
+    from dhelix.runtime.compiler import deviceless
+    from dhelix.runtime.compiler.lowering import compiled_module
 
     start = time.perf_counter()
     hosts = max(case.gpus // 8, 1)
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
     arguments = parser.parse_args()
     from dhelix.benchmarks.strand_tables import into_page
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
 
     deviceless.prepare_environment()
     try:

@@ -22,9 +22,9 @@ from typing import Any
 import optax
 
 from dhelix.benchmarks.strand_variants import OURS, XLA, Setting
-from dhelix.launch.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
-from dhelix.passes.manager import Stage
+from dhelix.passes.framework.manager import Stage
 from dhelix.passes.pipeline_fold import LOCKSTEP
 from dhelix.runtime.step.schedules import default_passes
 

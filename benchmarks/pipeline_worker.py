@@ -22,8 +22,8 @@ from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_worker import Worker, describe, work
 from dhelix.errors import DhelixError
 from dhelix.models import Training, preset
-from dhelix.runtime import deviceless
-from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler.lowering import compiled_module
 
 
 class PipelineWorker(Worker):

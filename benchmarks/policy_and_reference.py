@@ -114,11 +114,11 @@ def compiled(step: Any, arguments: tuple[Any, ...], gpu: str, mesh: Any, strands
     import jax
 
     from dhelix import strand_interleave
-    from dhelix.launch.inspecting import dumps
-    from dhelix.launch.plan_step import Program
-    from dhelix.passes.manager import Stage
-    from dhelix.runtime import registration, tuned
-    from dhelix.runtime.launch_settings import NO_GRAPHS
+    from dhelix.launch.inspect import dumps
+    from dhelix.launch.plan.program import Program
+    from dhelix.passes.framework.manager import Stage
+    from dhelix.runtime.compiler import registration, tuned
+    from dhelix.runtime.processes.launch_settings import NO_GRAPHS
     from dhelix.runtime.step.schedules import default_passes
 
     options: dict[str, Any] = {"donate_argnums": 0, "compiler_options": dict(NO_GRAPHS)}
@@ -136,13 +136,13 @@ def compiled(step: Any, arguments: tuple[Any, ...], gpu: str, mesh: Any, strands
 
 
 def rows_of(options: argparse.Namespace, tp: int, link: str, setting: str) -> list[Row]:
-    from dhelix.launch import plan_search
+    from dhelix.launch.plan import search as plan_search
     from dhelix.models import preset
     from dhelix.passes.evaluation.costs import CostModel
     from dhelix.passes.evaluation.timeline import simulate_module
     from dhelix.passes.hlo import HloModule
-    from dhelix.profiles import storage
-    from dhelix.runtime import deviceless
+    from dhelix.profiles.files import storage
+    from dhelix.runtime.compiler import deviceless
 
     profile = storage.find(options.gpu, link)
     if profile is None or setting not in profile.sections:

@@ -27,8 +27,8 @@ from dhelix.benchmarks import pipeline, pipeline_tables, pipeline_variants, stra
 from dhelix.benchmarks.strand_results import Run, read
 from dhelix.benchmarks.strand_tables import into_page
 from dhelix.errors import DhelixError
+from dhelix.profiles.files.storage import SEARCH_PATH
 from dhelix.profiles.hardware import gpu_name
-from dhelix.profiles.storage import SEARCH_PATH
 
 _RESULTS = Path(__file__).parent / "results"
 

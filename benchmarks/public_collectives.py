@@ -30,7 +30,7 @@ from dhelix.passes import jax_compat
 from dhelix.passes.analysis.collectives import KINDS, find_collective
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.shardy_import import import_shardy
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 type Counted = tuple[str, int, tuple[tuple[int, ...], ...]]
 """Kind, bytes and groups of a collective; devices and groups sorted, pairs of permutes as they are."""

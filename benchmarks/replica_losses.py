@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix import strand_interleave, value_and_grad
-from dhelix.passes.headline import headline
+from dhelix.passes.framework.headline import headline
 
 _WIDTH, _HIDDEN, _LAYERS, _LENGTH, _MICROBATCHES = 4096, 8192, 8, 2048, 4
 _PIPELINED = {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in ("all_gather", "all_reduce")}

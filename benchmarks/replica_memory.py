@@ -51,7 +51,7 @@ def main() -> None:
 
 def compare(mesh: str, loop: str) -> tuple[float, float, str]:
     """GiB of temporaries of the plain step and of the decorator's, and whether an order was found."""
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.step.strand_interleave import strand_interleave
 
     step, arguments = program(mesh, loop)
@@ -75,8 +75,8 @@ def program(mesh: str, loop: str) -> tuple[Callable[..., Any], tuple[Any, Any]]:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from dhelix.runtime import deviceless
-    from dhelix.runtime.step.value_and_grad import value_and_grad
+    from dhelix.runtime.compiler import deviceless
+    from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 
     ring = mesh in RINGS
     axes = {"cp": 4} if ring else {k: int(v) for k, _, v in (part.partition("=") for part in mesh.split(","))}
@@ -231,7 +231,7 @@ def ring_attention(scanned: bool, hops: int) -> Callable[..., jax.Array]:
 
 
 if __name__ == "__main__":
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
 
     deviceless.prepare_environment()
     import jax

@@ -29,11 +29,10 @@ from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plans.plan_making import make_plan
 from dhelix.passes.plans.planned_order import find_bodies
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.runtime import trace
-from dhelix.runtime.profiling import executions
-from dhelix.runtime.profiling.executions import Event, Execution
 from dhelix.runtime.profiling.measured_plan import of_executions
-from dhelix.runtime.profiling.module_executions import by_instruction
+from dhelix.runtime.profiling.traces import executions, trace
+from dhelix.runtime.profiling.traces.executions import Event, Execution
+from dhelix.runtime.profiling.traces.module_executions import by_instruction
 
 _KINDS = {"gemm": "products", "grouped-gemm": "products", "attention": "attention", "attention-backward": "attention"}
 

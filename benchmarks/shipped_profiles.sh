@@ -31,4 +31,4 @@ dhelix profile $step8 $p2p --settings small-buffers --interleave
 dhelix profile --preset llama-8b --layers 4 --mesh dp=2,tp=2 --microbatches 4 $p2p --settings small-buffers --interleave
 dhelix profile --collectives $p2p --settings default,small-buffers
 dhelix profile --collectives --link two-nodes --settings default,sockets --out "$out/$gpu-two-nodes.json"
-python -m dhelix.runtime.autotune_results "$out/$gpu.autotune.pbtxt" "$out/$gpu-nvlink.autotune.pbtxt" "$out/$gpu-no-p2p.autotune.pbtxt"
+python -m dhelix.runtime.compiler.autotune_results "$out/$gpu.autotune.pbtxt" "$out/$gpu-nvlink.autotune.pbtxt" "$out/$gpu-no-p2p.autotune.pbtxt"

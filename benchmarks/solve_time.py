@@ -15,8 +15,8 @@ from pathlib import Path
 
 from dhelix.benchmarks.optimality import lowered_step
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 
 NAME = "solve_time_h200"
@@ -35,7 +35,7 @@ class Row:
 
 def scheduled_step(layers: int, seq: int) -> tuple[bytes, float]:
     """The interleaved step as XLA hands it to the pass, serialized, and the seconds that its compilation takes."""
-    from dhelix.runtime import deviceless, registration
+    from dhelix.runtime.compiler import deviceless, registration
 
     lowered = lowered_step("llama-8b", 4, layers=layers, seq=seq, scan_layers=False)
     modules: dict[Stage, bytes] = {}

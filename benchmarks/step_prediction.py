@@ -34,11 +34,12 @@ def main() -> None:
     from dhelix.models.train_step import make_train_step
     from dhelix.passes.evaluation import step_time
     from dhelix.passes.evaluation.costs import Costs
-    from dhelix.profiles import hardware, storage
-    from dhelix.profiles.estimates import Estimator
-    from dhelix.runtime.lowering import compiled_module
+    from dhelix.profiles import hardware
+    from dhelix.profiles.estimates.estimator import Estimator
+    from dhelix.profiles.files import storage
+    from dhelix.runtime.compiler.lowering import compiled_module
     from dhelix.runtime.profiling.observe import NO_GRAPHS
-    from dhelix.runtime.profiling.step_trace import UNSCHEDULED
+    from dhelix.runtime.profiling.traces.step_trace import UNSCHEDULED
 
     profile = storage.load(arguments.profile)
     described = hardware.describe(profile.hardware, profile.link)

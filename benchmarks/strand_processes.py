@@ -30,8 +30,8 @@ from typing import Any
 from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_variants import Setting
 from dhelix.errors import DhelixError
-from dhelix.runtime import autotune_results
-from dhelix.runtime.profiling.nodes import emulated_nodes
+from dhelix.runtime.compiler import autotune_results
+from dhelix.runtime.processes.nodes import emulated_nodes
 
 PART_DONE = "dhelix: this part is done"
 _CHOICES, _CHOSEN = "autotune.pbtxt", "autotune.part.pbtxt"

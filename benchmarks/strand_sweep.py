@@ -6,8 +6,8 @@
 The share of communication is what it costs XLA's best program, (plain - no communication) / plain; channel caps make
 it larger, as slower links would. With `--profile` what operators cost under a cap is measured first (`dhelix profile`),
 as users would on such a link; without it our order is made for the link without a cap. Beside our points stand the
-papers' own, as far as they publish both numbers (`profiles/published.py`); theirs is the share that the Megatron-LM
-baseline spends in collectives, on other GPUs.
+papers' own, as far as they publish both numbers (`profiles/papers/published.py`); theirs is the share that the
+Megatron-LM baseline spends in collectives, on other GPUs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dhelix.benchmarks import strands
 from dhelix.benchmarks.strand_results import Group, groups, read
 from dhelix.benchmarks.strand_variants import OURS, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
-from dhelix.launch import figures
-from dhelix.profiles import published
-from dhelix.profiles.published import Published
-from dhelix.profiles.storage import SEARCH_PATH
+from dhelix.launch.shown import figures
+from dhelix.profiles.files.storage import SEARCH_PATH
+from dhelix.profiles.papers import published
+from dhelix.profiles.papers.published import Published
 
 _COMPARED = "plain; strands, dp; plain, no communication; strands, no communication"
 _SPEED_UP, _SHARE = "speed-up over Megatron-LM", "share of time in communication"

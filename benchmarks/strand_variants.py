@@ -26,7 +26,7 @@ from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
-from dhelix.runtime.launch_settings import calls_outside_graphs
+from dhelix.runtime.processes.launch_settings import calls_outside_graphs
 from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes
 from dhelix.runtime.step.schedules import default_passes
 

@@ -37,10 +37,12 @@ from dhelix.models.train_step import Training, make_train_step
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.timeline import simulate_module
-from dhelix.profiles import hardware, xla_tables
-from dhelix.runtime import deviceless, trace
-from dhelix.runtime.lowering import compiled_module
+from dhelix.profiles import hardware
+from dhelix.profiles.files import xla_tables
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.profiling.provenance import provenance
+from dhelix.runtime.profiling.traces import trace
 
 
 @dataclass

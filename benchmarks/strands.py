@@ -30,7 +30,7 @@ from dhelix.benchmarks.strand_tables import tables
 from dhelix.benchmarks.strand_variants import ESSENTIAL, GPU, SCHEDULES, SETTINGS, VARIANTS, chosen
 from dhelix.errors import DhelixError
 from dhelix.models.train_step import Sharding
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 _WORKER = Path(__file__).parent / "strand_worker.py"
 _GRACE_S = 20.0  # that a process may take beyond the budget before it is ended

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import jax
 
     from dhelix.models import Training
+    from dhelix.passes.framework.report import StageReport
     from dhelix.passes.hlo import Computation, HloModule, Instruction
-    from dhelix.passes.report import StageReport
 
 GIB = 2**30
 
@@ -89,7 +89,7 @@ def training_of(case: Case) -> "Training":
     import optax
 
     from dhelix.models import make_train_step, preset
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
 
     config = preset(case.preset, layers=case.layers, **case.overrides)
     mesh = deviceless.mesh({"dp": case.dp, "tp": case.tp})
@@ -108,8 +108,8 @@ def lower(case: Case) -> "jax.stages.Lowered":
 
 def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "StageReport"]:
     """The step as two strands, and what the passes say. Raises DhelixError where a pass refuses."""
-    from dhelix.passes.manager import PassManager, Stage
-    from dhelix.runtime import lowering
+    from dhelix.passes.framework.manager import PassManager, Stage
+    from dhelix.runtime.compiler import lowering
     from dhelix.runtime.step.schedules import default_passes
 
     manager = PassManager(default_passes("xla"), strict=True)
@@ -121,7 +121,7 @@ def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "St
 def measure(lowered: "jax.stages.Lowered", strands: bool) -> Measured:
     """Compiles a step and reads its memory and, for strands, its structure."""
     from dhelix.passes.hlo import HloModule
-    from dhelix.runtime import deviceless
+    from dhelix.runtime.compiler import deviceless
 
     start = time.perf_counter()
     compiled = deviceless.compile(lowered)

@@ -1,13 +1,11 @@
-"""The program `dhelix`: one command line, one module per subcommand.
+"""The program `dhelix`: one command line, one folder per subcommand, of which two modules are known here.
 
-A subcommand is a module with three names, of which the first two may lie in a module of their own:
+    flags.py      USAGE: str, what `dhelix <command> --help` prints above its flags
+                  define_flags(values: flags.FlagValues) -> None, on these values and never on the global ones
+    command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None; arguments: what is no flag
 
-    USAGE: str                # what `dhelix <command> --help` prints above its flags
-    define_flags(values: flags.FlagValues) -> None             # on these values, never on the global ones
-    run(values: flags.FlagValues, arguments: list[str]) -> int | None     # arguments: what is no flag
-
-It is imported when it is called for and not before, and its flags come first: `--help` and a mistyped flag need no JAX.
-To add one, write the module and give it a line in COMMANDS.
+They are imported when the command is called for and not before, flags first: `--help` and a mistyped flag need no JAX.
+To add one, make the folder and give it a line in COMMANDS.
 """
 
 from __future__ import annotations
@@ -29,45 +27,19 @@ from dhelix.errors import DhelixError
 
 @dataclass(frozen=True)
 class Command:
-    """Where a subcommand lives and what it is for. One that needs no device leaves accelerators alone.
+    """What a subcommand is for. One that needs no device leaves accelerators alone."""
 
-    Attributes:
-      flags: the module that defines its flags, if that is another one.
-    """
-
-    module: str
     summary: str
     needs_device: bool = True
-    flags: str = ""
 
 
 COMMANDS = {
-    "train": Command(
-        "dhelix.launch.train",
-        "train a language model, plain or with interleaved strands",
-        flags="dhelix.launch.commands.train",
-    ),
-    "profile": Command(
-        "dhelix.launch.profile",
-        "measure what one train step's operators and collectives cost",
-        flags="dhelix.launch.commands.profile",
-    ),
-    "plan": Command(
-        "dhelix.launch.plan",
-        "decide without a GPU what of one strand runs with what of the other",
-        needs_device=False,
-        flags="dhelix.launch.commands.plan",
-    ),
-    "fold": Command(
-        "dhelix.launch.fold",
-        "show how layers and micro-batches lie on pipeline stages, and what that costs",
-        needs_device=False,
-    ),
+    "train": Command("train a language model, plain or with interleaved strands"),
+    "profile": Command("measure what one train step's operators and collectives cost"),
+    "plan": Command("decide without a GPU what of one strand runs with what of the other", needs_device=False),
+    "fold": Command("show how layers and micro-batches lie on stages of a pipeline, and the cost", needs_device=False),
     "inspect": Command(
-        "dhelix.launch.inspect",
-        "show what each collective of a compiled step is hidden under, and what stays exposed",
-        needs_device=False,
-        flags="dhelix.launch.commands.inspect",
+        "show what each collective of a compiled step is hidden under, and what stays exposed", needs_device=False
     ),
 }
 
@@ -107,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", status=2)
     if not COMMANDS[name].needs_device:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: no search for accelerators
-    values, positional = _parse(name, importlib.import_module(COMMANDS[name].flags or COMMANDS[name].module), rest)
-    module = importlib.import_module(COMMANDS[name].module)
+    values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{name}.flags"), rest)
+    module = importlib.import_module(f"dhelix.launch.{name}.command")
     app.run(lambda _: _run(name, module, values, positional), argv=["dhelix"], flags_parser=_no_global_flags)
 
 

@@ -23,14 +23,16 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.errors import DhelixError
-from dhelix.launch import inspect, trainer
-from dhelix.launch.inspect import inspect_compiled
-from dhelix.launch.inspection import Inspection
-from dhelix.launch.train import say, summary
+from dhelix.launch.inspect import command as inspect
+from dhelix.launch.inspect.command import inspect_compiled
+from dhelix.launch.inspect.inspection import Inspection
+from dhelix.launch.shown.progress import say
+from dhelix.launch.train import trainer
+from dhelix.launch.train.command import summary
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
-from dhelix.passes.report import Report
-from dhelix.runtime import deviceless
-from dhelix.runtime.lowering import compiled_module
+from dhelix.passes.framework.report import Report
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler.lowering import compiled_module
 
 OUTPUT = Path("demo-output")
 TRAINING = trainer.Options(mesh="dp=2,tp=4", microbatches=4, batch=16, steps=60, lr=3e-3)

@@ -1,7 +1,7 @@
 """The one module that touches what JAX does not promise to keep: `jax._src` and `jaxlib._*`.
 
 Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; what is made of them is elsewhere
-(`dhelix.runtime.lowering` for lowered programs).
+(`dhelix.runtime.compiler.lowering` for lowered programs).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ So one sees which dimensions of a matrix product are those of a gathered array, 
 `Rearrangement` says how to bring an array from one order of factors into another: split, permute, join. Dimensions of
 size 1 have no factors.
 
-Used by `passes/collective_matmul/sites.py`. Works forward and backward alike, as both ways a reshape is a regrouping.
+Used by `passes/communication/collective_matmul/sites.py`. Works forward and backward alike, as both ways a reshape is a
+regrouping.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.communication import exchange
 from dhelix.passes.communication.exchange import Decomposition, array
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Builder, HloModule, Instruction
-from dhelix.passes.manager import PassContext
 
 
 @dataclass(frozen=True)

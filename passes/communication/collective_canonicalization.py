@@ -12,8 +12,8 @@ Before, with rows sharded over 4 devices:                After:
 
 The partitioner gathers the operand of an elementwise operation as soon as its result is wanted whole, and sums whole
 arrays of which each device keeps a part. A collective beside its matrix product can be replaced
-(`passes/collective_matmul/collective_matmul.py`); with an elementwise operation between them, or as an all-reduce, it
-cannot.
+(`passes/communication/collective_matmul/collective_matmul.py`); with an elementwise operation between them, or as an
+all-reduce, it cannot.
 
 Contract
     Consumes  a partitioned program: plain collectives, before they are asynchronous. PRE_SCHEDULER is that place.
@@ -43,11 +43,11 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import Groups, device_groups
 from dhelix.passes.analysis.replication import Replication
-from dhelix.passes.collective_matmul.pattern import Unfit, is_marked, is_product, is_sum, only_moves
+from dhelix.passes.communication.collective_matmul.pattern import Unfit, is_marked, is_product, is_sum, only_moves
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
 from dhelix.passes.hlo.edit import ELEMENTWISE, drop_dead, replace_all_uses
 from dhelix.passes.hlo.loops import Unknown, evaluate
-from dhelix.passes.manager import PassContext, Stage
 
 WIDER = "what is computed of an all-gather is wider than what is gathered"
 OTHERS = "what is computed of an all-gather reads more that is not known to be the same on all devices"

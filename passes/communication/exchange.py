@@ -22,9 +22,9 @@ from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, device_grou
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.instruction_costs import counted_trips
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys, collective_key
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
-from dhelix.passes.manager import PassContext, Stage
-from dhelix.profiles import roofline
+from dhelix.profiles.estimates import roofline
 from dhelix.profiles.keys import CollectiveKey
 
 INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collective-permute": "all-gather"}

@@ -38,13 +38,13 @@ from dhelix.passes.analysis.names import LAYERS, REPLICAS
 from dhelix.passes.communication.exchange import UNMEASURED
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.constraints import mesh_size
 from dhelix.passes.hlo.edit import drop_dead, replace_uses
 from dhelix.passes.hlo.graph import descendants, tied
 from dhelix.passes.hlo.loop_state import add_element, split
 from dhelix.passes.hlo.stacks import slots_changed
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
 

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.analysis.dimension_factors import dense, reshaped
-from dhelix.passes.collective_matmul.pattern import row_major_axis
 from dhelix.passes.communication import exchange
+from dhelix.passes.communication.collective_matmul.pattern import row_major_axis
 from dhelix.passes.communication.exchange import Decomposition
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Builder, HloModule, Instruction, shapes
-from dhelix.passes.manager import PassContext
 
 
 @dataclass(frozen=True)

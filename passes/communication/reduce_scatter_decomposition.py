@@ -28,8 +28,8 @@ from functools import partial
 
 from dhelix.passes.communication import exchange
 from dhelix.passes.communication.exchange import Decomposition, array
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
-from dhelix.passes.manager import PassContext
 
 
 @dataclass(frozen=True)

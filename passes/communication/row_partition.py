@@ -36,13 +36,13 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import device_groups, find_collective, free_channel, keep_apart, kept_apart
-from dhelix.passes.collective_matmul.pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
+from dhelix.passes.communication.collective_matmul.pattern import ORDERED, Unfit, co_executes, is_sum, mesh_axis
 from dhelix.passes.communication.exchange import UNMEASURED, Alone
 from dhelix.passes.communication.rows import Parts, Rows, follow
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
-from dhelix.passes.manager import PassContext, Stage
 
 _PART = "part "  # and a number: by that collectives are kept apart
 _PRODUCTS = ("dot", "custom-call")  # attention too; what else there is XLA has yet to fuse

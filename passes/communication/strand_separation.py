@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import keep_apart
 from dhelix.passes.analysis.names import ALPHA, BETA
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext, Stage
 
 _COMBINED = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
 

@@ -16,7 +16,7 @@ from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import exclusive_kernel
 from dhelix.passes.evaluation.operator_work import work_of
 from dhelix.passes.hlo import Instruction
-from dhelix.profiles.collective_matmul import Form, Site
+from dhelix.profiles.collective_matmul.sites import Form, Site
 from dhelix.profiles.keys import OperatorKey
 
 MARK = "collective_matmul"

@@ -1,6 +1,6 @@
 """What each HLO instruction costs on a GPU: `instruction_costs`, with what was measured in its place.
 
-Without a profile every cost is the roofline's (`dhelix.profiles.roofline`), so a guess. With one,
+Without a profile every cost is the roofline's (`dhelix.profiles.estimates.roofline`), so a guess. With one,
 `Costs(hardware, Estimator(profile, hardware, setting))`, times of scheduled programs are what was measured or
 what follows from it, and `Cost.source` says which; `Costs.rates` is what two instructions do to each other.
 `CostModel` says all that as an option of a pass:
@@ -24,11 +24,12 @@ from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
 from dhelix.passes.evaluation.operator_keys import collective_key as collective_key_of
 from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction
-from dhelix.profiles import collective_matmul_times, storage
-from dhelix.profiles.collective_matmul import Form, Site, Times
-from dhelix.profiles.collective_matmul_estimates import collective_key, estimate, gemm_key
-from dhelix.profiles.contention import MIN_RATE
-from dhelix.profiles.estimates import Estimate, Estimator, Source
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.estimates import collective_key, estimate, gemm_key
+from dhelix.profiles.collective_matmul.sites import Form, Site, Times
+from dhelix.profiles.estimates.contention import MIN_RATE
+from dhelix.profiles.estimates.estimator import Estimate, Estimator, Source
+from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import SETTINGS, Profile

@@ -16,8 +16,8 @@ from dhelix.passes.evaluation.operator_work import Work, backend_config, work_of
 from dhelix.passes.evaluation.transfers import SENDS, Transfer, find_transfer, host_bytes
 from dhelix.passes.hlo import Computation, Instruction, shapes
 from dhelix.passes.hlo.loops import proved_trip_count
-from dhelix.profiles import roofline
-from dhelix.profiles.estimates import Source
+from dhelix.profiles.estimates import roofline
+from dhelix.profiles.estimates.estimator import Source
 from dhelix.profiles.hardware import Hardware
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.step_time import executions, predict
-from dhelix.passes.evaluation.timeline import Timeline, guessed_overlap, simulate_module
-from dhelix.passes.gain import StepParts, mebibytes
+from dhelix.passes.evaluation.timeline import guessed_overlap, simulate_module
+from dhelix.passes.framework.gain import StepParts, mebibytes
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.profiles.estimates import Source
+from dhelix.profiles.estimates.estimator import Source
 
 _MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
 _NAMED = 3  # collectives

@@ -22,7 +22,7 @@ from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.profiles.estimates import Source
+from dhelix.profiles.estimates.estimator import Source
 from dhelix.profiles.keys import CollectiveKey, Key
 
 

@@ -184,9 +184,9 @@ class HloModule:
         """
         candidate: bytes | None = data
         while candidate is not None:
-            if _looks_like_module(candidate):
+            if schema.looks_like_module(candidate):
                 return cls(candidate, origin)
-            candidate = _first_field(candidate)
+            candidate = schema.wrapped(candidate)
         raise DhelixError(
             f"{origin} holds no HLO module (not a serialized HloModuleProto or HloProto, or cut short); "
             "dump again with --xla_dump_to=DIR --xla_dump_hlo_as_proto, or give the .txt file"
@@ -386,25 +386,3 @@ def _needed_first[T: Computation | Instruction](
                 entered.add(top)
                 stack.extend(reversed(waiting))
     return order
-
-
-def _first_field(data: bytes) -> bytes | None:
-    """What field 1 of a message holds: `hlo_module` of an HloProto, which is what `--xla_dump_hlo_as_proto` writes."""
-    if data[:1] != b"\x0a":
-        return None
-    size, shift, start = 0, 0, 1
-    for byte in data[1:11]:
-        start += 1
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            break
-    return data[start : start + size] if start + size <= len(data) else None
-
-
-def _looks_like_module(data: bytes) -> bool:
-    try:
-        proto = schema.ModuleProto.FromString(data)
-    except DecodeError:
-        return False
-    return bool(proto.computations) and any(c.id == proto.entry_computation_id for c in proto.computations)

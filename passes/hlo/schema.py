@@ -7,6 +7,7 @@ schema reads modules of any version.
 """
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 _F = descriptor_pb2.FieldDescriptorProto
 _KINDS = {
@@ -23,6 +24,7 @@ _KINDS = {
 
 # message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "Hlo": (("hlo_module", 1, "bytes"),),
     "Tile": (("dimensions", 1, "int64*"),),
     "Layout": (("minor_to_major", 1, "int64*"), ("tiles", 6, "Tile*"), ("memory_space", 8, "int64")),
     "Shape": (
@@ -208,7 +210,24 @@ def _build() -> dict[str, type]:
 
 
 _CLASSES = _build()
+HloProto = _CLASSES["Hlo"]
 ModuleProto = _CLASSES["Module"]
 ComputationProto = _CLASSES["Computation"]
 InstructionProto = _CLASSES["Instruction"]
 Shape = _CLASSES["Shape"]
+
+
+def wrapped(data: bytes) -> bytes | None:
+    """The module of an HloProto, which is what `--xla_dump_hlo_as_proto` writes, or the HloProto of an HloSnapshot."""
+    try:
+        return HloProto.FromString(data).hlo_module or None
+    except DecodeError:
+        return None
+
+
+def looks_like_module(data: bytes) -> bool:
+    try:
+        proto = ModuleProto.FromString(data)
+    except DecodeError:
+        return False
+    return bool(proto.computations) and any(c.id == proto.entry_computation_id for c in proto.computations)

@@ -30,8 +30,8 @@ from dhelix.passes.analysis.collectives import is_done, start_of
 from dhelix.passes.evaluation.costs import CostModel, costs_of
 from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player, simulate
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.orders import Limits, apply_order, dependencies, least_gain
 from dhelix.profiles.hardware import H200, Hardware
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.evaluation.costs import CostModel, costs_of
 from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.order_search import OrderSearch
 from dhelix.passes.ordering.orders import Limits, apply_order
 from dhelix.passes.ordering.strand_pairing import StrandPairing

@@ -30,8 +30,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import CostModel, costs_of
 from dhelix.passes.evaluation.instruction_costs import Cost
 from dhelix.passes.evaluation.timeline import simulate
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.body_plan import BodyPlan, segments_of
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.layer_search import orders_by_layer

@@ -1,10 +1,6 @@
 """The U layout and the W schedule, and the other pipeline schedules: data, checks and costs. Start at `schedule.py`."""
 
-from dhelix.passes.pipeline_fold.bidirectional import bidirectional
-from dhelix.passes.pipeline_fold.catalogue import INTERLEAVED, LOCKSTEP, SCHEDULES, layout_of, make_schedule
-from dhelix.passes.pipeline_fold.dual_pipe_v import dual_pipe_v
 from dhelix.passes.pipeline_fold.evaluation import Evaluation, evaluate, evaluate_programs
-from dhelix.passes.pipeline_fold.interleaved_si import interleaved_si
 from dhelix.passes.pipeline_fold.layouts import (
     fold_layout,
     interleaved_layout,
@@ -12,18 +8,22 @@ from dhelix.passes.pipeline_fold.layouts import (
     model_order,
     storage_order,
 )
-from dhelix.passes.pipeline_fold.one_forward_one_backward import (
+from dhelix.passes.pipeline_fold.phases import Messages, Pattern, Phase, patterns, phases
+from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
+from dhelix.passes.pipeline_fold.schedules.bidirectional import bidirectional
+from dhelix.passes.pipeline_fold.schedules.catalogue import INTERLEAVED, LOCKSTEP, SCHEDULES, layout_of, make_schedule
+from dhelix.passes.pipeline_fold.schedules.dual_pipe_v import dual_pipe_v
+from dhelix.passes.pipeline_fold.schedules.interleaved_si import interleaved_si
+from dhelix.passes.pipeline_fold.schedules.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
-from dhelix.passes.pipeline_fold.phases import Messages, Pattern, Phase, patterns, phases
-from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
+from dhelix.passes.pipeline_fold.schedules.w_schedule import w_schedule
+from dhelix.passes.pipeline_fold.schedules.zero_bubble_v import zero_bubble_v
 from dhelix.passes.pipeline_fold.slots import scratch
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms
 from dhelix.passes.pipeline_fold.transfers import transfers
 from dhelix.passes.pipeline_fold.validation import validate
-from dhelix.passes.pipeline_fold.w_schedule import w_schedule
-from dhelix.passes.pipeline_fold.zero_bubble_v import zero_bubble_v
 
 __all__ = [
     "Cell",

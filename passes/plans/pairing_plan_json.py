@@ -56,8 +56,9 @@ from dhelix.passes.plans.pairing_plan import (
     PlanTarget,
     Prediction,
 )
-from dhelix.profiles import codec, keys
-from dhelix.profiles.codec import Bytes, Count, Kind, Microseconds, Share, Text, json_lines, json_text
+from dhelix.profiles import keys
+from dhelix.profiles.files import codec
+from dhelix.profiles.files.codec import Bytes, Count, Kind, Microseconds, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
 SCHEMA = 1

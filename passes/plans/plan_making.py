@@ -16,9 +16,10 @@ from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, start_of
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.instruction_costs import Lane, counted_trips, sequence_of
+from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.step_time import predict
-from dhelix.passes.evaluation.timeline import Timeline, evaluate, guessed_overlap, settled
+from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.body_plan import PlannedSegment, segments_of
 from dhelix.passes.ordering.orders import Limits
@@ -34,7 +35,7 @@ from dhelix.passes.plans.pairing_plan import (
 )
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import planned_sequence
-from dhelix.profiles.estimates import Source
+from dhelix.profiles.estimates.estimator import Source
 
 Schedule = Mapping[Computation, Sequence[Instruction]]
 

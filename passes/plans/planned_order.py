@@ -29,9 +29,9 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.ordering.orders import MemoryRefusal, predecessors
 from dhelix.passes.plans.pairing_plan import FINALLY, PairingPlan, PlanBody
 from dhelix.passes.plans.plan_operators import END, PlanOperators, is_work

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import merged_loops
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import ELEMENTWISE, drop_dead
 from dhelix.passes.hlo.loop_state import add_element, drop_elements
@@ -47,7 +48,6 @@ from dhelix.passes.hlo.stacks import (
     slot_reads,
     slot_write,
 )
-from dhelix.passes.manager import PassContext, Stage
 
 _ELEMENTWISE = ELEMENTWISE | {"and", "not", "or", "reshape"}
 _MOST_MADE = 2  # bytes that stand at a barrier, in units of what the residuals have

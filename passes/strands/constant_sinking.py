@@ -24,9 +24,9 @@ Cost: none; a broadcast of a constant is part of the kernel that reads it. No pa
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.names import strand_loops
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph, shapes
 from dhelix.passes.hlo.edit import TO_GLOBAL, TO_LOCAL, drop_dead, replace_uses
-from dhelix.passes.manager import PassContext, Stage
 
 _RENAMES = frozenset("broadcast reshape transpose copy slice".split())
 

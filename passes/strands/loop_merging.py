@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import LAYERS
 from dhelix.passes.analysis.work import loop_work
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.hlo.loop_state import differing_attributes, merge, split
 from dhelix.passes.hlo.loops import proved_trip_count
-from dhelix.passes.manager import PassContext
 
 _FORWARD, _BACKWARD = 0, 1
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from dhelix.passes.analysis.names import ALPHA, BETA, STRANDS, merged_loops
 from dhelix.passes.analysis.work import computation_work
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Builder, Computation, Instruction, graph
 from dhelix.passes.hlo.edit import copy_instructions, put_under, replace_all_uses
 from dhelix.passes.hlo.loops import proved_trip_count
@@ -32,7 +33,6 @@ from dhelix.passes.hlo.manual_computation import (
     make_manual,
     manual_computations,
 )
-from dhelix.passes.manager import PassContext
 from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 
 _Copies = dict[Instruction, Instruction]

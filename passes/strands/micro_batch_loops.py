@@ -16,14 +16,14 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import drop_dead, inline_calls, take_over
 from dhelix.passes.hlo.manual_computation import inline_all, is_manual, stays_a_call
-from dhelix.passes.microbatches.constraint_folding import fold_constraints
-from dhelix.passes.microbatches.lone_collectives import drop_lone_collectives
-from dhelix.passes.microbatches.manual_loop import move_inside
-from dhelix.passes.microbatches.written_out.anchors import is_backward, takes_gradients
-from dhelix.passes.microbatches.written_out.equal_parts import equal_parts
-from dhelix.passes.microbatches.written_out.loop_flattening import flatten
-from dhelix.passes.microbatches.written_out.loop_rolling import roll
-from dhelix.passes.microbatches.written_out.remainder import with_remainder
+from dhelix.passes.strands.microbatches.constraint_folding import fold_constraints
+from dhelix.passes.strands.microbatches.lone_collectives import drop_lone_collectives
+from dhelix.passes.strands.microbatches.manual_loop import move_inside
+from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, takes_gradients
+from dhelix.passes.strands.microbatches.written_out.equal_parts import equal_parts
+from dhelix.passes.strands.microbatches.written_out.loop_flattening import flatten
+from dhelix.passes.strands.microbatches.written_out.loop_rolling import roll
+from dhelix.passes.strands.microbatches.written_out.remainder import with_remainder
 from dhelix.passes.strands.strand_partition import INSIDE, LayersInside, Partition, holds_backward, partition
 
 

@@ -24,8 +24,8 @@ Cost: copies and products share the memory's bandwidth. Measured on 4 H200s over
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.names import ALPHA, BACKWARD_NAME, BETA, merged_loops
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, HloModule, Instruction, WhileLoop, shapes
-from dhelix.passes.manager import PassContext, Stage
 
 
 @dataclass(frozen=True)

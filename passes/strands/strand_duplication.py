@@ -40,13 +40,13 @@ from itertools import chain
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.names import ALPHA, BETA, SKEWED, STRANDS, name_strand
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_uses
-from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.microbatches.missing_loop import no_loop
 from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.manual_merging import merge_manual_computations
 from dhelix.passes.strands.micro_batch_loops import partitions
+from dhelix.passes.strands.microbatches.missing_loop import no_loop
 from dhelix.passes.strands.strand_partition import Partition
 
 PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")

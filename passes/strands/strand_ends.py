@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.names import ALPHA, BETA, FIRST, FIRST_BACK, LAST, LAST_BACK, LAYERS, SKEWED, STRANDS
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import drop_dead, share_equal
 from dhelix.passes.hlo.loop_state import differing_attributes, merge, split
 from dhelix.passes.hlo.stacks import last_reader, mirror_reads, slot_reads, slot_write, slots_changed
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strands.activation_sharing import Stack, write_in_place
 
 _Ends = dict[tuple[str, str], Instruction]

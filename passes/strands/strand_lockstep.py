@@ -25,8 +25,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.names import ALPHA, BETA, LAYERS
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
-from dhelix.passes.manager import PassContext, Stage
 
 _WORK = frozenset("dot ragged-dot convolution".split())
 

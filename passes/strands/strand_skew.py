@@ -31,12 +31,12 @@ from dataclasses import dataclass
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.names import BETA, FIRST, FIRST_BACK, LAST, LAST_BACK, name_strand
 from dhelix.passes.analysis.work import loop_work
-from dhelix.passes.gradients.gradient_accumulation import accumulate
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead
 from dhelix.passes.hlo.loop_state import bounded_condition, split
 from dhelix.passes.hlo.stacks import is_empty, last_reader, resize, resized, slot_reads, slot_write
-from dhelix.passes.manager import PassContext, Stage
+from dhelix.passes.strands.gradients.gradient_accumulation import accumulate
 from dhelix.passes.strands.micro_batch_loops import partitions
 from dhelix.passes.strands.strand_duplication import emit_shared, hand_over
 from dhelix.passes.strands.strand_partition import Partition, partition

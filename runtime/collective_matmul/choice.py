@@ -15,13 +15,13 @@ import jax
 from absl import logging
 
 from dhelix.errors import DhelixError
-from dhelix.profiles import collective_matmul_times
-from dhelix.profiles.collective_matmul import H200_SMS, MONOLITHIC, Form, Site, Times, choose
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import H200_SMS, MONOLITHIC, Form, Site, Times, choose
 from dhelix.profiles.hardware import gpu_name
-from dhelix.runtime import launch_settings
 from dhelix.runtime.collective_matmul import mosaic
 from dhelix.runtime.collective_matmul.monolithic import AxisName
-from dhelix.runtime.launch_settings import link_of
+from dhelix.runtime.processes import launch_settings
+from dhelix.runtime.processes.launch_settings import link_of
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")  # of all forms but the monolithic one
 _MOST_CHUNKS = 4  # of a hybrid that does not say how many

@@ -9,7 +9,7 @@ from itertools import accumulate
 import jax
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Form
+from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.runtime.collective_matmul import hybrid, monolithic, mosaic, ring
 from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.collective_matmul.products import columns_of, joined, matmul, row_product

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site
+from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site
 from dhelix.runtime.collective_matmul import execution
 from dhelix.runtime.collective_matmul.choice import Place, resolve
 from dhelix.runtime.collective_matmul.execution import Arrays

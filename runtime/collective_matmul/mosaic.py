@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.products import columns_of
 
 _KERNELS = "dhelix.runtime.collective_matmul.kernels"

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Form
+from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.runtime.collective_matmul import gradients
 from dhelix.runtime.collective_matmul.choice import requested
 from dhelix.runtime.collective_matmul.monolithic import AxisName

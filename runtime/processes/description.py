@@ -21,13 +21,14 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from dhelix.passes import fingerprint, jax_compat
+from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.costs import CostModel
-from dhelix.passes.manager import Pass, PassManager
+from dhelix.passes.framework import fingerprint
+from dhelix.passes.framework.manager import Pass, PassManager
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.profiles.profile import Profile
-from dhelix.runtime import registration
+from dhelix.runtime.compiler import registration
 from dhelix.runtime.processes.records import Entry, Record, short
 
 _SWITCH_ADVICE = "Set it alike on every host"

@@ -26,9 +26,10 @@ import jax
 from jax.core import Tracer
 
 from dhelix.errors import HostsDisagreeError
-from dhelix.passes import fingerprint, jax_compat
-from dhelix.passes.manager import PassManager
-from dhelix.runtime.lowering import compiled_module
+from dhelix.passes import jax_compat
+from dhelix.passes.framework import fingerprint
+from dhelix.passes.framework.manager import PassManager
+from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement, description, meetings
 from dhelix.runtime.processes.meetings import AT_WORK, Job
 

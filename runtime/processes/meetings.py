@@ -27,8 +27,9 @@ import jax
 from absl import logging
 
 from dhelix.errors import DhelixError, HostsDisagreeError
-from dhelix.passes import fingerprint, jax_compat
-from dhelix.passes.manager import say_once
+from dhelix.passes import jax_compat
+from dhelix.passes.framework import fingerprint
+from dhelix.passes.framework.manager import say_once
 
 TIMEOUT = "DHELIX_AGREEMENT_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.errors import HostsDisagreeError
-from dhelix.passes import fingerprint
+from dhelix.passes.framework import fingerprint
 from dhelix.runtime.processes.meetings import Said, names_of
 
 NOT_GIVEN = "not given"

@@ -46,10 +46,10 @@ from jax.sharding import PartitionSpec as P
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import Collective, find_collective, is_done, is_start, start_of
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.profiles import roofline
+from dhelix.profiles.estimates import roofline
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.runtime.profiling.nodes import nodes_of
+from dhelix.runtime.processes.nodes import nodes_of
 
 SIZES = tuple(2**n for n in range(16, 31))
 """64 KiB to 1 GiB."""

@@ -23,16 +23,17 @@ import jax
 from absl import logging
 
 from dhelix.errors import DhelixError
-from dhelix.passes import fingerprint, jax_compat
-from dhelix.profiles import storage
+from dhelix.passes import jax_compat
+from dhelix.passes.framework import fingerprint
+from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import describe, gpu_name
 from dhelix.profiles.profile import LaunchSetting, Profile, Provenance
-from dhelix.runtime.launch_settings import NO_GRAPHS, link_of, setting_of
-from dhelix.runtime.lowering import compiled_module, device_count, hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import compiled_module, device_count, hlo_bytes, with_hlo
 from dhelix.runtime.processes import agreement
+from dhelix.runtime.processes.launch_settings import NO_GRAPHS, link_of, setting_of
+from dhelix.runtime.processes.nodes import gpus_per_node
 from dhelix.runtime.processes.records import Entry, short
 from dhelix.runtime.profiling import measure
-from dhelix.runtime.profiling.nodes import gpus_per_node
 from dhelix.runtime.profiling.observe import observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Progress, Session, Step

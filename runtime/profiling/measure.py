@@ -29,10 +29,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.replay.library_calls import LibraryCalls
-from dhelix.passes.replay.operators import Buffer
-from dhelix.passes.replay.program import (
+from dhelix.passes.evaluation.replay.library_calls import LibraryCalls
+from dhelix.passes.evaluation.replay.operators import Buffer
+from dhelix.passes.evaluation.replay.program import (
     Item,
     OperatorReplay,
     Program,
@@ -41,10 +40,11 @@ from dhelix.passes.replay.program import (
     placeholder_name,
     split,
 )
-from dhelix.runtime import registration
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.runtime.compiler import registration
 from dhelix.runtime.processes import agreement
-from dhelix.runtime.profiling import executions
-from dhelix.runtime.profiling.executions import Execution
+from dhelix.runtime.profiling.traces import executions
+from dhelix.runtime.profiling.traces.executions import Execution
 
 _AXIS = "gpus"
 _SIDES = ("first", "second")

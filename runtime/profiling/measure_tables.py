@@ -12,12 +12,12 @@ from jax.experimental import multihost_utils
 from dhelix.errors import DhelixError
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Timing
-from dhelix.runtime.launch_settings import NO_GRAPHS
-from dhelix.runtime.lowering import compiled_module
-from dhelix.runtime.profiling import executions
+from dhelix.runtime.compiler.lowering import compiled_module
+from dhelix.runtime.processes.launch_settings import NO_GRAPHS
 from dhelix.runtime.profiling.collective_tables import TableProgram
-from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measure import COMPILER_ERRORS, reason
+from dhelix.runtime.profiling.traces import executions
+from dhelix.runtime.profiling.traces.executions import Execution
 
 
 def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, str]]:

@@ -29,12 +29,11 @@ from dhelix.passes.analysis.collectives import is_done, is_start, start_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody
 from dhelix.passes.plans.planned_order import find_bodies, heads_of
-from dhelix.runtime import trace
-from dhelix.runtime.launch_settings import GRAPHS
-from dhelix.runtime.profiling import traced_modules
-from dhelix.runtime.profiling.executions import Execution
-from dhelix.runtime.profiling.executions import of_trace as executions_of
-from dhelix.runtime.profiling.module_executions import by_instruction, steps_in
+from dhelix.runtime.processes.launch_settings import GRAPHS
+from dhelix.runtime.profiling.traces import trace, traced_modules
+from dhelix.runtime.profiling.traces.executions import Execution
+from dhelix.runtime.profiling.traces.executions import of_trace as executions_of
+from dhelix.runtime.profiling.traces.module_executions import by_instruction, steps_in
 
 Times = Mapping[Instruction, Sequence[Execution]]
 

@@ -18,12 +18,13 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.operator_keys import key_of
-from dhelix.passes.manager import say_once
-from dhelix.runtime.launch_settings import NO_GRAPHS
-from dhelix.runtime.lowering import compiled_module
+from dhelix.passes.framework.manager import say_once
+from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement
-from dhelix.runtime.profiling import executions, measure, step_trace
+from dhelix.runtime.processes.launch_settings import NO_GRAPHS
+from dhelix.runtime.profiling import measure
 from dhelix.runtime.profiling.session import Step
+from dhelix.runtime.profiling.traces import executions, step_trace
 
 _TRACED_STEPS = 2
 

@@ -50,7 +50,7 @@ from jax.sharding import PartitionSpec as P
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.compiler.lowering import compiled_module
 
 
 @dataclass(frozen=True)

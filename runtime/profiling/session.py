@@ -23,10 +23,10 @@ from functools import partial
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import Groups, find_collective
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.evaluation.replay.operators import Operator, find_operators
+from dhelix.passes.evaluation.replay.program import Item
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.replay.operators import Operator, find_operators
-from dhelix.passes.replay.program import Item
-from dhelix.profiles.estimates import Estimator
+from dhelix.profiles.estimates.estimator import Estimator
 from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import SETTINGS, PairTiming, Profile, Section, Timing

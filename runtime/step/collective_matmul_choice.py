@@ -6,9 +6,9 @@
 
 A collective matmul takes a collective's place before anything is scheduled (PRE_SCHEDULER), and what its collective
 would cost beside the other strand is known of scheduled programs alone. So the program is scheduled once as it is,
-which takes a tenth of a compile, and `passes/collective_matmul/choice.py` weighs its sites there. To schedule it anew
-for each choice would say more, and take a tenth of a compile for each of some twenty; it is done for the last one,
-since what a form copies beside its kernel is only seen there.
+which takes a tenth of a compile, and `passes/communication/collective_matmul/choice.py` weighs its sites there. To
+schedule it anew for each choice would say more, and take a tenth of a compile for each of some twenty; it is done for
+the last one, since what a form copies beside its kernel is only seen there.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
-from dhelix.passes.collective_matmul.choice import Candidate, Trial, Weighed, choose, mark
-from dhelix.passes.collective_matmul.collective_matmul import CollectiveMatmul
-from dhelix.passes.collective_matmul.pattern import Placed
+from dhelix.passes.communication.collective_matmul.choice import Candidate, Trial, Weighed, choose, mark
+from dhelix.passes.communication.collective_matmul.collective_matmul import CollectiveMatmul
+from dhelix.passes.communication.collective_matmul.pattern import Placed
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.orders import Scheduler
-from dhelix.runtime import broken_off, lowering
+from dhelix.runtime.compiler import broken_off, lowering
 
 
 class Weighing:

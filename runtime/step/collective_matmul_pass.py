@@ -33,21 +33,21 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.passes.collective_matmul.collective_matmul import CollectiveMatmul
-from dhelix.passes.collective_matmul.pattern import Pattern, Placed
-from dhelix.passes.collective_matmul.splicing import prepare
 from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
+from dhelix.passes.communication.collective_matmul.collective_matmul import CollectiveMatmul
+from dhelix.passes.communication.collective_matmul.pattern import Pattern, Placed
+from dhelix.passes.communication.collective_matmul.splicing import prepare
+from dhelix.passes.framework.manager import Pass, Stage, say_once
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import Pass, Stage, say_once
 from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
-from dhelix.profiles import collective_matmul_times
-from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Times, choose
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Times, choose
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
 from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
-from dhelix.runtime.launch_settings import calls_outside_graphs, graphs_hold_calls, link_of
-from dhelix.runtime.lowering import hlo_bytes
+from dhelix.runtime.compiler.lowering import hlo_bytes
+from dhelix.runtime.processes.launch_settings import calls_outside_graphs, graphs_hold_calls, link_of
 
 OFF = "off"
 PAIRED = "co-executed, and its collective is predicted to cost less under the other strand's compute"
@@ -126,7 +126,7 @@ def times_on(kind: str) -> Times | None:
 
 @dataclass(frozen=True)
 class JaxForms:
-    """Chooses forms, and lowers them by JAX: the `Forms` of `passes/collective_matmul/collective_matmul.py`.
+    """Chooses forms, and lowers them by JAX: the `Forms` of `collective_matmul.py` in `passes`.
 
     Attributes:
       form: "auto", or the one that all sites take which can have it; "hybrid" for chunks that divide.
@@ -239,7 +239,7 @@ def operand_shapes(pattern: Pattern) -> list[tuple[int, ...]]:
 
 @functools.cache
 def _sources() -> str:
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     files = [Path(__file__), *(folder / "collective_matmul").rglob("*.py")]
     digest = hashlib.sha256()
     for name in sorted(file.relative_to(folder).as_posix() for file in files):

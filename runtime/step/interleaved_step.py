@@ -20,19 +20,20 @@ from jax.core import Tracer
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.manager import Stage, say_once
-from dhelix.passes.report import Report
+from dhelix.passes.framework.manager import Stage, say_once
+from dhelix.passes.framework.report import Report
 from dhelix.profiles.profile import Profile
-from dhelix.runtime import registration
+from dhelix.runtime.compiler import registration
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import FirstRun
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.step import verification
+from dhelix.runtime.step.argument_keys import leaf_key
 from dhelix.runtime.step.frameworks import fronts
+from dhelix.runtime.step.gradients.value_and_grad import Microbatching, microbatching
 from dhelix.runtime.step.schedules import Choice
 from dhelix.runtime.step.specialization import Specialization
-from dhelix.runtime.step.value_and_grad import Microbatching, microbatching
 
 
 class _PlainJit:
@@ -124,12 +125,12 @@ class InterleavedStep:
     @_through_front
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            if _on():
+            if registration.on():
                 reason = "is called inside another transformation of JAX, and becomes part of it as it is"
                 say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._choice.step, reason))
             return self._plain(args, kwargs)
         kind = functools.partial(self._key, args, kwargs)
-        with self._hosts.taking_part(_on, kind, self._jitted, args, kwargs) as (on, key):
+        with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             chosen = self._specialize(key, args, kwargs) if on else None
             if chosen is not None:
                 chosen.compile()
@@ -143,7 +144,7 @@ class InterleavedStep:
     @_through_front
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The transformed program before XLA; `jax.ShapeDtypeStruct`s do for arguments, as with `jax.jit`."""
-        if not _on():
+        if not registration.on():
             return self._jitted.lower(*args, **kwargs)
         return self._specialize(self._key(args, kwargs), args, kwargs).lowered
 
@@ -160,7 +161,7 @@ class InterleavedStep:
     @_through_front
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes decide for these arguments, without compiling: the LOWERED stage."""
-        if not _on():
+        if not registration.on():
             return self._report_off()
         return self._specialize(self._key(args, kwargs), args, kwargs).plan()
 
@@ -168,7 +169,7 @@ class InterleavedStep:
     def report(self, *args: Any, **kwargs: Any) -> Report:
         """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
         kind = functools.partial(self._key, args, kwargs)
-        with self._hosts.taking_part(_on, kind, self._jitted, args, kwargs) as (on, key):
+        with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             return self._specialize(key, args, kwargs).report() if on else self._report_off()
 
     def profile(
@@ -215,7 +216,7 @@ class InterleavedStep:
     def _compiled(self, args: Any, kwargs: Any) -> tuple[jax.stages.Lowered, Any]:
         """The program that a call with these arguments runs, before and after XLA."""
         kind = functools.partial(self._key, args, kwargs)
-        with self._hosts.taking_part(_on, kind, self._jitted, args, kwargs) as (on, key):
+        with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             if not on:
                 lowered = self._jitted.lower(*args, **kwargs)
                 return lowered, lowered.compile()
@@ -255,7 +256,7 @@ class InterleavedStep:
 
     def _report_off(self) -> Report:
         name = f"jit_{self.__name__}"
-        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, _switched_off()),))
+        return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, registration.switched_off()),))
 
     def _front(self, args: Any, kwargs: Any) -> fronts.Front | None:
         """What makes arrays of these arguments; None if they are arrays."""
@@ -334,7 +335,7 @@ class InterleavedStep:
         static, dynamic = self._separate(args, kwargs)
         leaves, treedef = jax.tree.flatten(dynamic)
         try:
-            key = (jax_compat.trace_context(), static, treedef, tuple(map(_leaf_key, leaves)))
+            key = (jax_compat.trace_context(), static, treedef, tuple(map(leaf_key, leaves)))
             hash(key)
             return key
         except TypeError:  # jax.jit explains it better when it lowers
@@ -392,42 +393,3 @@ class _BoundStep:
     def __signature__(self) -> inspect.Signature:
         signature = inspect.signature(self._step)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def _on() -> bool:
-    return not _switched_off()
-
-
-def _switched_off() -> str:
-    """What switches dhelix off, or nothing. Where JAX looks for NaNs it runs a step again, operation by operation; it
-    can do so of its own programs alone."""
-    config = jax.config
-    switches = {
-        "DHELIX=off": not registration.enabled(),
-        "jax.disable_jit": config.jax_disable_jit,
-        "jax_debug_nans": config.jax_debug_nans,
-        "jax_debug_infs": config.jax_debug_infs,
-    }
-    found = [name for name, on in switches.items() if on]
-    return f"is switched off by {' and '.join(found)}" if found else ""
-
-
-def _leaf_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, jax.Array):
-        return leaf.aval, _place(leaf.sharding), leaf.committed
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    return type(leaf), jax.typeof(leaf)
-
-
-def _place(sharding: jax.sharding.Sharding) -> Hashable:
-    """Equal for shardings that lay an array out alike. A step's results are often told otherwise than its arguments
-    were, without axes of one device, and `jax.jit` compiles once for both."""
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return sharding
-    spec, sizes = sharding.spec, sharding.mesh.shape
-    parts = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
-    parts = [tuple(axis for axis in part if sizes[axis] > 1) for part in parts]
-    while parts and not parts[-1]:
-        parts.pop()
-    return sharding.mesh, tuple(parts), spec.unreduced, spec.reduced, sharding.memory_kind

@@ -1,7 +1,7 @@
 """The plain step as XLA schedules it: the memory that it needs, and the time that it is predicted to take.
 
-A step is compared with it: what it may need (`memory_need.py`) and what it gains (`passes/gain.py`). To know both takes
-XLA's passes over the plain step, seconds for large ones, so they are kept beside the compilation cache.
+A step is compared with it: what it may need (`memory_need.py`) and what it gains (`passes/framework/gain.py`). To know
+both takes XLA's passes over the plain step, seconds for large ones, so they are kept beside the compilation cache.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import msgspec
 from absl import logging
 
 from dhelix.errors import DhelixError
-from dhelix.passes import fingerprint
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.step_parts import step_parts
-from dhelix.passes.gain import StepParts
+from dhelix.passes.framework import fingerprint
+from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.hlo import HloModule
-from dhelix.runtime import beside_cache, broken_off, memory_need
-from dhelix.runtime.memory_need import MemoryNeed
+from dhelix.runtime.compiler import beside_cache, broken_off, memory_need
+from dhelix.runtime.compiler.memory_need import MemoryNeed
 
 
 class PlainStep:
@@ -63,7 +63,10 @@ class PlainStep:
             self._program = b""  # it may hold constants of any size
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
-            if found is None and (module := broken_off.scheduled(self._lowered, program, "memory")) is not None:
+            if (
+                found is None
+                and (module := broken_off.scheduled(self._lowered, program, "plain", tuned=True)) is not None
+            ):
                 found = of_scheduled(HloModule.from_bytes(module), costs)
                 beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
             return found

@@ -14,7 +14,7 @@ What order cannot hide inside one micro-batch, partitioned matrix products can: 
 collective_matmul="auto" unless the user says otherwise, and the others without.
 
 Orders rest on measured costs where there are any: `Choice.manager` looks up the profile of the GPUs that a program is
-lowered for, under the link and launch setting that this process has (`runtime/launch_settings.py`).
+lowered for, under the link and launch setting that this process has (`runtime/processes/launch_settings.py`).
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.collective_matmul.pattern import Placed
 from dhelix.passes.communication import exchange
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
+from dhelix.passes.communication.collective_matmul.pattern import Placed
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.communication.permute_decomposition import PermuteDecomposition
 from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.communication.strand_separation import StrandSeparation
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
-from dhelix.passes.gradients.replica_sums import ReplicaSums
-from dhelix.passes.manager import Pass, PassManager, Stage, say_once
+from dhelix.passes.framework.manager import Pass, PassManager, Stage, say_once
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
 from dhelix.passes.ordering.reference_orders import IntraBatch, RoundRobin
@@ -50,22 +48,26 @@ from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.strands.activation_sharing import ActivationSharing
 from dhelix.passes.strands.constant_sinking import ConstantSinking
+from dhelix.passes.strands.gradients.gradient_accumulation import GradientAccumulation
+from dhelix.passes.strands.gradients.replica_sums import ReplicaSums
 from dhelix.passes.strands.slice_separation import SliceSeparation
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_ends import StrandEnds
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
 from dhelix.passes.strands.strand_skew import StrandSkew
-from dhelix.profiles import alike, storage
-from dhelix.profiles.collective_matmul import Form
-from dhelix.profiles.hardware import H200, Hardware, describe, gpu_name
+from dhelix.profiles.collective_matmul.sites import Form
+from dhelix.profiles.estimates import alike
+from dhelix.profiles.files import storage
+from dhelix.profiles.hardware import H200, Hardware, gpu_name
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile, Provenance
-from dhelix.runtime import launch_settings
-from dhelix.runtime.profiling.nodes import gpus_per_node
+from dhelix.runtime.processes import launch_settings
+from dhelix.runtime.processes.nodes import gpus_per_node
 from dhelix.runtime.step.collective_matmul_choice import Weighing
 from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes, times_on
 from dhelix.runtime.step.plain_step import PlainStep
 from dhelix.runtime.step.schedule_names import DEFAULT, LIMITED, SCHEDULES, SKEWED
+from dhelix.runtime.step.target import gpu_of, hardware_of, unlike
 
 AUTO = "auto"
 
@@ -231,14 +233,14 @@ class Choice:
 
     def plain_step(self, lowered: jax.stages.Lowered, program: bytes) -> PlainStep | None:
         """What the step, which is `program` as HLO, is compared with; None on devices other than GPUs."""
-        if _gpu(lowered) is None:
+        if gpu_of(lowered) is None:
             return None
         return PlainStep(lowered, program, lambda: self.costs(lowered), self.compiler_options)
 
     def costs(self, lowered: jax.stages.Lowered) -> Costs:
         """What operators cost on the GPUs of a program."""
         model = self.model(lowered)
-        return Costs(_hardware(lowered)) if model is None else model.costs()
+        return Costs(hardware_of(lowered)) if model is None else model.costs()
 
     def weighed(self, lowered: jax.stages.Lowered) -> Choice:
         """With the sites whose collectives are better paired with the other strand's compute than replaced: by what the
@@ -274,7 +276,7 @@ class Choice:
 
         Raises DhelixError where a profile that was asked for is not of this launch setting.
         """
-        kind = None if lowered is None else _gpu(lowered)
+        kind = None if lowered is None else gpu_of(lowered)
         if self.passes is not None:
             passes: Sequence[Pass] = self.passes
         elif self.plan is not None:
@@ -290,7 +292,7 @@ class Choice:
             if kind is not None and self.schedule != "xla":
                 assert lowered is not None  # there is a kind
                 model = self.model(lowered)
-                passes = default_passes(self.schedule, model, self.memory_limit, _hardware(lowered), **limits)
+                passes = default_passes(self.schedule, model, self.memory_limit, hardware_of(lowered), **limits)
         if self.pipelined and self.passes is None:  # the executor has made the strands
             passes = [one for one in passes if one.stage is not Stage.LOWERED]
         if self.passes is None:
@@ -308,13 +310,13 @@ class Choice:
 
     def model(self, lowered: jax.stages.Lowered) -> CostModel | None:
         """Measured costs on the GPUs of a program, as this process is started; None where there are none."""
-        kind = _gpu(lowered)
+        kind = gpu_of(lowered)
         if self.profile is None or kind is None:
             return None
         found = self.profile
         if isinstance(found, Profile):
-            if unlike := _unlike(found.hardware, found.link, kind):
-                say_once(f"costs are those of {unlike}", (unlike,))
+            if other := unlike(found.hardware, found.link, kind):
+                say_once(f"costs are those of {other}", (other,))
         else:
             gpu, link = gpu_name(kind), launch_settings.link_of(os.environ)
             try:
@@ -341,8 +343,8 @@ class Choice:
     def _compare_with_plan(self, plan: PairingPlan, kind: str) -> None:
         """Says how the process should have been started, and what else is not what the plan was made for."""
         told = [launch_settings.difference(plan.target, options=self.compiler_options)]
-        if unlike := _unlike(plan.target.hardware, plan.target.link, kind):
-            told.append(f"the plan is for {unlike}")
+        if other := unlike(plan.target.hardware, plan.target.link, kind):
+            told.append(f"the plan is for {other}")
         for line in filter(None, told):
             say_once(line, (line,))
 
@@ -384,25 +386,3 @@ def _check_skew(skew: int, schedule: str, plan: object, passes: object, pipeline
         raise DhelixError("a pipeline pairs micro-batches by its own schedule: leave out skew=")
     if schedule not in SKEWED:
         raise DhelixError(f"schedule={schedule!r} keeps no strands apart: leave out skew=, or take {', '.join(SKEWED)}")
-
-
-def _unlike(hardware: str, link: str, kind: str) -> str:
-    """These GPUs and those of this process, where they differ; a process cannot say whether its node is two."""
-    gpu, here = gpu_name(kind), launch_settings.link_of(os.environ)
-    if hardware == gpu and link in (here, "two-nodes"):
-        return ""
-    return f"{hardware} with link {link}, not {gpu} with {here}"
-
-
-def _hardware(lowered: jax.stages.Lowered) -> Hardware:
-    """The GPUs that a program is for, as this process reaches them."""
-    kind = _gpu(lowered)
-    assert kind is not None
-    per_node = gpus_per_node(jax_compat.devices(lowered))
-    return describe(gpu_name(kind), launch_settings.link_of(os.environ), per_node)
-
-
-def _gpu(lowered: jax.stages.Lowered) -> str | None:
-    """The kind of GPU that a program is for; None for other devices."""
-    device = (jax_compat.devices(lowered) or jax.devices())[0]
-    return device.device_kind if device.platform in ("gpu", "cuda") else None

@@ -14,14 +14,15 @@ import jax
 from absl import logging
 
 from dhelix.errors import DhelixError, HostsDisagreeError
-from dhelix.passes import fingerprint, jax_compat, report
-from dhelix.passes.gain import Gain, StepParts
+from dhelix.passes import jax_compat
+from dhelix.passes.framework import fingerprint, report
+from dhelix.passes.framework.gain import Gain, StepParts
+from dhelix.passes.framework.manager import Stage, say_once
+from dhelix.passes.framework.report import Report, StageReport
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import Stage, say_once
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
-from dhelix.passes.report import Report, StageReport
-from dhelix.runtime import lowering, memory_need, registration
+from dhelix.runtime.compiler import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.meetings import Job
 from dhelix.runtime.step import plain_step

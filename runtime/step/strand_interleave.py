@@ -26,19 +26,19 @@ import jax
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.manager import Pass
+from dhelix.passes.framework.manager import Pass
 from dhelix.passes.plans.pairing_plan import PairingPlan
-from dhelix.profiles.collective_matmul import Form
+from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.profiles.profile import Profile
-from dhelix.runtime.launch_settings import calls_outside_graphs
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import decorating
+from dhelix.runtime.processes.launch_settings import calls_outside_graphs
 from dhelix.runtime.step.collective_matmul_pass import OFF
 from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
 from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
 from dhelix.runtime.step.frameworks.nnx_front import NnxFront, is_nnx_jitted
+from dhelix.runtime.step.gradients.microbatch_loop import check_reduction
 from dhelix.runtime.step.interleaved_step import InterleavedStep
-from dhelix.runtime.step.microbatch_loop import check_reduction
 from dhelix.runtime.step.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
 
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
@@ -83,7 +83,7 @@ def strand_interleave(
       plan: of `dhelix plan`, its path or itself: orders as it says, in place of `schedule`. Where it does not fit the
         step, XLA's order stays, and a line in the log says why; `strict` raises.
       memory_limit: bytes that the step may need beside its arguments on each GPU; by default ("dp", "list" and plans)
-        3 % more than the plain step, arguments and all, for which XLA schedules that, too (`runtime/memory_need.py`).
+        3 % more than the plain step, arguments and all, for which XLA schedules that, too (`memory_need.py`).
         Where no order keeps to it the plain step runs, and a line says which limit would do.
       max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
         fastest.

@@ -17,10 +17,10 @@ from dhelix.benchmarks.collective_matmul_results import COLLECTIVE, GEMM, Measur
 from dhelix.benchmarks.collective_matmul_sites import sites
 from dhelix.benchmarks.collective_matmul_tables import DISTFUSE, groups, merged, ship, tables
 from dhelix.errors import DhelixError
-from dhelix.profiles import collective_matmul_times
-from dhelix.profiles.collective_matmul import KINDS, MONOLITHIC, Form, Site, Tiles, choose
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import KINDS, MONOLITHIC, Form, Site, Tiles, choose
 from dhelix.profiles.profile import Provenance
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 GATHER, SCATTER, REDUCE = KINDS
 ON = Provenance("NVIDIA H200", 4, "2026-01-31", nccl="2.28.9", jax="0.11.2", machine="9f3a")

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.benchmarks.collective_matmul_choice import model_of, rows
 from dhelix.errors import DhelixError
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.step.schedules import Choice
 
 

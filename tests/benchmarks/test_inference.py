@@ -15,7 +15,7 @@ from dhelix.benchmarks.inference_results import BOUND, TILE_WISE, XLA, CaseResul
 from dhelix.errors import DhelixError
 from dhelix.models import preset
 from dhelix.profiles.profile import Provenance
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 ON = Provenance("NVIDIA H200", 2, "2026-01-31", nccl="2.28.9", jax="0.11.2", machine="9f3a")
 WORKLOAD = {"preset": "llama-3.1-70b", "layers": 8, "tp": 2, "dtype": "bfloat16"}

@@ -10,9 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 from dhelix.benchmarks.no_communication import NoCommunication
 from dhelix.benchmarks.structure import Case, lower
 from dhelix.passes.analysis.collectives import find_collective
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.runtime import deviceless, lowering
-from dhelix.runtime.registration import Session
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.runtime.compiler import deviceless, lowering
+from dhelix.runtime.compiler.registration import Session
 
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}
 

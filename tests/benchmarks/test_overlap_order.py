@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.benchmarks import overlap_order
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
 

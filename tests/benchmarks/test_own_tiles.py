@@ -8,8 +8,8 @@ import pytest
 from dhelix.benchmarks import collective_matmul_programs, own_tiles
 from dhelix.benchmarks.collective_matmul_programs import Program
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Tiles
-from dhelix.runtime import deviceless
+from dhelix.profiles.collective_matmul.sites import Tiles
+from dhelix.runtime.compiler import deviceless
 
 
 @pytest.mark.deviceless

@@ -17,7 +17,7 @@ from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.benchmarks.strand_variants import OURS, SETTINGS, XLA, chosen
 from dhelix.errors import DhelixError
 from dhelix.models import Training, preset
-from dhelix.passes.manager import PassManager, Stage
+from dhelix.passes.framework.manager import PassManager, Stage
 
 ROOT = Path(pipeline.__file__).parent.parent
 

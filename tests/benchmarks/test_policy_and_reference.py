@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from dhelix.benchmarks.policy_and_reference import Row, compiled, make_step, table
-from dhelix.launch import plan_search
+from dhelix.launch.plan import search as plan_search
 from dhelix.models import preset
 from dhelix.passes.evaluation.costs import CostModel
-from dhelix.profiles import storage
-from dhelix.runtime import deviceless
+from dhelix.profiles.files import storage
+from dhelix.runtime.compiler import deviceless
 
 MEMORY = 1.03  # temporaries of strands, in units of the plain step's
 

@@ -13,7 +13,7 @@ from dhelix.benchmarks import predictions, strands
 from dhelix.benchmarks.predictions import Step, steps_of, table, written
 from dhelix.benchmarks.strand_results import Result, Run
 from dhelix.errors import DhelixError
-from dhelix.profiles.storage import SEARCH_PATH
+from dhelix.profiles.files.storage import SEARCH_PATH
 
 WORKLOAD = {"preset": "llama-8b", "layers": 8, "seq": 8192, "vocab": 32000, "tp": 2, "microbatches": 4, "channels": 0}
 

@@ -11,7 +11,7 @@ from dhelix.benchmarks import strand_sweep, strands
 from dhelix.benchmarks.strand_results import Result, Run, groups
 from dhelix.benchmarks.strand_sweep import Point, paper_points, points, save_png
 from dhelix.errors import DhelixError
-from dhelix.profiles.storage import SEARCH_PATH
+from dhelix.profiles.files.storage import SEARCH_PATH
 
 WORKLOAD = {"preset": "llama-8b", "tp": 4, "seq": 8192, "microbatches": 16, "channels": 0}
 

@@ -16,8 +16,8 @@ from dhelix.benchmarks.strand_tables import into_page, tables
 from dhelix.benchmarks.strand_variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
 from dhelix.errors import DhelixError
 from dhelix.models import preset
-from dhelix.passes.manager import PassManager
-from dhelix.runtime import autotune_results
+from dhelix.passes.framework.manager import PassManager
+from dhelix.runtime.compiler import autotune_results
 
 ROOT = Path(strands.__file__).parent.parent
 

@@ -32,8 +32,9 @@ def greet(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return 3 if arguments == ["three"] else None
 
     module.define_flags, module.run = define_flags, run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "greet_command", module)
-    monkeypatch.setitem(cli.COMMANDS, "greet", cli.Command("greet_command", "says hello"))
+    for name in ("greet", "greet.flags", "greet.command"):
+        monkeypatch.setitem(sys.modules, f"dhelix.launch.{name}", module)
+    monkeypatch.setitem(cli.COMMANDS, "greet", cli.Command("says hello"))
     return module
 
 

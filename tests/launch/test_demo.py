@@ -11,8 +11,8 @@ from rich.console import Console
 
 from dhelix.launch import demo
 from dhelix.models import preset
-from dhelix.passes.report import Report
-from dhelix.runtime import deviceless
+from dhelix.passes.framework.report import Report
+from dhelix.runtime.compiler import deviceless
 
 OPTIONS = dataclasses.replace(demo.TRAINING, layers=2, seq=16, batch=8, steps=3, data=__file__)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dhelix.launch import cli
-from dhelix.launch.inspect import inspect_dump
-from dhelix.launch.inspection import Inspection, inspect_module, unknown_text
+from dhelix.launch.inspect.command import inspect_dump
+from dhelix.launch.inspect.inspection import Inspection, inspect_module, unknown_text
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.hardware import H200

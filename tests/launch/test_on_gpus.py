@@ -20,14 +20,14 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.launch.pipelined import make_pipelined_step
+from dhelix.launch.train.pipelined import make_pipelined_step
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
+from dhelix.passes.framework.report import Report
 from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
-from dhelix.passes.report import Report
 from dhelix.runtime.pipeline.fold import Fold
+from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.schedules import SCHEDULES
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.step.value_and_grad import value_and_grad
 
 pytestmark = pytest.mark.gpu
 

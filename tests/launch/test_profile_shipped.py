@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dhelix.launch import cli, profile_processes
-from dhelix.profiles import storage, xla_tables
+from dhelix.launch import cli
+from dhelix.launch.profile import processes as profile_processes
+from dhelix.profiles.files import storage, xla_tables
 from dhelix.profiles.keys import CollectiveKey
 
 STEP = Path(__file__).parents[1] / "testdata" / "profile" / "llama_8b_microbatch.txt"
-SHIPPED = Path(storage.__file__).parent / "data" / "h200-nvlink.json"
+SHIPPED = storage.SHIPPED / "h200-nvlink.json"
 SETTINGS = ("default", "connections1")
 ENOUGH = 0.95
 """Of the step's time is measured; all of it where the shipped profile was made of the very same kernels."""
@@ -38,7 +39,7 @@ def dhelix_profile(*arguments: object) -> int:
 def test_from_the_step_to_every_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(storage, "_SHIPPED", tmp_path / "none")  # what is known is in the file that the command writes
+    monkeypatch.setattr(storage, "SHIPPED", tmp_path / "none")  # what is known is in the file that the command writes
     out, heat_map = tmp_path / "out.json", tmp_path / "pairs.png"
     costs, table = tmp_path / "costs.pbtxt", tmp_path / "table.pbtxt"
     files = ["--heat_map", heat_map, "--pgle", costs, "--perf_table", table, "--compare", SHIPPED]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dhelix.launch import trainer
+from dhelix.launch.train import trainer
 from dhelix.passes.evaluation.operator_keys import key_of
-from dhelix.passes.replay.operators import find_operators
-from dhelix.profiles import storage
+from dhelix.passes.evaluation.replay.operators import find_operators
+from dhelix.profiles.files import storage
 from dhelix.profiles.profile import Section
-from dhelix.runtime import autotune_results, deviceless, lowering, tuned
+from dhelix.runtime.compiler import autotune_results, deviceless, lowering, tuned
 
 SETTING = "default"
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from dhelix.models import LlamaConfig, make_train_step
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 TP = 4
 

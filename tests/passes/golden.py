@@ -20,10 +20,10 @@ from filecheck.matcher import Matcher
 from filecheck.options import Options
 from filecheck.parser import Parser
 
+from dhelix.passes.framework.manager import Pass, PassManager, Stage
+from dhelix.passes.framework.report import PassReport
 from dhelix.passes.hlo import HloModule, shapes
-from dhelix.passes.manager import Pass, PassManager, Stage
-from dhelix.passes.report import PassReport
-from dhelix.runtime.lowering import with_hlo
+from dhelix.runtime.compiler.lowering import with_hlo
 
 TESTDATA = Path(__file__).parent.parent / "testdata"
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "s32": jnp.int32, "pred": jnp.bool_}

@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from dhelix.passes.analysis.dimension_factors import reshaped
-from dhelix.passes.collective_matmul.splicing import Splicer
-from dhelix.passes.fingerprint import module_name
+from dhelix.passes.communication.collective_matmul.splicing import Splicer
+from dhelix.passes.framework.fingerprint import module_name
+from dhelix.passes.framework.manager import Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, edit, shapes
-from dhelix.passes.manager import Stage
-from dhelix.runtime import deviceless, registration
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler import deviceless, registration
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 
 _DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "s32": jnp.int32, "pred": jnp.bool_}
 

@@ -11,7 +11,7 @@ from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.orders import Limits, dependencies
-from dhelix.profiles.estimates import Estimator
+from dhelix.profiles.estimates.estimator import Estimator
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.profile import Profile
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build

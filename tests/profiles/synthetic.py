@@ -9,8 +9,8 @@ import math
 import random
 from collections.abc import Sequence
 
+from dhelix.profiles.estimates.interpolation import roofline_seconds
 from dhelix.profiles.hardware import H200
-from dhelix.profiles.interpolation import roofline_seconds
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Section, Timing
 

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dhelix.models import llama, preset
 from dhelix.models.config import LlamaConfig
 from dhelix.models.parallel import AutoParallel
+from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.step.collective_matmul_pass import collective_matmul_passes
 from dhelix.tests.passes import partitioned
 

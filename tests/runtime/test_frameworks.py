@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhelix.passes import manager
+from dhelix.passes.framework import manager
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.steps import STEPS, batch, squared_error, weights
 

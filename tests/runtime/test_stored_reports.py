@@ -9,12 +9,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from dhelix.passes import manager
+from dhelix.passes.framework import manager
+from dhelix.passes.framework.manager import PassContext, PassManager, Stage
+from dhelix.passes.framework.report import NOT_RUN, UNCHANGED, Note, PassReport, Report, StageReport
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext, PassManager, Stage
-from dhelix.passes.report import NOT_RUN, UNCHANGED, Note, PassReport, Report, StageReport
-from dhelix.runtime import registration
-from dhelix.runtime.registration import Session
+from dhelix.runtime.compiler import registration
+from dhelix.runtime.compiler.registration import Session
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.passes.hlo import HloModule, WhileLoop, verify
-from dhelix.runtime import lowering
+from dhelix.runtime.compiler import lowering
 
 pytestmark = pytest.mark.smoke
 

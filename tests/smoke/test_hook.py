@@ -8,7 +8,7 @@ from jax.extend import xla
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dhelix.passes.hlo import HloModule, verify
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 
 pytestmark = pytest.mark.smoke
 

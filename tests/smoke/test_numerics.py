@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.passes.hlo import Builder, HloModule, verify
-from dhelix.runtime import lowering
+from dhelix.runtime.compiler import lowering
 
 pytestmark = pytest.mark.smoke
 

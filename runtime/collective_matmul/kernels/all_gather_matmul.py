@@ -55,7 +55,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting
 from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer, divided
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Place, Tile

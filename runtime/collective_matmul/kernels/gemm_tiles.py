@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.profiles.collective_matmul import H200_SMS, Tiles
+from dhelix.profiles.collective_matmul.sites import H200_SMS, Tiles
 
 # Axes of the launch: cluster, block in it, warpgroup in that. No mesh may have an axis of such a name.
 CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import H200_SMS, Site, Tiles
+from dhelix.profiles.collective_matmul.sites import H200_SMS, Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
 

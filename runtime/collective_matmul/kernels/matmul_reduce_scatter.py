@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
 

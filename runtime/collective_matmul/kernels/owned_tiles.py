@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Site, Tiles
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import gemm_tiles
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import Gemm, Tile
 

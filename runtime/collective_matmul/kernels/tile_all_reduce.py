@@ -41,6 +41,14 @@ def shots_for(size: int, itemsize: int, devices: int) -> int:
     return 1 if devices == 2 or size * itemsize <= _ONE_SHOT_BYTES else 2
 
 
+def _check(x: jax.Array, devices: int, multiple: int) -> None:
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.size % multiple or not x.size:
+        raise DhelixError(
+            f"tile_all_reduce of {x.dtype}{x.shape} over {devices} devices: take bfloat16 or float16 and a multiple of "
+            f"{multiple} elements, or jax.lax.psum"
+        )
+
+
 def tile_all_reduce(
     x: jax.Array, axis_name: str, *, shots: int | None = None, tile_rows: int = 8, sms: int = 132, warpgroups: int = 4
 ) -> jax.Array:
@@ -59,11 +67,7 @@ def tile_all_reduce(
     n = lax.axis_size(axis_name)
     shots = shots or shots_for(x.size, x.dtype.itemsize, n)
     shards = n if shots == 2 else 1
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or x.size % (tile_rows * _COLUMNS * shards) or not x.size:
-        raise DhelixError(
-            f"tile_all_reduce of {x.dtype}{x.shape} over {n} devices: take bfloat16 or float16 and a multiple of "
-            f"{tile_rows * _COLUMNS * shards} elements, or jax.lax.psum"
-        )
+    _check(x, n, tile_rows * _COLUMNS * shards)
     tiles = x.size // (tile_rows * _COLUMNS) // shards
     blocks = min(sms, math.ceil(tiles / warpgroups))
     workers = blocks * warpgroups

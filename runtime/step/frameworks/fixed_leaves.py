@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dhelix.passes.manager import say_once
+from dhelix.passes.framework.manager import say_once
 
 _NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

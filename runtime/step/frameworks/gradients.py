@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from dhelix.runtime.step.batch_arguments import indices
 from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
 from dhelix.runtime.step.frameworks.nnx_gradients import NnxGradients
+from dhelix.runtime.step.gradients.batch_arguments import indices
 
 
 class Differentiate(Protocol):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from dhelix.passes.analysis.source import source_of
 from dhelix.passes.hlo import HloModule
-from dhelix.runtime.lowering import hlo_bytes
+from dhelix.runtime.compiler.lowering import hlo_bytes
 
 
 def doubled_three_times(x: jax.Array) -> jax.Array:

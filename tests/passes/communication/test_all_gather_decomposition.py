@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 
 BOTH = PartitionSpec(("dp", "tp"))
 

@@ -9,8 +9,8 @@ import pytest
 
 from dhelix.passes.communication import collective_canonicalization as canonical
 from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
+from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.hlo import Builder, HloModule
-from dhelix.passes.manager import PassContext, PassManager, Stage
 from dhelix.tests.passes import golden, partitioned
 
 FORWARD, BACKWARD = (f"collective_canonicalization/{name}_layer.hlo" for name in ("forward", "backward"))

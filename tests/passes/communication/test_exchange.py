@@ -7,8 +7,8 @@ import pytest
 from dhelix.passes.communication import exchange
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
 from dhelix.profiles.keys import CollectiveKey
 
 GATHER = CollectiveKey("all-gather", 64 << 20, 4)

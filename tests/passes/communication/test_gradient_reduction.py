@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 from dhelix.models import make_mesh, make_train_step, preset
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, UNCHANGED, PassReport
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import inline_calls
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import CHANGED, UNCHANGED, PassReport
-from dhelix.runtime import lowering
+from dhelix.runtime.compiler import lowering
 from dhelix.runtime.step.schedules import default_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dhelix.passes.communication.exchange import faster
 from dhelix.passes.communication.permute_decomposition import PermuteDecomposition
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 
 AXES = ("pp", "dp", "tp")
 ALL = PartitionSpec(AXES)

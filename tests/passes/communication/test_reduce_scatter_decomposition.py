@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dhelix import strand_interleave
 from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatterDecomposition
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
-from dhelix.runtime import deviceless
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 
 BOTH = PartitionSpec(("dp", "tp"))
 EVERY = ReduceScatterDecomposition(min_bytes=0)

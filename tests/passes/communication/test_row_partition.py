@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dhelix.errors import DhelixError
 from dhelix.passes.communication.row_partition import RowPartition, pays
 from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule, shapes
-from dhelix.passes.manager import PassContext
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 
 ALL = PartitionSpec(("dp", "tp"))
 Body = Callable[[jax.Array, jax.Array, jax.Array], Any]

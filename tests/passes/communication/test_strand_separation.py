@@ -6,14 +6,14 @@ import pytest
 from dhelix.benchmarks.structure import Case, lower
 from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.communication.strand_separation import StrandSeparation
-from dhelix.passes.gradients.gradient_accumulation import GradientAccumulation
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, UNCHANGED
 from dhelix.passes.hlo import HloModule, graph
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import CHANGED, UNCHANGED
 from dhelix.passes.strands.activation_sharing import ActivationSharing
+from dhelix.passes.strands.gradients.gradient_accumulation import GradientAccumulation
 from dhelix.passes.strands.strand_duplication import StrandDuplication
-from dhelix.runtime import deviceless, lowering
-from dhelix.runtime.registration import Session
+from dhelix.runtime.compiler import deviceless, lowering
+from dhelix.runtime.compiler.registration import Session
 
 GATHERS = """
 HloModule step

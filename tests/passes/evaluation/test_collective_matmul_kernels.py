@@ -12,10 +12,10 @@ from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.plans.plan_operators import PlanOperators, is_work, operator_text
-from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times
-from dhelix.profiles.collective_matmul_estimates import collective_key, gemm_key
-from dhelix.profiles.contention import MIN_RATE
-from dhelix.profiles.estimates import Source
+from dhelix.profiles.collective_matmul.estimates import collective_key, gemm_key
+from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times
+from dhelix.profiles.estimates.contention import MIN_RATE
+from dhelix.profiles.estimates.estimator import Source
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import CollectiveKey, OperatorKey
 from dhelix.profiles.profile import Profile, Section, Timing

@@ -11,16 +11,16 @@ from dhelix.passes.evaluation.costs import BY_THEMSELVES, CostModel, Costs, Powe
 from dhelix.passes.evaluation.instruction_costs import Lane, instruction_cost, sequence_of, trip_count
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.timeline import evaluate, settled
-from dhelix.passes.fingerprint import input_fingerprint
+from dhelix.passes.framework.fingerprint import input_fingerprint
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
-from dhelix.profiles import roofline
-from dhelix.profiles.contention import MIN_RATE
-from dhelix.profiles.estimates import Estimator, Source
+from dhelix.profiles.estimates import roofline
+from dhelix.profiles.estimates.contention import MIN_RATE
+from dhelix.profiles.estimates.estimator import Estimator, Source
+from dhelix.profiles.files.storage import dumps, loads
 from dhelix.profiles.hardware import H200, H200_NO_P2P
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Section, Timing
-from dhelix.profiles.storage import dumps, loads
 from dhelix.tests.passes import golden
 
 MODULE = HloModule.from_text(golden.read("costs/operators.hlo"))

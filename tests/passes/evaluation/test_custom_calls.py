@@ -6,9 +6,9 @@ from dhelix.passes.evaluation.custom_calls import calls_of, family_of
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.operator_work import Work, work_of
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.profiles import roofline
+from dhelix.profiles.estimates import roofline
+from dhelix.profiles.estimates.interpolation import roofline_seconds
 from dhelix.profiles.hardware import H200
-from dhelix.profiles.interpolation import roofline_seconds
 from dhelix.profiles.keys import OperatorKey
 
 

@@ -6,7 +6,7 @@ from dhelix.benchmarks.structure import Case, lower
 from dhelix.passes.evaluation.operator_keys import OperatorKeys, key_of
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, parse
-from dhelix.runtime import deviceless, lowering
+from dhelix.runtime.compiler import deviceless, lowering
 from dhelix.tests.passes import golden
 
 CALLS = HloModule.from_text(golden.read("operator_keys/calls.hlo"))

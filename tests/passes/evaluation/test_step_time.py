@@ -9,7 +9,7 @@ from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.step_time import StepTime, predict
 from dhelix.passes.hlo import HloModule
-from dhelix.profiles.estimates import Estimator, Source
+from dhelix.profiles.estimates.estimator import Estimator, Source
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import CollectiveKey, OperatorKey
 from dhelix.profiles.profile import Profile, Section, Timing

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, CostModel, Costs, InStep
 from dhelix.passes.evaluation.instruction_costs import Cost, Lane
-from dhelix.passes.evaluation.timeline import Timeline, evaluate, guessed_overlap, simulate
+from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, simulate
 from dhelix.passes.hlo import HloModule
-from dhelix.profiles import storage
-from dhelix.profiles.contention import MIN_RATE, measured_rates, pair_seconds
-from dhelix.profiles.estimates import Estimator
+from dhelix.profiles.estimates.contention import MIN_RATE, measured_rates, pair_seconds
+from dhelix.profiles.estimates.estimator import Estimator
+from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Section

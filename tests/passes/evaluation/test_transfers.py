@@ -4,13 +4,14 @@ import pytest
 
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.intervals import CollectiveTime
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.step_time import predict
-from dhelix.passes.evaluation.timeline import CollectiveTime, simulate_module
+from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.evaluation.transfers import FROM_HOST, TO_HOST, Transfer, find_transfer
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.profiles import roofline
-from dhelix.profiles.estimates import Estimator
+from dhelix.profiles.estimates import roofline
+from dhelix.profiles.estimates.estimator import Estimator
 from dhelix.profiles.hardware import A100, H200
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile, Section, Timing

@@ -10,11 +10,11 @@ from dhelix.passes.analysis.collectives import is_done, start_of
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.operator_keys import key_of
 from dhelix.passes.evaluation.timeline import simulate
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, UNCHANGED, PassReport
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, Limits, list_order
-from dhelix.passes.report import CHANGED, UNCHANGED, PassReport
 from dhelix.profiles.hardware import H200, H200_NO_P2P
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Section, Timing

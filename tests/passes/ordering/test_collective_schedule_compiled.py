@@ -3,12 +3,12 @@
 import pytest
 
 from dhelix.benchmarks.structure import Case, interleave, lower
-from dhelix.passes.manager import PassManager
+from dhelix.passes.framework.manager import PassManager
+from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
-from dhelix.passes.report import CHANGED
 from dhelix.profiles.hardware import H200_NO_P2P
-from dhelix.runtime import deviceless, lowering
-from dhelix.runtime.registration import Session
+from dhelix.runtime.compiler import deviceless, lowering
+from dhelix.runtime.compiler.registration import Session
 from dhelix.tests.passes.schedules import temporaries
 
 SMALL = {"vocab": 8192, "hidden": 1024, "heads": 8, "kv_heads": 4, "ffn": 3072, "seq": 2048}

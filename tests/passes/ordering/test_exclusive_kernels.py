@@ -4,8 +4,8 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_done
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule, verify
-from dhelix.passes.manager import PassContext
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
 from dhelix.profiles.hardware import H200_NO_P2P

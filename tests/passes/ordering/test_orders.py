@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassContext, PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, list_order
 from dhelix.passes.ordering.orders import apply_order, most_in_flight
 from dhelix.passes.ordering.reference_orders import RoundRobin, round_robin

@@ -2,12 +2,12 @@
 
 from hypothesis import given, settings
 
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.reference_orders import IntraBatch, RoundRobin, round_robin
 from dhelix.passes.ordering.strand_pairing import ORDERED_NOTE, StrandPairing
-from dhelix.passes.report import CHANGED
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.tests.passes.schedules import Program, build, runs_rightly
 from dhelix.tests.passes.two_strands import BOTH, FORWARD, PRODUCTS, limits_of, two_strands

@@ -11,13 +11,13 @@ from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import Costs, InStep
 from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate, simulate
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.strand_pairing import PAIRED_NOTE, StrandPairing, pairing_order, plan_body
 from dhelix.passes.ordering.strand_sequences import Body, Operator, Strand, find_strands
-from dhelix.passes.report import CHANGED
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.tests.passes.random_cases import fastest, random_case, unlimited
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, runs_rightly

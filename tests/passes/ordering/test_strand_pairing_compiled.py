@@ -5,14 +5,14 @@ import pytest
 from dhelix.benchmarks.structure import Case, interleave, lower
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.strand_pairing import PAIRED_NOTE, StrandPairing
-from dhelix.passes.report import CHANGED
-from dhelix.runtime import deviceless, lowering
-from dhelix.runtime.registration import Session
+from dhelix.runtime.compiler import deviceless, lowering
+from dhelix.runtime.compiler.registration import Session
 from dhelix.tests.passes.schedules import temporaries
 
 # Collectives of 64 MiB: up to 30 MiB of results XLA combines those of both strands, and nothing is left to pair.

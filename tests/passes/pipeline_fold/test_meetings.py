@@ -18,8 +18,8 @@ from dhelix.passes.pipeline_fold import (
     linear_layout,
     make_schedule,
 )
-from dhelix.passes.pipeline_fold.one_forward_one_backward import one_forward_one_backward
 from dhelix.passes.pipeline_fold.orders import in_ticks
+from dhelix.passes.pipeline_fold.schedules.one_forward_one_backward import one_forward_one_backward
 from dhelix.passes.pipeline_fold.slots import with_slots
 
 stage_counts = st.integers(1, 6)

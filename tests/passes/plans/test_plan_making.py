@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from dhelix.passes import manager
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.framework import manager
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanSegment, PlanTarget

@@ -12,13 +12,13 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
+from dhelix.passes.framework.manager import PassContext, PassManager, Stage
+from dhelix.passes.framework.report import REFUSED
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.manager import PassContext, PassManager, Stage
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder, planned_sequence
-from dhelix.passes.report import REFUSED
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs, runs_rightly
 
 # Two strands, in XLA's order one after the other; `fw` is written for nobody in the program.

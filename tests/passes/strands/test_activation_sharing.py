@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.passes.report import CHANGED, UNCHANGED
+from dhelix.passes.framework.report import CHANGED, UNCHANGED
 from dhelix.passes.strands.activation_sharing import ActivationSharing
 from dhelix.tests.passes import golden
 

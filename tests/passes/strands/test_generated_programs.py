@@ -31,11 +31,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from dhelix.passes import report
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import StageReport
+from dhelix.passes.framework import report
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import StageReport
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes import programs

@@ -10,10 +10,10 @@ import pytest
 from dhelix.models.config import preset
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import make_train_step
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, StageReport
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import CHANGED, StageReport
-from dhelix.runtime.lowering import hlo_bytes
+from dhelix.runtime.compiler.lowering import hlo_bytes
 from dhelix.runtime.step.schedules import default_passes
 
 LAYERS, MICROBATCHES, SECONDS = 8, 16, 2.0

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, PassReport
 from dhelix.passes.hlo import HloModule, Instruction, graph
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import CHANGED, PassReport
 from dhelix.passes.strands.strand_duplication import StrandDuplication
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes import golden
 

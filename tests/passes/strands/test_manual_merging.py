@@ -14,11 +14,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix import strand_interleave, value_and_grad
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule, Instruction, graph
 from dhelix.passes.hlo.manual_computation import is_manual
-from dhelix.passes.manager import PassContext
 from dhelix.passes.strands.strand_duplication import StrandDuplication
-from dhelix.runtime.lowering import hlo_bytes
+from dhelix.runtime.compiler.lowering import hlo_bytes
 
 LAYERS, WIDTH, LENGTH, ROWS, MICROBATCHES, HOPS = 3, 8, 8, 8, 4, 4
 MESH = jax.make_mesh((2, 4), ("dp", "cp"), axis_types=(AxisType.Auto,) * 2)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import FAILED
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import FAILED
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes.strands.test_generated_programs import interpret
 

@@ -20,9 +20,9 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import PassRefusal
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import CHANGED, REFUSED, PassReport
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, REFUSED, PassReport
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes
 
 LAYERS, MICROBATCHES, ROWS, WIDTH = 2, 3, 2, 4

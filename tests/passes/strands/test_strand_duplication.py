@@ -3,8 +3,8 @@
 import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import WhileLoop
-from dhelix.passes.manager import PassManager, Stage
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.tests.passes import golden
 

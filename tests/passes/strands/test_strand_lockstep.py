@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from dhelix.passes.analysis.names import ALPHA, BETA
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import UNCHANGED, PassReport
 from dhelix.passes.hlo import HloModule, Instruction, graph
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import UNCHANGED, PassReport
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
-from dhelix.runtime import lowering
+from dhelix.runtime.compiler import lowering
 from dhelix.tests.passes import golden
 
 GOLDEN = "strand_lockstep/unrolled.hlo"

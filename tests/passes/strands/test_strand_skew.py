@@ -8,11 +8,11 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.names import STRANDS, merged_loops
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import REFUSED, StageReport
 from dhelix.passes.hlo import HloModule, Instruction, WhileLoop, shapes
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import REFUSED, StageReport
 from dhelix.passes.strands.strand_skew import StrandSkew
-from dhelix.runtime.lowering import hlo_bytes, with_hlo
+from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
 from dhelix.runtime.step.schedules import default_passes
 from dhelix.tests.passes.program_losses import ROWS, WIDTH
 from dhelix.tests.passes.programs import Program, build

@@ -13,7 +13,7 @@ import pytest
 from dhelix.benchmarks.structure import Case, interleave, lower, measure
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import replace_uses
-from dhelix.runtime import lowering
+from dhelix.runtime.compiler import lowering
 
 MEMORY = 1.03  # peak of the interleaved step, at most, in units of the plain one's
 OF_BOTH = 1.05  # where gathered parameters of both strands live at once: in XLA's order, the schedulers keep to 1.03

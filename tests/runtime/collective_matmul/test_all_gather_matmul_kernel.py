@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime import deviceless
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import all_gather_matmul as kernel
 from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer
+from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
 

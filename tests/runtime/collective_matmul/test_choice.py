@@ -12,11 +12,11 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
-from dhelix.profiles import collective_matmul_times
-from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import deviceless
 from dhelix.runtime.collective_matmul import all_gather_matmul, choice, matmul_all_reduce, matmul_reduce_scatter
+from dhelix.runtime.compiler import deviceless
 from dhelix.tests.runtime.collective_matmul.programs import COLLECTIVE, mesh, normal, specs
 
 

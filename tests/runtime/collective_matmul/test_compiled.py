@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from dhelix.runtime import deviceless
+from dhelix.runtime.compiler import deviceless
 from dhelix.tests.runtime.collective_matmul.programs import COLLECTIVE, specs
 
 pytestmark = pytest.mark.deviceless

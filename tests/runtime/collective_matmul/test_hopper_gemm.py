@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from dhelix.profiles.collective_matmul import Tiles
+from dhelix.profiles.collective_matmul.sites import Tiles
 from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, opaque
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import GROUP, MEMORY_GROUP, Gemm, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing

@@ -16,9 +16,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.profiles.collective_matmul import Site
-from dhelix.runtime import deviceless
+from dhelix.profiles.collective_matmul.sites import Site
 from dhelix.runtime.collective_matmul.kernels import matmul_reduce_scatter, meeting
+from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
 

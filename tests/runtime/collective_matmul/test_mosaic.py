@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import pytest
 
-from dhelix.profiles.collective_matmul import KINDS, Tiles
+from dhelix.profiles.collective_matmul.sites import KINDS, Tiles
 from dhelix.runtime.collective_matmul import choice, mosaic
 from dhelix.tests.runtime.collective_matmul.programs import (
     COLLECTIVE,

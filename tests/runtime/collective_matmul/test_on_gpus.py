@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dhelix.profiles.collective_matmul import Form
+from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.tests.runtime.collective_matmul.programs import COLLECTIVE, plain, specs
 
 pytestmark = pytest.mark.gpu

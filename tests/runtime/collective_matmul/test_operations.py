@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.profiles.collective_matmul import KINDS
+from dhelix.profiles.collective_matmul.sites import KINDS
 from dhelix.runtime.collective_matmul import all_gather_matmul
 from dhelix.tests.runtime.collective_matmul.programs import (
     COLLECTIVE,

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.profiles.collective_matmul import Site, Tiles
-from dhelix.runtime import deviceless
+from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import matmul_all_reduce, matmul_reduce_scatter
 from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
+from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
 

@@ -5,12 +5,12 @@ import optax
 import pytest
 
 from dhelix import strand_interleave
-from dhelix.launch.pipelined import make_pipelined_step
+from dhelix.launch.train.pipelined import make_pipelined_step
 from dhelix.models import make_mesh, preset
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_start, start_of
 from dhelix.passes.hlo import Instruction
-from dhelix.runtime import deviceless
-from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler.lowering import compiled_module
 
 STAGES, MICROBATCHES = 2, 4
 

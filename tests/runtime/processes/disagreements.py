@@ -11,7 +11,7 @@ from unittest import mock
 
 import jax
 
-from dhelix.passes import fingerprint
+from dhelix.passes.framework import fingerprint
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.profiles.profile import Profile, Provenance

@@ -15,11 +15,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError, PassRefusal
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext, Stage
 from dhelix.passes.strands.strand_duplication import StrandDuplication
+from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
-from dhelix.runtime.step.value_and_grad import value_and_grad
 
 type Batch = dict[str, jax.Array]
 type Told = tuple[str, float, float]

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dhelix.passes.fingerprint import collective_fingerprint, collective_order
-from dhelix.passes.manager import PassManager
-from dhelix.runtime.lowering import compiled_module
+from dhelix.passes.framework.fingerprint import collective_fingerprint, collective_order
+from dhelix.passes.framework.manager import PassManager
+from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.records import Entry
 from dhelix.tests.runtime.processes.job_steps import two_collectives

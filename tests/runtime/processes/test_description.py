@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.passes.evaluation.costs import CostModel
-from dhelix.passes.manager import PassManager
+from dhelix.passes.framework.manager import PassManager
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.strands.strand_duplication import StrandDuplication
-from dhelix.profiles import storage
+from dhelix.profiles.files import storage
 from dhelix.runtime.processes import description
 
 

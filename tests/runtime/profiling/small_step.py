@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.evaluation.replay.operators import Operator, find_operators
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.replay.operators import Operator, find_operators
 from dhelix.profiles.keys import Key
 
 _PRODUCT = (

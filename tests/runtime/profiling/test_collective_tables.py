@@ -16,7 +16,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.profiles import keys as profile_keys
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.runtime import deviceless, lowering
+from dhelix.runtime.compiler import deviceless, lowering
 from dhelix.runtime.profiling import collective_tables
 from dhelix.runtime.profiling.collective_tables import Grouping, TableProgram
 

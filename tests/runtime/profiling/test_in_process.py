@@ -17,13 +17,13 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.errors import DhelixError
+from dhelix.passes.evaluation.replay.program import Item
+from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext, Stage
-from dhelix.passes.replay.program import Item
-from dhelix.profiles import storage
+from dhelix.profiles.files import storage
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
-from dhelix.runtime import deviceless, registration
+from dhelix.runtime.compiler import deviceless, registration
 from dhelix.runtime.profiling import in_process, measure
 from dhelix.runtime.profiling.measure import Outcome, Sample
 from dhelix.runtime.profiling.session import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dhelix.profiles import storage
+from dhelix.profiles.files import storage
 from dhelix.profiles.profile import Profile, Provenance
 from dhelix.tests.runtime import job
 

@@ -23,17 +23,18 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.evaluation.replay.library_calls import LibraryCalls
+from dhelix.passes.evaluation.replay.operators import Buffer, Operator, find_operators
+from dhelix.passes.evaluation.replay.program import Item, Program, instance_name, parse_name, placeholder_name
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
-from dhelix.passes.replay.library_calls import LibraryCalls
-from dhelix.passes.replay.operators import Buffer, Operator, find_operators
-from dhelix.passes.replay.program import Item, Program, instance_name, parse_name, placeholder_name
-from dhelix.runtime import deviceless, lowering, registration, trace
+from dhelix.runtime.compiler import deviceless, lowering, registration
 from dhelix.runtime.profiling import measure
-from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measure import GpuMeasurer, Outcome, Sample, samples_of
+from dhelix.runtime.profiling.traces import trace
+from dhelix.runtime.profiling.traces.executions import Execution
 from dhelix.tests.runtime.profiling import small_step
-from dhelix.tests.runtime.profiling.traces import execution, kernel, profile
+from dhelix.tests.runtime.profiling.recorded_traces import execution, kernel, profile
 
 OPERATORS = small_step.operators(rows=4, width=64)
 GATHER, GEMM, DOUBLED, SMALL, MOVED, SCATTER = (OPERATORS[name] for name in small_step.NAMES)

@@ -13,8 +13,8 @@ from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.profiling import collective_tables, measure_tables
 from dhelix.runtime.profiling.collective_tables import TableProgram
-from dhelix.runtime.profiling.executions import Execution
-from dhelix.tests.runtime.profiling.traces import execution
+from dhelix.runtime.profiling.traces.executions import Execution
+from dhelix.tests.runtime.profiling.recorded_traces import execution
 
 GATHER = CollectiveKey("all-gather", 65536, 4)
 REDUCE = CollectiveKey("all-reduce", 65536, 4)

@@ -10,18 +10,18 @@ from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.collectives import is_start
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import evaluate
+from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plans.plan_making import make_plan
 from dhelix.profiles.profile import Profile, Section
-from dhelix.runtime.profiling.executions import Execution
 from dhelix.runtime.profiling.measured_plan import of_executions, of_trace, segment_seconds
-from dhelix.runtime.profiling.module_executions import by_instruction
+from dhelix.runtime.profiling.traces.executions import Execution
+from dhelix.runtime.profiling.traces.module_executions import by_instruction
 from dhelix.tests.passes import strand_module
-from dhelix.tests.runtime.profiling import traces
-from dhelix.tests.runtime.profiling.traces import execution
+from dhelix.tests.runtime.profiling import recorded_traces as traces
+from dhelix.tests.runtime.profiling.recorded_traces import execution
 
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
 

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.passes import manager
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.framework import manager
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.keys import OperatorKey
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import lowering, trace
-from dhelix.runtime.profiling import executions, observe
-from dhelix.runtime.profiling.executions import Execution
+from dhelix.runtime.compiler import lowering
+from dhelix.runtime.profiling import observe
 from dhelix.runtime.profiling.session import Step
-from dhelix.tests.runtime.profiling.traces import execution
+from dhelix.runtime.profiling.traces import executions, trace
+from dhelix.runtime.profiling.traces.executions import Execution
+from dhelix.tests.runtime.profiling.recorded_traces import execution
 
 
 def train_step(state: jax.Array, batch: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:

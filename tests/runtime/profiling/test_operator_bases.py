@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective, is_start
 from dhelix.passes.evaluation.instruction_costs import instruction_cost
+from dhelix.passes.evaluation.replay.operators import find_operators
 from dhelix.passes.hlo import Instruction
-from dhelix.passes.replay.operators import find_operators
-from dhelix.profiles import overlap_findings
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import OperatorKey
-from dhelix.runtime import deviceless
+from dhelix.profiles.papers import overlap_findings
+from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.profiling.operator_bases import (
     LLAMA_8B,
     LLAMA_25B,

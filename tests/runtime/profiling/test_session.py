@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dhelix.errors import DhelixError
+from dhelix.passes.evaluation.replay.program import Item
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.replay.program import Item
-from dhelix.profiles import storage
+from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import PairKey
 from dhelix.profiles.profile import Profile, Section, Timing

@@ -12,19 +12,19 @@ import pytest
 
 from dhelix.errors import DhelixError
 from dhelix.models import Training, make_train_step, preset
-from dhelix.passes import manager
 from dhelix.passes.analysis.names import ALPHA, BETA
-from dhelix.passes.collective_matmul import choice as passes_choice
-from dhelix.passes.collective_matmul.collective_matmul import CollectiveMatmul, executed
-from dhelix.passes.collective_matmul.pattern import Pattern, Placed
+from dhelix.passes.communication.collective_matmul import choice as passes_choice
+from dhelix.passes.communication.collective_matmul.collective_matmul import CollectiveMatmul, executed
+from dhelix.passes.communication.collective_matmul.pattern import Pattern, Placed
 from dhelix.passes.evaluation.collective_matmul_kernels import MARK
+from dhelix.passes.framework import manager
+from dhelix.passes.framework.manager import Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import Stage
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
-from dhelix.profiles import collective_matmul_times
-from dhelix.profiles.collective_matmul import MONOLITHIC, Form, Site, SiteTimes, Times
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime import broken_off, deviceless, lowering, registration
+from dhelix.runtime.compiler import broken_off, deviceless, lowering, registration
 from dhelix.runtime.step import collective_matmul_choice
 from dhelix.runtime.step.collective_matmul_choice import Weighing, predicted
 from dhelix.runtime.step.collective_matmul_pass import ALONE, PAIRED, JaxForms

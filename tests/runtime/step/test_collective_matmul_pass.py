@@ -18,13 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_exclusive, is_start, start_of
+from dhelix.passes.framework.manager import PassManager, Stage
+from dhelix.passes.framework.report import StageReport
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.manager import PassManager, Stage
-from dhelix.passes.report import StageReport
-from dhelix.profiles.collective_matmul import Form
-from dhelix.runtime import deviceless, registration
-from dhelix.runtime.launch_settings import NO_GRAPHS
-from dhelix.runtime.lowering import compiled_module, hlo_bytes, with_hlo
+from dhelix.profiles.collective_matmul.sites import Form
+from dhelix.runtime.compiler import deviceless, registration
+from dhelix.runtime.compiler.lowering import compiled_module, hlo_bytes, with_hlo
+from dhelix.runtime.processes.launch_settings import NO_GRAPHS
 from dhelix.runtime.step.collective_matmul_pass import collective_matmul_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhelix.runtime.step import interleaved_step
+from dhelix.runtime.step import argument_keys
+from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.strand_interleave import strand_interleave
-from dhelix.runtime.step.value_and_grad import value_and_grad
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 
@@ -125,7 +125,7 @@ def test_shardings_that_lay_an_array_out_alike_are_one_program() -> None:
     mesh = jax.make_mesh((2, 1), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def place(*spec: str | None) -> object:
-        return interleaved_step._place(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
+        return argument_keys.place(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)))
 
     assert place(None, "tp") == place() == place("tp", None)
     assert place("dp") == place("dp", "tp") != place(None, "dp") != place()

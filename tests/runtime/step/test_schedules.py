@@ -10,16 +10,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.passes import manager
-from dhelix.passes.manager import Stage
+from dhelix.passes.framework import manager
+from dhelix.passes.framework.manager import Stage
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.strands.strand_skew import StrandSkew
-from dhelix.profiles import storage
+from dhelix.profiles.files import storage
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import Profile, Section
-from dhelix.runtime import deviceless
-from dhelix.runtime.launch_settings import NO_GRAPHS
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.processes.launch_settings import NO_GRAPHS
 from dhelix.runtime.step.schedules import (
     SCHEDULES,
     SKEWED,

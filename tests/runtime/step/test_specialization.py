@@ -9,12 +9,12 @@ import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
-from dhelix.passes import manager
+from dhelix.passes.framework import manager
+from dhelix.passes.framework.report import CHANGED, REFUSED
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
-from dhelix.passes.report import CHANGED, REFUSED
 from dhelix.profiles.keys import CollectiveKey
-from dhelix.runtime import deviceless, lowering, memory_need, registration
-from dhelix.runtime.lowering import compiled_module
+from dhelix.runtime.compiler import deviceless, lowering, memory_need, registration
+from dhelix.runtime.compiler.lowering import compiled_module
 from dhelix.runtime.step.interleaved_step import InterleavedStep
 from dhelix.runtime.step.schedules import Choice
 from dhelix.runtime.step.strand_interleave import strand_interleave

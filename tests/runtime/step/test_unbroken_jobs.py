@@ -14,15 +14,15 @@ import pytest
 from jax import export
 
 from dhelix.errors import DhelixError
-from dhelix.passes import manager
+from dhelix.passes.framework import manager
+from dhelix.passes.framework.manager import PassContext, PassManager, Stage
+from dhelix.passes.framework.report import CHANGED, NOT_RUN
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.manager import PassContext, PassManager, Stage
-from dhelix.passes.report import CHANGED, NOT_RUN
-from dhelix.runtime import lowering, registration
+from dhelix.runtime.compiler import lowering, registration
 from dhelix.runtime.step import specialization
+from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.schedules import Choice
 from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
-from dhelix.runtime.step.value_and_grad import value_and_grad
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 

@@ -1,0 +1,279 @@
+"""A picture of a pipeline schedule in the manner of DHelix figure 8: time to the right, a row per stage.
+
+A block is one chunk of one micro-batch, with the micro-batch's number in it; light is forward, dark is backward. Where
+a stage does both in one tick, an SI block, forward stands above backward. Under the W schedule each has the colour of
+its strand: groups of P micro-batches go to alpha and beta in turn, so that every SI block holds one of both. Lines
+follow the first micro-batch of each: down the stages and up again, forward, then backward.
+
+    fold_chart.save(fold_chart.chart(schedule, cell_times(schedule, costs)), "fold.svg")
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.launch.fold.times import Times
+from dhelix.launch.shown import figures
+from dhelix.launch.shown.figures import FAINT, GREY, INK
+from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
+
+ALPHA, BETA, NEITHER = "alpha", "beta", "neither"
+COLOURS = {  # forward, backward
+    ALPHA: (figures.ALPHA_LIGHT, figures.ALPHA),
+    BETA: (figures.BETA_LIGHT, figures.BETA),
+    NEITHER: (figures.BETA_LIGHT, figures.ALPHA),
+}
+TITLES = {
+    "w": "W schedule",
+    "interleaved_si": "interleaved SI",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "dualpipev": "DualPipeV",
+    "zbv": "zero-bubble V",
+    "bidirectional": "bidirectional",
+}
+_ROW = 0.9  # of the distance between two rows
+_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # least and largest width, in it the stages, a block
+_LARGEST, _SMALLEST = 9.0, 4.2  # points; smaller numbers are left out
+_EDGE, _WORD = 0.7, 55.0  # points: between blocks; for the name of a phase
+
+
+@dataclass(frozen=True)
+class Block:
+    """One chunk of one micro-batch. `bottom` and `top` say which part of the stage's row it fills, from 0 to 1."""
+
+    stage: int
+    start: float
+    end: float
+    bottom: float
+    top: float
+    microbatch: int
+    chunk: int
+    backward: bool
+    strand: str
+
+    @property
+    def y(self) -> tuple[float, float]:
+        """Lower and upper edge; stage 0 is the topmost row, around 0."""
+        return tuple(_ROW * (edge - 0.5) - self.stage for edge in (self.bottom, self.top))  # type: ignore[return-value]
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.strand][self.backward]
+
+    @property
+    def middle(self) -> tuple[float, float]:
+        return (self.start + self.end) / 2, sum(self.y) / 2
+
+
+@dataclass(frozen=True)
+class FoldChart:
+    """What is drawn.
+
+    Attributes:
+      axis: what stands beneath the time axis.
+      rows: what stands beside each stage.
+      phases: names, and when they begin and end.
+      followed: micro-batches whose way through the stages is shown.
+    """
+
+    title: str
+    summary: str
+    axis: str
+    rows: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    phases: tuple[tuple[str, float, float], ...]
+    followed: tuple[int, ...]
+
+    @property
+    def end(self) -> float:
+        return max(block.end for block in self.blocks)
+
+
+def chart(schedule: Schedule, times: Times, summary: str = "", axis: str = "time") -> FoldChart:
+    """The picture of `schedule`, each cell at its time. `summary` stands under the title, `axis` under the picture."""
+    layout, count = schedule.layout, schedule.microbatches
+    blocks = _blocks(schedule, times, strands(schedule))
+    name = TITLES[schedule.name]
+    two = {block.strand for block in blocks} == {ALPHA, BETA}
+    return FoldChart(
+        f"{name[0].upper()}{name[1:]}: {layout.layers} layers on {layout.stages} stages, {count} micro-batches",
+        summary,
+        axis,
+        tuple(_row(layout, stage) for stage in range(layout.stages)),
+        blocks,
+        _phases(blocks),
+        (0, layout.stages) if two else (0,),
+    )
+
+
+def span_text(layers: range) -> str:
+    """Such as "28-31"."""
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def strands(schedule: Schedule) -> tuple[str, ...]:
+    """Of each micro-batch: ALPHA or BETA, by groups of P; NEITHER if that gives no SI block one of both."""
+    stages = schedule.layout.stages
+    pairs = [
+        (cell.forward.microbatch // stages, cell.backward.microbatch // stages)
+        for cells in schedule.ticks
+        for cell in cells
+        if cell.forward is not None and cell.backward is not None
+    ]
+    if not pairs or any(a % 2 == b % 2 for a, b in pairs):
+        return (NEITHER,) * schedule.microbatches
+    return tuple((ALPHA, BETA)[m // stages % 2] for m in range(schedule.microbatches))
+
+
+def _row(layout: Layout, stage: int) -> str:
+    spans = (span_text(layout.layers_of(chunk)) for chunk in layout.chunks_of(stage))
+    return f"stage {stage}\nlayers {', '.join(spans)}"
+
+
+def _blocks(schedule: Schedule, times: Times, strand: Sequence[str]) -> tuple[Block, ...]:
+    blocks = []
+    for cells, spans in zip(schedule.ticks, times, strict=True):
+        # In lockstep a stage with half of an SI block takes as long as the others, and computes the rest in vain.
+        mixed = schedule.lockstep and any(c.forward for c in cells) and any(c.backward for c in cells)
+        for stage, (cell, (start, end)) in enumerate(zip(cells, spans, strict=True)):
+            halves = mixed or (cell.forward is not None and cell.backward is not None)
+            for work, backward in ((cell.forward, False), (cell.backward, True)):
+                if work is not None:
+                    bottom, top = ((0.0, 0.5) if backward else (0.5, 1.0)) if halves else (0.0, 1.0)
+                    m = work.microbatch
+                    blocks.append(Block(stage, start, end, bottom, top, m, work.chunk, backward, strand[m]))
+    return tuple(blocks)
+
+
+def _phases(blocks: Sequence[Block]) -> tuple[tuple[str, float, float], ...]:
+    """Warm-up until the first backward begins, cool-down from where the last forward has ended."""
+    first = min(block.start for block in blocks if block.backward)
+    last = max(block.end for block in blocks if not block.backward)
+    end = max(block.end for block in blocks)
+    if last <= first:
+        return (("forward", 0.0, last), ("backward", first, end))
+    return (("warm-up", 0.0, first), ("steady", first, last), ("cool-down", last, end))
+
+
+def save(drawn: FoldChart, path: str | Path) -> None:
+    """Draws it; the same bytes for the same chart.
+
+    Args:
+      path: ends in .png or .svg.
+
+    Raises:
+      DhelixError: matplotlib is missing, or the file cannot be written.
+    """
+    kind = Path(path).suffix.lower()
+    if kind not in (".png", ".svg"):
+        raise DhelixError(f"{path}: charts are .png or .svg; name one of them")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
+    style: Any = {
+        "font.size": 9,
+        "font.family": "DejaVu Sans",
+        "text.color": INK,
+        "axes.edgecolor": GREY,
+        "xtick.color": GREY,
+        "ytick.color": INK,
+        "svg.hashsalt": "dhelix",
+    }
+    metadata = {"Software": None} if kind == ".png" else {"Date": None, "Creator": None}
+    with matplotlib.rc_context(style):
+        usual = statistics.median(block.end - block.start for block in drawn.blocks)
+        width = min(max(_BLOCK * drawn.end / usual + _MARGIN, _INCHES[0]), _INCHES[1])
+        row = 0.62 if len(drawn.rows) <= 4 else 0.52
+        figure = Figure(figsize=(width, row * len(drawn.rows) + 1.75), dpi=_DPI, layout="constrained")
+        axis = figure.subplots()
+        _draw(axis, drawn, 72 * (width - _MARGIN) / drawn.end)
+        axis.set_title(drawn.title, loc="left", fontweight="bold", fontsize=12, pad=38)
+        axis.annotate(drawn.summary, (0, 1), (0, 27), "axes fraction", "offset points", fontsize=9.5, color=GREY)
+        _legend(figure, drawn)
+        figures.save(figure, path, "a file", metadata)
+
+
+def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
+    """`points` is what one unit of time is wide."""
+    rows, end = len(drawn.rows), drawn.end
+    for stage in range(rows):
+        axis.axhspan(-stage - _ROW / 2, -stage + _ROW / 2, color=FAINT, lw=0, zorder=0)
+    _draw_blocks(axis, drawn, points)
+    for block in drawn.blocks:
+        _write_number(axis, block, points, block.microbatch in drawn.followed)
+    for microbatch in drawn.followed:
+        _draw_way(axis, [b for b in drawn.blocks if b.microbatch == microbatch])
+    for number, (name, start, stop) in enumerate(drawn.phases):
+        if number:
+            axis.plot([start] * 2, [0.5 - rows, 0.86], color=INK, lw=0.9, ls=(0, (4, 3)), zorder=3, clip_on=False)
+        if points * (stop - start) > _WORD:
+            axis.text((start + stop) / 2, 0.6, name, ha="center", va="bottom", fontsize=9.5, fontweight="bold")
+    axis.set_xlim(0, end)
+    axis.set_ylim(0.5 - rows, 0.5)
+    axis.set_yticks([-stage for stage in range(rows)], drawn.rows)
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlabel(drawn.axis, fontsize=8.5, color=GREY)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _draw_blocks(axis: Any, drawn: FoldChart, points: float) -> None:
+    """All of one row and colour at once: a picture of thousands of blocks takes seconds."""
+    rows: dict[tuple[tuple[float, float], str], list[tuple[float, float]]] = {}
+    for block in drawn.blocks:
+        rows.setdefault((block.y, block.colour), []).append((block.start, block.end - block.start))
+    for ((lower, upper), colour), spans in rows.items():
+        edge = min(_EDGE, 0.1 * points * min(length for _, length in spans))
+        axis.broken_barh(spans, (lower, upper - lower), facecolor=colour, edgecolor="white", lw=edge, zorder=2)
+
+
+def _write_number(axis: Any, block: Block, points: float, followed: bool) -> None:
+    """The micro-batch, as large as the block allows."""
+    from matplotlib.patheffects import withStroke
+
+    text = str(block.microbatch)
+    size = min((points * (block.end - block.start) - 1.0) / (0.64 * len(text)), _LARGEST)
+    if size < _SMALLEST:
+        return
+    # Where a line passes, it stops around the digits.
+    effects = [withStroke(linewidth=2.5, foreground=block.colour)] if followed else None
+    style = {"color": "white" if block.backward else INK, "fontsize": size, "path_effects": effects}
+    axis.text(*block.middle, text, ha="center", va="center_baseline", zorder=5, **style)
+
+
+def _draw_way(axis: Any, blocks: Sequence[Block]) -> None:
+    """A line through the middles of one micro-batch's blocks."""
+    from matplotlib.patheffects import withStroke
+
+    middles = sorted(block.middle for block in blocks)
+    style = {"color": INK, "zorder": 4, "solid_joinstyle": "round"}
+    axis.plot(
+        *zip(*middles, strict=True),
+        lw=1.1,
+        path_effects=[withStroke(linewidth=2.4, foreground="white", alpha=0.7)],
+        **style,
+    )
+
+
+def _legend(figure: Any, drawn: FoldChart) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    greek = {ALPHA: "strand α, ", BETA: "strand β, ", NEITHER: ""}
+    kinds = sorted({(block.strand, block.backward) for block in drawn.blocks})
+    handles: list[Any] = [
+        Patch(color=COLOURS[strand][backward], label=f"{greek[strand]}{'backward' if backward else 'forward'}")
+        for strand, backward in kinds
+    ]
+    handles.append(Patch(color=FAINT, label="idle"))
+    words = " and ".join(map(str, drawn.followed))
+    handles.append(Line2D([], [], color=INK, lw=1.1, label=f"the way of micro-batch {words}"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

@@ -1,0 +1,126 @@
+"""`dhelix fold`: which layers lie on which pipeline stage, who computes what in which tick, and what that costs.
+
+    dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
+
+Layouts and schedules are data (`dhelix.passes.pipeline_fold`) and their costs follow from those of a layer, so nothing
+is compiled and nothing runs. docs/pipeline.md says what the fold is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch.fold import chart as fold_chart
+from dhelix.launch.fold import tables as fold_tables
+from dhelix.launch.fold.tables import FoldView
+from dhelix.launch.fold.times import cell_times
+from dhelix.passes.pipeline_fold import (
+    SCHEDULES,
+    Evaluation,
+    PipelineCosts,
+    bidirectional,
+    evaluate,
+    evaluate_programs,
+    fold_layout,
+    layout_of,
+    make_schedule,
+    validate,
+    zero_bubble_v,
+)
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Shows, draws and writes what the flags say. Raises DhelixError."""
+    chosen: dict[str, Any] = values.flag_values_dict()
+    target = _json_target(chosen["json"], arguments)
+    view = view_of(chosen)
+    to_stdout = target == "-"
+    console = Console(stderr=to_stdout, width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["out"]:
+        times, words = cell_times(view.schedule, view.costs), (fold_tables.summary(view), fold_tables.axis(view.costs))
+        fold_chart.save(fold_chart.chart(view.schedule, times, *words), chosen["out"])
+    if to_stdout:
+        print(_json(view))
+    else:
+        fold_tables.print_view(view, console)
+    if target and not to_stdout:
+        _write(target, f"{_json(view)}\n")
+    for name in (chosen["out"], None if to_stdout else target):
+        if name:
+            console.print(f"wrote {name}", soft_wrap=True, markup=False)
+    return 0
+
+
+def view_of(chosen: Mapping[str, Any]) -> FoldView:
+    """The schedule that the flags say, and what it and the others cost. Raises DhelixError if it does not fit."""
+    costs = _costs(chosen)
+    layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])
+    schedule = make_schedule(chosen["schedule"], layout, chosen["microbatches"])
+    validate(schedule)
+    evaluation = evaluate(schedule, costs)
+    return FoldView(schedule, costs, evaluation, _compared(chosen, costs, evaluation))
+
+
+def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
+    if odd := [name for name in ("forward", "backward", "send", "si_gain") if not math.isfinite(chosen[name])]:
+        raise DhelixError(f"--{odd[0]} {chosen[odd[0]]}: give a finite number")
+    both = (1.0 - chosen["si_gain"]) * (chosen["forward"] + chosen["backward"])
+    return PipelineCosts(chosen["forward"], chosen["backward"], both, send=chosen["send"])
+
+
+def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation) -> dict[str, Evaluation | str]:
+    """Every schedule by name, those that can be executed first; of one that does not fit, why. `shown`: the chosen."""
+    layers, stages, count = (chosen[name] for name in ("layers", "stages", "microbatches"))
+
+    def executed(name: str) -> Evaluation:
+        if name == shown.name:
+            return shown
+        layout = layout_of(name, layers, stages, chosen["chunks_per_stage"])
+        return evaluate(make_schedule(name, layout, count), costs)
+
+    def evaluated(name: str) -> Evaluation:
+        plain_costs = costs.without_gain()
+        if name == "zbv":  # co-executes nothing
+            programs = plain = zero_bubble_v(fold_layout(layers, stages), count, costs)
+        else:
+            programs = plain = bidirectional(layers, stages, count, costs)
+            if plain_costs is not costs:
+                plain = bidirectional(layers, stages, count, plain_costs)
+        return evaluate_programs(programs, plain, costs)
+
+    found: dict[str, Evaluation | str] = {}
+    for name in (*SCHEDULES, "zbv", "bidirectional"):
+        try:
+            found[name] = executed(name) if name in SCHEDULES else evaluated(name)
+        except DhelixError as error:
+            found[name] = str(error)
+    return found
+
+
+def _json_target(value: str | None, arguments: list[str]) -> str | None:
+    """Where JSON goes: None, "-" for stdout, or a file. `--json FILE` leaves FILE among the arguments."""
+    if value == "true" and len(arguments) == 1:
+        return arguments[0]
+    if arguments:
+        raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix fold --help`")
+    return {"true": "-", "false": None}.get(value or "false", value)
+
+
+def _json(view: FoldView) -> str:
+    return json.dumps(view.to_json(), indent=1)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None

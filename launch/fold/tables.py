@@ -1,0 +1,230 @@
+"""What `dhelix fold` says: JSON for programs, tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dhelix.launch.fold.chart import COLOURS, TITLES, span_text, strands
+from dhelix.passes.pipeline_fold.evaluation import Evaluation
+from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
+from dhelix.passes.pipeline_fold.tasks import PipelineCosts
+
+_LABEL = 13  # columns of the terminal that stand left of the ticks
+
+
+@dataclass(frozen=True)
+class FoldView:
+    """What is shown: a schedule with what it costs, and beside it every schedule, or why it does not fit, by name."""
+
+    schedule: Schedule
+    costs: PipelineCosts
+    evaluation: Evaluation
+    compared: Mapping[str, Evaluation | str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers count from 0, times are in the unit of the costs; `ticks` and `residuals` have a list per stage."""
+        schedule, layout = self.schedule, self.schedule.layout
+        stages = range(layout.stages)
+        return {
+            "schedule": schedule.name,
+            "layers": layout.layers,
+            "stages": layout.stages,
+            "microbatches": schedule.microbatches,
+            "layout": [[layer for c in layout.chunks_of(stage) for layer in layout.layers_of(c)] for stage in stages],
+            "chunks": [
+                {"stage": layout.stage_of[c], "layers": list(layout.layers_of(c)), "padding": _padding(layout, c)}
+                for c in range(layout.chunks)
+            ],
+            "ticks": [_ticks(schedule, stage, lambda work: [work.microbatch, work.chunk]) for stage in stages],
+            "residuals": [
+                _ticks(schedule, stage, lambda work: {"slot": work.slot, "reversed": work.reversed}) for stage in stages
+            ],
+            **_numbers(self.evaluation),
+            "peak_residual_slots": max(self.evaluation.peak_residual_slots),
+            "costs": {
+                "forward": float(self.costs.forward),
+                "backward": float(self.costs.backward),
+                "co_executed": float(self.costs.of_pair(1, 1)),
+                "send": float(self.costs.send),
+            },
+            "compared": [
+                {"schedule": name, **({"refused": found} if isinstance(found, str) else _numbers(found))}
+                for name, found in self.compared.items()
+            ],
+        }
+
+
+def _ticks(schedule: Schedule, stage: int, say: Callable[[Work], Any]) -> list[dict[str, Any]]:
+    def either(work: Work | None) -> Any:
+        return None if work is None else say(work)
+
+    return [
+        {"tick": number, "forward": either(cells[stage].forward), "backward": either(cells[stage].backward)}
+        for number, cells in enumerate(schedule.ticks)
+    ]
+
+
+def _numbers(found: Evaluation) -> dict[str, Any]:
+    """Of residuals and parameters, those of each stage."""
+    return {
+        "step_time": round(float(found.step_time), 6),
+        "bubble_fraction": round(float(found.bubble_fraction), 9),
+        "idle_share": round(float(found.idle_share), 9),
+        "co_executed_share": round(float(found.co_executed_share), 9),
+        "peak_residual_slots_by_stage": list(found.peak_residual_slots),
+        "peak_residual_layers_by_stage": list(found.peak_residual_layers),
+        "parameter_layers_by_stage": list(found.stage_layers),
+    }
+
+
+def summary(view: FoldView) -> str:
+    """One line: bubble, SI blocks, residual slots."""
+    found = view.evaluation
+    parts = [f"bubble {float(found.bubble_fraction):.1%} of a stage's work"]
+    if found.co_executed_share:
+        parts.append(f"{float(found.co_executed_share):.0%} of the ticks are SI blocks")
+    slots = sorted(set(found.peak_residual_slots))
+    parts.append(f"residual slots on a stage: {_range(slots)}")
+    return "  ·  ".join(parts)
+
+
+def axis(costs: PipelineCosts) -> str:
+    """What stands beneath the time axis of a chart."""
+    return f"time; a layer takes {_times(costs)}"
+
+
+def print_view(view: FoldView, console: Console) -> None:
+    """Layout, schedule, what it costs, and all schedules side by side."""
+    layout = view.schedule.layout
+    words = f"{layout.layers} layers on {layout.stages} stages, {view.schedule.microbatches} micro-batches"
+    console.print(f"{TITLES[view.schedule.name]}: {words}", style="bold")
+    _print_layout(layout, console)
+    _print_schedule(view.schedule, console)
+    console.print(_costs(view), soft_wrap=True, markup=False)
+    _print_compared(view, console)
+
+
+def _print_layout(layout: Layout, console: Console) -> None:
+    """The layers of each stage, chunk by chunk, with the identity layers that pad them."""
+    table = _table("Layout")
+    table.add_column("stage", justify="right")
+    for place in range(layout.chunks // layout.stages):
+        table.add_column("layers (chunk)" if place == 0 else "")
+    table.add_column("layers", justify="right")
+    table.add_column("identity layers", justify="right")
+    for stage in range(layout.stages):
+        chunks = layout.chunks_of(stage)
+        cells = [f"{span_text(layout.layers_of(chunk))} ({chunk})" for chunk in chunks]
+        held, padding = sum(layout.chunk_layers[c] for c in chunks), sum(_padding(layout, c) for c in chunks)
+        table.add_row(str(stage), *cells, str(held), str(padding))
+    console.print(table)
+
+
+def _padding(layout: Layout, chunk: int) -> int:
+    return layout.padded - layout.chunk_layers[chunk]
+
+
+def _print_schedule(schedule: Schedule, console: Console) -> None:
+    """A row per stage, a column per tick; forward stands above backward, as micro-batch.chunk.
+
+    What the terminal is too narrow for is left out in the middle, where a schedule repeats itself.
+    """
+    strand, width = strands(schedule), len(f"{schedule.microbatches - 1}.{schedule.layout.chunks - 1}")
+    ticks = _fitting(len(schedule.ticks), (console.width - _LABEL) // (width + 1))
+    table = _table("Schedule, tick by tick: forward above backward, as micro-batch.chunk", padding=0)
+    table.add_column("tick", no_wrap=True)
+    for tick in ticks:
+        table.add_column("··" if tick is None else str(tick), justify="right", min_width=2 if tick is None else width)
+    for stage in range(schedule.layout.stages):
+        cells = ("" if tick is None else _cell(schedule.ticks[tick][stage], strand) for tick in ticks)
+        table.add_row(f"stage {stage}  F\n{'B':>10}", *cells)
+    if None in ticks:
+        table.caption = f"{len(schedule.ticks)} ticks; {len(schedule.ticks) - len(ticks) + 1} in the middle do not fit"
+    console.print(table)
+
+
+def _fitting(count: int, room: int) -> list[int | None]:
+    """Ticks from both ends for which there is room; None where some are left out."""
+    if count <= room:
+        return list(range(count))
+    half = max(room - 1, 2) // 2
+    return [*range(half), None, *range(count - half, count)]
+
+
+def _cell(cell: Cell, strand: Sequence[str]) -> Text:
+    return Text("\n").join([_work(cell.forward, strand, False), _work(cell.backward, strand, True)])
+
+
+def _work(work: Work | None, strand: Sequence[str], backward: bool) -> Text:
+    if work is None:
+        return Text()
+    light, dark = COLOURS[strand[work.microbatch]]
+    style = f"white on {dark}" if backward else f"black on {light}"
+    return Text(f"{work.microbatch}.{work.chunk}", style)
+
+
+def _costs(view: FoldView) -> str:
+    found = view.evaluation
+    return (
+        f"A layer takes {_times(view.costs)}: a step takes {float(found.step_time):,.4g}, of which a stage is idle for"
+        f" {float(found.idle_share):.1%}."
+    )
+
+
+def _times(costs: PipelineCosts) -> str:
+    return (
+        f"{float(costs.forward):g} forward, {float(costs.backward):g} backward, {float(costs.of_pair(1, 1)):g} for both"
+    )
+
+
+def _print_compared(view: FoldView, console: Console) -> None:
+    table = _table("Schedules")
+    table.add_column("")
+    for column in ("bubble", "idle", "SI blocks", "step", "residuals", "parameters"):
+        table.add_column(column, justify="right", no_wrap=True)
+    notes = []
+    for name, found in view.compared.items():
+        bold = "bold" if name == view.schedule.name else ""
+        if isinstance(found, str):
+            table.add_row(TITLES[name], *["-"] * 6, style=bold)
+            notes.append(f"{TITLES[name]}: {found}.")
+            continue
+        shares = (found.bubble_fraction, found.idle_share, found.co_executed_share)
+        layers = (found.peak_residual_layers, found.stage_layers)
+        table.add_row(
+            TITLES[name],
+            *(f"{float(share):.1%}" for share in shares),
+            f"{float(found.step_time):,.4g}",
+            *(_range(count) for count in layers),
+            style=bold,
+        )
+    table.caption = (
+        "bubble: idle over ideal time, without a gain by SI; idle: share of the step, with it;"
+        " residuals and parameters: of how many layers they lie on a stage"
+    )
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True, markup=False)
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _table(title: str, padding: int = 1) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, padding),
+    )

@@ -1,0 +1,347 @@
+"""`dhelix inspect`: what each collective of a compiled step is hidden under, what is exposed, what is copied.
+
+    dhelix inspect DUMP --compare OTHER_DUMP --png timeline.png
+
+From Python, with a compiled step in hand: `inspect_compiled(jax.jit(step).lower(...).compile())`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect import dumps, targets
+from dhelix.launch.inspect.flags import AUTO, NONE
+from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
+from dhelix.launch.shown import timeline_plot
+from dhelix.launch.shown.units import Unit, size_unit, time_unit
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.step_time import predict
+from dhelix.passes.framework.gain import Gain
+from dhelix.passes.hlo import HloModule
+from dhelix.profiles import hardware as gpus
+from dhelix.profiles.estimates.estimator import Source
+from dhelix.profiles.files import storage
+from dhelix.runtime.compiler.lowering import compiled_module
+
+ROOFLINE = "roofline"
+NO_EFFECT = "--inter_bandwidth changes nothing: no collective goes between nodes, or the profile says what these take"
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
+    if len(arguments) != 1:
+        raise DhelixError("give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare")
+    paths = [path for path in (arguments[0], values.compare) if path is not None]
+    titles = values.titles
+    if len(titles) > len(paths):
+        raise DhelixError(f"--titles has {len(titles)} for {len(paths)} dump(s): give one for each")
+    if values.headline and not values.png:
+        raise DhelixError("--headline is of the picture; give --png a file, too")
+    found = [
+        inspect_dump(path, values.hardware, title, values.profile, values.setting, values.inter_bandwidth or 0.0)
+        for path, title in zip(paths, [*titles, "", ""], strict=False)
+    ]
+    if values.inter_bandwidth and not any(i.parts.assumed for i in found):
+        print(f"dhelix inspect: {NO_EFFECT}", file=sys.stderr)
+    if values.png:
+        save_png(found, values.png, values.headline)
+    if values.perfetto:
+        timeline_plot.save_perfetto([i.picture for i in found], values.perfetto)
+    if values.json:
+        print(to_json(found))
+    else:
+        print_tables(found, values.top)
+
+
+def inspect_compiled(
+    compiled: Any,
+    hardware: str | None = None,
+    title: str = "",
+    source: str = "compiled step",
+    profile: str = NONE,
+    setting: str = "default",
+) -> Inspection:
+    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
+
+    Args:
+      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`; by default the
+        one that the step is compiled for.
+      title: of the picture; by default the module's name.
+      source: what to call it in tables.
+      profile, setting: whose costs, as of `inspect_dump`.
+
+    Raises:
+      DhelixError: the executable has no scheduled HLO, or there is no such hardware.
+    """
+    module = compiled_module(compiled)
+    if not module.is_scheduled:
+        raise DhelixError(f"{module.name} is not scheduled, and estimates follow the schedule; compile it first")
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    kind = next((device.device_kind for sharding in shardings for device in sharding.device_set), "")
+    gpu, notes = (_hardware(hardware), ()) if hardware else targets.of_kind(kind)
+    costs, cost_model = _costs(module, gpu, profile, setting)
+    return inspect_module(module, costs, cost_model, dumps.memory_of(compiled), source, title, notes)
+
+
+def inspect_dump(
+    path: str | Path,
+    hardware: str | None = None,
+    title: str = "",
+    profile: str = NONE,
+    setting: str = "default",
+    inter_bandwidth: float = 0.0,
+) -> Inspection:
+    """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
+
+    Args:
+      hardware: whose times are estimated; by default those of the GPU that the dump describes (`targets.choose`).
+      title: of the picture.
+      profile: "none": the roofline's costs; "auto": those of a profile, where there is one of the hardware and the
+        setting; or a profile's file.
+      setting: launch setting of the profile.
+      inter_bandwidth: GB/s of each GPU between nodes, where nothing was measured there; 0: what is usual.
+
+    Raises:
+      DhelixError: nothing to read there, no HLO, not scheduled, not well formed, of another backend or of a GPU that
+        nothing describes, no such hardware, or a profile without the setting.
+    """
+    found = dumps.read(path)
+    gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
+    if inter_bandwidth:
+        gpu = dataclasses.replace(gpu, inter_bandwidth=1e9 * inter_bandwidth)
+    on_cpu = targets.read(found.file, found.module).backend == "CPU"
+    costs, cost_model = _costs(found.module, gpu, NONE if on_cpu else profile, setting)
+    memory, told = dumps.read_memory(found.file), (*found.notes, *notes)
+    return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, told, not on_cpu)
+
+
+def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) -> tuple[Costs, str]:
+    """Costs, and where they come from in words."""
+    if profile not in (AUTO, NONE):
+        known = storage.load(profile)
+    else:
+        link = next((link for link in gpus.LINKS if gpu.name.endswith(f"-{link}")), gpus.LINKS[0])
+        known = storage.find(gpu.name.removesuffix(f"-{link}"), link) if profile == AUTO else None
+        if known is None or setting not in known.sections:
+            return Costs(gpu), ROOFLINE
+    costs = CostModel(known, setting, inter_bandwidth=gpu.inter_bandwidth).costs()
+    guessed = predict(module, costs).shares[Source.GUESS]
+    name = storage.file_name(known.hardware, known.link).removesuffix(".json")
+    return costs, f"profile {name} (launch setting {setting}, {guessed:.0%} guessed)"
+
+
+def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
+    """One picture of one or several inspections, on the same time axis."""
+    first = found[0]
+    pictures = [first.picture]
+    for other in found[1:]:
+        ratio = other.step_ms / first.step_ms if first.step_ms else 1.0
+        summary = f"{other.picture.summary}  ·  {ratio:.2f} × the step above"
+        pictures.append(dataclasses.replace(other.picture, summary=summary))
+    timeline_plot.save_png(pictures, path, headline, f"{_estimate(found)} The step was not run.")
+
+
+def to_json(found: Sequence[Inspection]) -> str:
+    """An object with one key, `inspection`, or with `before` and `after`."""
+    keys = ("before", "after") if len(found) == 2 else ("inspection",)
+    data: dict[str, Any] = {key: i.to_dict() for key, i in zip(keys, found, strict=True)}
+    if len(found) == 2:
+        gain = Gain(*(i.parts for i in found))
+        causes = {name: 1e3 * seconds for name, seconds in gain.causes.items()}
+        data["gain"] = {"ratio": gain.ratio, "causes_ms": causes, "warning": gain.unequal() or None}
+    return json.dumps(data, indent=2)
+
+
+def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | None = None) -> None:
+    """Totals of one inspection or two side by side, then collectives and copies of each."""
+    if console is None:
+        console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
+    for inspection in found:
+        console.print(
+            f"{inspection.source}: {inspection.module}, {inspection.instructions:,} instructions",
+            style="bold",
+        )
+        for note in inspection.notes:
+            console.print(f"  {note}", style="yellow")
+        if inspection.unknown_kernels:
+            console.print(f"  {unknown_text(inspection)}: {_unknown(inspection)}", style="yellow")
+    console.print(_estimate(found))
+    if len(found) == 2:
+        gain = Gain(*(inspection.parts for inspection in found))
+        console.print(f"{gain.time()}, against the first dump", style="bold")
+        console.print(f"  {gain.why()}")
+        if warning := gain.unequal():
+            console.print(f"  Not a fair comparison: {warning}", style="yellow")
+    console.print(_totals(found))
+    if len(found) == 2:
+        console.print(_collectives_of_both(found, top))
+    for inspection in found:
+        name = f" of {inspection.picture.title}" if len(found) > 1 else ""
+        if inspection.collectives:
+            console.print(_collectives(inspection, name, top))
+        else:
+            console.print(f"No collectives{name}.")
+        for report in inspection.collectives[:top]:
+            for note in report.notes:
+                console.print(f"  * {report.instruction}: {note}", style="yellow")
+        console.print(_copies(inspection, name, top) if inspection.copies else f"No large copies in loops{name}.")
+
+
+def _hardware(name: str) -> gpus.Hardware:
+    if name not in gpus.ALL:
+        raise DhelixError(f"there is no hardware {name!r}; take one of {', '.join(sorted(gpus.ALL))}")
+    return gpus.ALL[name]
+
+
+def _estimate(found: Sequence[Inspection]) -> str:
+    names = dict.fromkeys(
+        f"{i.cost_model} cost model for {i.hardware}" if i.cost_model == ROOFLINE else i.cost_model for i in found
+    )
+    assumed = dict.fromkeys(f" Assumed: {i.parts.assumed}." for i in found if i.parts.assumed)
+    return f"Times are estimates of the {', and of the '.join(names)}.{''.join(assumed)}"
+
+
+def _time_unit(found: Sequence[Inspection]) -> Unit:
+    """One for all times of a table, so that they compare at a glance."""
+    return time_unit([i.step_ms for i in found])
+
+
+def _totals(found: Sequence[Inspection]) -> Table:
+    table = Table(title="One step", title_justify="left", title_style="bold")
+    table.add_column("")
+    for inspection in found:
+        table.add_column(inspection.picture.title, justify="right")
+    two = len(found) == 2
+    if two:
+        table.add_column("after / before", justify="right")
+    times: list[tuple[str, list[float | None]]] = [
+        ("step", [i.step_ms for i in found]),
+        ("compute", [i.compute_ms for i in found]),
+        ("  slow-down beside collectives", [i.slow_down_ms for i in found]),
+        ("pauses between kernels", [i.idle_ms for i in found]),
+        ("communication, with nothing beside it", [i.communication_alone_ms for i in found]),
+        ("communication, as it runs", [i.communication_ms for i in found]),
+        ("  hidden under compute", [i.hidden_ms for i in found]),
+        ("  exposed", [i.exposed_ms for i in found]),
+        ("  with the host's memory", [i.host_ms or None for i in found]),
+        ("large copies in loops", [sum(c.total_ms for c in i.copies) for i in found]),
+    ]
+    sizes: list[tuple[str, list[float | None]]] = [
+        ("memory: arguments", [i.memory and i.memory.arguments for i in found]),
+        ("memory: outputs", [i.memory and i.memory.outputs for i in found]),
+        ("memory: outputs in donated arguments", [i.memory and i.memory.aliased for i in found]),
+        ("memory: temporaries", [i.memory and i.memory.temporaries for i in found]),
+        ("memory: in the host's memory", [i.memory and i.memory.host for i in found]),
+        ("memory: peak", [i.memory and i.memory.peak for i in found]),
+    ]
+    of_step = _time_unit(found)
+    if not any(i.memory for i in found):
+        sizes = [("memory", [None for _ in found])]
+    rows = [(*row, of_step) for row in times] + [(*row, size_unit(row[1])) for row in sizes]
+    for name, numbers, unit in rows:
+        shown = ["-" if n is None else unit.text(n) for n in numbers]
+        if two:
+            before, after = numbers
+            if before is None or after is None or shown[0] == unit.text(0.0):
+                shown.append("")
+            else:
+                shown.append(f"{after / before:.2f} x")
+        table.add_row(name, *shown, style="bold" if name in ("step", "  exposed", "memory: peak") else "")
+    return table
+
+
+def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
+    """Collectives of both steps, row by row: those of one kind and size between as many devices are one row."""
+    table = Table(title="Collectives of both, by what they gain", title_justify="left", title_style="bold")
+    for column in ("collective", "devices", "size"):
+        table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
+    for column in ("runs", "alone", "exposed"):
+        table.add_column(f"{column}, before -> after", justify="right", no_wrap=True)
+    rows: dict[tuple[str, int, int], list[list[float]]] = {}
+    for side, inspection in enumerate(found):
+        for one in inspection.collectives:
+            row = rows.setdefault((one.kind, one.devices, one.bytes), [[0, 0.0, 0.0], [0, 0.0, 0.0]])
+            for number, value in enumerate((one.executions, one.alone_ms, one.exposed_ms)):
+                row[side][number] += value
+    unit = _time_unit(found)
+    ordered = sorted(rows.items(), key=lambda item: (item[1][1][2] - item[1][0][2], item[0]))
+    for (kind, devices, size), (before, after) in ordered[:top]:
+        runs = f"{before[0]:,.0f} -> {after[0]:,.0f}"
+        times = [f"{unit.text(before[k])} -> {unit.text(after[k])}" for k in (1, 2)]
+        table.add_row(kind, f"{devices:,}", size_unit([size]).text(size), runs, *times)
+    if ordered[top:]:
+        table.caption = f"and {len(ordered) - top} more (--top)"
+    return table
+
+
+def _collectives(inspection: Inspection, name: str, top: int) -> Table:
+    table = Table(title=f"Collectives{name}, most exposed first", title_justify="left", title_style="bold")
+    for column in ("collective", "part", "in loops"):
+        table.add_column(column, overflow="fold")
+    for column in ("devices", "runs", "size", "alone", "hidden", "exposed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    unit = _time_unit([inspection])
+    table.add_column(f"lies under ({unit.name} of each run)", overflow="fold")
+    for report in inspection.collectives[:top]:
+        table.add_row(
+            report.instruction if report.kind in report.instruction else f"{report.instruction} ({report.kind})",
+            report.part,
+            " > ".join(report.loops) or "-",
+            f"{report.groups:,} x {report.devices:,}" if report.groups > 1 else f"{report.devices:,}",
+            f"{report.executions:,}" + ("*" if report.notes else ""),
+            size_unit([report.bytes]).text(report.bytes),
+            unit.text(report.alone_ms),
+            unit.text(report.hidden_ms),
+            unit.text(report.exposed_ms),
+            _under(report, unit),
+        )
+    hidden = inspection.collectives[top:]
+    if hidden:
+        exposed = unit.text(sum(r.exposed_ms for r in hidden))
+        table.caption = f"and {len(hidden)} more, {exposed} exposed (--top)"
+    return table
+
+
+def _unknown(inspection: Inspection) -> str:
+    """The targets that take longest."""
+    unit = _time_unit([inspection])
+    named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
+    return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")
+
+
+def _under(report: CollectiveReport, unit: Unit) -> str:
+    """The three longest kinds of operators under a collective."""
+    kinds: dict[str, float] = {}
+    for under in report.under:
+        kinds[under.what] = kinds.get(under.what, 0.0) + under.ms
+    longest = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:3]
+    parts = [(what, ms / unit.size) for what, ms in longest]
+    return ", ".join(f"{what} {time:.2f}" for what, time in parts if time >= 0.005) or "nothing"
+
+
+def _copies(inspection: Inspection, name: str, top: int) -> Table:
+    title = f"Large buffers copied or filled in loops{name}, longest first"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("instruction", "kind", "shape", "in loops"):
+        table.add_column(column, overflow="fold")
+    for column in ("size", "runs", "total"):
+        table.add_column(column, justify="right", no_wrap=True)
+    unit = _time_unit([inspection])
+    for copy in inspection.copies[:top]:
+        size, total = size_unit([copy.bytes]).text(copy.bytes), unit.text(copy.total_ms)
+        loops = " > ".join(copy.loops)
+        table.add_row(copy.instruction, copy.kind, copy.shape, loops, size, f"{copy.executions:,}", total)
+    left = inspection.copies[top:]
+    if left:
+        table.caption = f"and {len(left)} more, {unit.text(sum(c.total_ms for c in left))} (--top)"
+    return table

@@ -1,0 +1,254 @@
+"""Finding and reading the scheduled module in what `--xla_dump_to` writes, and the memory it says it needs.
+
+A dump folder holds each module several times: before and after optimizations, and at stages between. Only
+the last one, `*after_optimizations*`, is scheduled; XLA writes it as text and, with
+`--xla_dump_hlo_as_proto`, as `.hlo.pb`, which any version reads. Beside it lies the buffer assignment, which
+says how much memory is needed.
+
+What a file holds is told by its content: HLO text or a proto, packed by gzip or not, whatever its name.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxlib import version
+
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect import hlo_text, repairs
+from dhelix.passes.hlo import HloModule, HloVerifyError, verify
+from dhelix.passes.jax_compat import ParserStopped
+
+_AFTER = "after_optimizations"
+_HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
+_GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
+_ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
+_ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # in old dumps with its address
+_ON_HOST = " color 5, "  # XLA's number of the host's memory
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # no text has these, and every proto has
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_MLIR_BYTECODE = b"ML\xefR"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one device needs for the step, in bytes. Aliased bytes are outputs that live in donated arguments.
+
+    Attributes:
+      source: where the numbers come from, for people to read.
+      host: in the host's memory, of which nothing is in the other numbers.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    source: str
+    host: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Arguments, outputs and temporaries together; aliased memory counts once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A scheduled and verified module, the file that holds it, and what there is to say about reading it."""
+
+    file: Path
+    module: HloModule
+    notes: tuple[str, ...] = ()
+
+
+def read(path: str | Path) -> Dump:
+    """Reads the scheduled module of a file, or the largest one of a folder.
+
+    Raises:
+      DhelixError: nothing to read there, no HLO, not scheduled, or not well formed.
+    """
+    file = find_module(path)
+    module, notes = _read(file)
+    if not module.is_scheduled:
+        raise DhelixError(f"{file} is not scheduled, and estimates follow the schedule; {_scheduled(file)}")
+    try:
+        verify(module)
+    except HloVerifyError as error:
+        raise DhelixError(f"{file} is no module that XLA would run: {error}; dump or copy it again") from None
+    if Path(path).is_dir():
+        notes.insert(0, f"{file.name} is the largest module of {path}")
+    return Dump(file, module, tuple(notes))
+
+
+def find_module(path: str | Path) -> Path:
+    """The file to read: `path` itself, or the largest `*after_optimizations*` module of a folder.
+
+    Raises:
+      DhelixError: no such path, or a folder without such a file.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DhelixError(f"{path}: no such file or folder; give a file or folder of --xla_dump_to")
+    if not path.is_dir():
+        return path
+    modules = [file for file in sorted(path.rglob(f"*{_AFTER}*")) if file.name.endswith(_ENDINGS)]
+    if not modules:
+        other = next((p for p in sorted(path.rglob("*")) if p.name.endswith((".hlo.pb", ".txt"))), None)
+        reason = f"holds {other.name} but no *{_AFTER}* file" if other else "holds no HLO dump"
+        raise DhelixError(f"{path} {reason}; compile the step with {_HOW}")
+    sizes: dict[Path, int] = {}
+    for file in modules:  # text and proto of one module count as one
+        sizes[stem(file)] = max(sizes.get(stem(file), 0), file.stat().st_size)
+    largest = max(sizes, key=lambda stem: (sizes[stem], str(stem)))
+    return next(file for file in modules if stem(file) == largest)  # .hlo.pb sorts before .txt
+
+
+def read_memory(module_file: Path) -> Memory | None:
+    """Memory from the buffer assignment that XLA writes beside the module; None where there is none."""
+    path = Path(f"{stem(module_file)}-buffer-assignment.txt")
+    if not path.is_file():
+        return None
+    arguments = outputs = aliased = temporaries = host = 0
+    for line in path.read_text(errors="replace").splitlines():
+        if line.startswith("Used values"):
+            break
+        found = _ALLOCATION.match(line)
+        if found is None:
+            continue
+        size, description = int(found[1]), found[2]
+        is_argument, is_output = " parameter " in description, "maybe-live-out" in description
+        if " thread-local" in description or " constant" in description:
+            continue
+        if _ON_HOST in description:
+            host += size
+            continue
+        arguments += size * is_argument
+        outputs += size * is_output
+        aliased += size * (is_argument and is_output)
+        temporaries += size * (not is_argument and not is_output)
+    return Memory(arguments, outputs, aliased, temporaries, path.name, host)
+
+
+def memory_of(compiled: Any) -> Memory | None:
+    """Memory of a `jax.stages.Compiled`, by its own analysis; None where its backend has none."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return Memory(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+        "memory_analysis() of the compiled step",
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes,
+    )
+
+
+def stem(path: Path) -> Path:
+    """The path without the endings of its format, which files of one module differ in."""
+    name = path.name.removesuffix(".gz").removesuffix(".txt").removesuffix(".pb").removesuffix(".hlo")
+    return path.with_name(name)
+
+
+def _read(file: Path) -> tuple[HloModule, list[str]]:
+    data = _content(file)
+    if data.startswith(_MLIR_BYTECODE):
+        raise DhelixError(f"{file} is MLIR bytecode, the program before XLA compiled it; {_GIVE}")
+    text = _text(data)
+    if text is None:
+        return HloModule.from_proto(data, str(file)), []
+    try:
+        modules = hlo_text.find_modules(text)
+    except DhelixError as error:
+        raise DhelixError(f"{file} {error}; {_GIVE}") from None
+    chosen, notes = hlo_text.choose(modules)
+    if not chosen.is_whole:
+        raise DhelixError(
+            f"{file} is cut short: the text ends in line {chosen.last_line}, inside of the module; dump or"
+            " copy it again"
+        )
+    try:
+        repaired = repairs.read(chosen.text)
+    except ParserStopped as error:
+        raise DhelixError(
+            f"{file} is no module that XLA would run: its parser stops at it ({error}); {_instead(file)}"
+        ) from None
+    except DhelixError as error:
+        raise DhelixError(f"{file} {_why_unreadable(str(error), chosen.line)}; {_instead(file)}") from None
+    if repaired.left_out:
+        notes.append(
+            f"attributes that jaxlib {version.__version__} does not read are left out: {', '.join(repaired.left_out)}"
+        )
+    return repaired.module, notes
+
+
+def _content(file: Path) -> bytes:
+    if not file.is_file():
+        raise DhelixError(f"{file} is no file; give a file or folder of --xla_dump_to")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DhelixError(f"{file} cannot be read ({error.strerror})") from None
+    if not data.startswith(b"\x1f\x8b"):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DhelixError(f"{file} is a damaged gzip file ({error}); copy it again") from None
+
+
+def _text(data: bytes) -> str | None:
+    """None for what is no text."""
+    if data.startswith(_UTF16):
+        return data.decode("utf-16", errors="replace")
+    return None if _BINARY.search(data) else data.decode("utf-8-sig", errors="replace")
+
+
+def _why_unreadable(error: str, first_line: int) -> str:
+    """XLA's parser answers with several lines of its own; what a user can act on is in the first."""
+    found = re.search(r"was parsing (\d+):\d+: error: (.*)", error)
+    where = f"line {first_line + int(found[1]) - 1}" if found else "some line"
+    reason = f" ({found[2].partition('. Allowed attributes')[0]})" if found else ""
+    return (
+        f"is HLO text that jaxlib {version.__version__} cannot read from {where} on{reason}: it is damaged, or another"
+        " version wrote it"
+    )
+
+
+def _instead(file: Path) -> str:
+    """What to give in place of a text that cannot be read."""
+    proto = stem(file).with_name(f"{stem(file).name}.hlo.pb")
+    if proto != file and proto.is_file() and proto.stat().st_size:
+        return f"give {proto.name} of the same folder, which every version reads"
+    return f"dump with {_HOW} and give *{_AFTER}.hlo.pb, which every version reads"
+
+
+def _scheduled(file: Path) -> str:
+    """What to give in place of a module without a schedule."""
+    beside = _scheduled_beside(file)
+    if beside:
+        return f"give {beside.name} of the same folder"
+    if _AFTER in file.name:
+        return "what wrote it makes no schedule: compile the step by jax for GPUs"
+    return f"dump with {_HOW} and give *{_AFTER}*"
+
+
+def _scheduled_beside(file: Path) -> Path | None:
+    """The scheduled file of the same module in the same folder: `module_0001.jit_step` begins the names of both."""
+    module = re.match(r"module_\d+\.[^.]+\.", file.name)
+    for other in sorted(file.parent.glob(f"{module[0]}*")) if module else ():
+        is_text = other.name.endswith(".txt")
+        if stem(other) == stem(file) or not other.name.endswith(_ENDINGS):
+            continue
+        if not is_text or "is_scheduled=true" in other.read_text(errors="replace"):
+            return other
+    return None

@@ -1,0 +1,389 @@
+"""What a scheduled module says about its step: what collectives lie under, what is exposed, what is copied.
+
+Times are estimates: the schedule is played (`dhelix.passes.evaluation.timeline`) with the costs of a profile or of a
+roofline, and nothing is measured. They are good for comparing two programs for one hardware, and for seeing where the
+time goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.shown.figures import SHORT
+from dhelix.launch.shown.instruction_words import (
+    Place,
+    bytes_moved,
+    communicates,
+    describe,
+    parts_of,
+    place_notes,
+    places_of,
+)
+from dhelix.launch.shown.timeline_plot import COMMUNICATION, COMPUTE, Bar, Picture, Window
+from dhelix.launch.shown.units import size_unit, time_unit
+from dhelix.passes.analysis.collectives import Collective, is_start
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.custom_calls import calls_of, family_of
+from dhelix.passes.evaluation.instruction_costs import Lane, made_synchronous, sequence_of
+from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timeline
+from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
+from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.evaluation.transfers import Transfer
+from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.profiles.hardware import Hardware
+
+LARGE = 16 * 2**20  # bytes: copies of smaller buffers inside loops are not worth a line
+_LANES = {
+    Lane.COMPUTE: COMPUTE,
+    Lane.COMM: COMMUNICATION,
+    Lane.COMM_INTER: f"{COMMUNICATION} between nodes",
+    Lane.HOST: f"{COMMUNICATION} with the host",
+}
+
+
+@dataclass(frozen=True)
+class Under:
+    """Something that computes while a collective runs; milliseconds of one execution of the collective."""
+
+    instruction: str
+    what: str
+    ms: float
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """One collective, message or host transfer of the program. Milliseconds are of all its executions in a step.
+
+    Attributes:
+      kind: HLO's name of a collective; `send`, `recv` or `send/recv`; `copy to host` or `copy from host`.
+      bytes: of the whole buffer on one device: gathered, or before it is reduced; of what several collectives move
+        that are one instruction, the sum.
+      devices: how many take part, in the largest group.
+      groups: how many groups communicate at the same time; pairs of a permute or a message.
+      part: alpha, beta, forward, backward or other, as its name in the user's program says.
+      executions: in a step; 0 for what the estimate leaves out, as `notes` say.
+      alone_ms: what it would take with nothing beside it; `hidden_ms + exposed_ms` is what it takes.
+      notes: what is not known of it: how often it runs, or between how many devices.
+    """
+
+    instruction: str
+    kind: str
+    bytes: int
+    devices: int
+    groups: int
+    part: str
+    loops: tuple[str, ...]
+    executions: int
+    alone_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    under: tuple[Under, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnknownKernel:
+    """Custom calls of one target of which nobody can see what they compute. Their times follow from what they move.
+
+    Attributes:
+      instructions: how many; `executions`: how often a step runs them, all together.
+      bytes: read and written by all executions.
+    """
+
+    target: str
+    family: str
+    instructions: int
+    executions: int
+    bytes: float
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """A large buffer that is copied, or filled with a constant, in every iteration of a loop."""
+
+    instruction: str
+    kind: str  # copy or fill
+    shape: str
+    bytes: int
+    loops: tuple[str, ...]
+    executions: int
+    total_ms: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A step as its schedule describes it. Milliseconds of a step, all of them estimates.
+
+    Attributes:
+      slow_down_ms: what compute loses by running beside collectives; contained in `compute_ms`.
+      idle_ms: nothing runs, in pauses between kernels; `compute_ms + exposed_ms + idle_ms` is `step_ms`.
+      communication_alone_ms: what the collectives would take with nothing beside them.
+      communication_ms: what they take, hidden and exposed.
+      host_ms: of `communication_ms`, what transfers to and from the host's memory take.
+      collectives: most exposed first; messages and host transfers among them.
+      unknown: kernels of unknown custom calls, longest first.
+      copies: longest first; only inside loops, only buffers of LARGE bytes or more.
+      memory: of one device; None where nothing says.
+      parts: what the step's time is made of; not in the JSON.
+      picture: the timeline; not in the JSON.
+    """
+
+    source: str
+    module: str
+    instructions: int
+    cost_model: str
+    hardware: str
+    step_ms: float
+    compute_ms: float
+    slow_down_ms: float
+    idle_ms: float
+    communication_alone_ms: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    host_ms: float
+    collectives: tuple[CollectiveReport, ...]
+    unknown: tuple[UnknownKernel, ...]
+    copies: tuple[CopyReport, ...]
+    memory: Memory | None
+    notes: tuple[str, ...]
+    parts: StepParts = dataclasses.field(repr=False, compare=False)
+    picture: Picture = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def hidden_share(self) -> float:
+        return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
+
+    @property
+    def unknown_kernels(self) -> int:
+        """How many instructions are unknown custom calls."""
+        return sum(u.instructions for u in self.unknown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the picture and the parts, as JSON holds it."""
+        fields = dataclasses.asdict(dataclasses.replace(self, picture=Picture("", "", ())))
+        del fields["picture"], fields["parts"]
+        fields["unknown_kernels"] = self.unknown_kernels
+        if self.memory is not None:
+            fields["memory"]["peak"] = self.memory.peak
+        return {"estimated": True, **fields}
+
+
+def inspect_module(
+    module: HloModule,
+    costs: Costs,
+    cost_model: str = "roofline",
+    memory: Memory | None = None,
+    source: str = "",
+    title: str = "",
+    notes: tuple[str, ...] = (),
+    overlaps: bool = True,
+) -> Inspection:
+    """Plays a scheduled module and says what it shows.
+
+    Args:
+      costs: of its instructions.
+      cost_model: where these come from, for people to read.
+      source: where the module comes from, for people to read.
+      title: of the picture; by default the module's name.
+      overlaps: whether the device runs collectives beside compute; CPUs do not, and their pictures say so.
+    """
+    hardware = costs.hardware
+    timeline = simulate_module(module, hardware, costs)
+    places = dict(places_of(module))
+    instructions = {i.name: i for computation in places for i in computation.instructions}
+    parts = {i.name: part for computation in places for i, part in parts_of(computation)}
+    reports = [
+        _collective(instructions[c.instruction], c, parts, places, hardware, instructions) for c in timeline.collectives
+    ]
+    seen = {c.instruction for c in timeline.collectives}
+    reports += [
+        _collective(i, None, parts, places, hardware, instructions)
+        for computation in places
+        for i in sequence_of(computation)
+        if i.name not in seen and communicates(i) is not None
+    ]
+    inspection = Inspection(
+        source=source or module.name,
+        module=module.name,
+        instructions=module.instruction_count,
+        cost_model=cost_model,
+        hardware=hardware.name,
+        step_ms=1e3 * timeline.seconds,
+        compute_ms=1e3 * timeline.compute,
+        slow_down_ms=1e3 * timeline.slow_down,
+        idle_ms=1e3 * timeline.idle,
+        communication_alone_ms=sum(r.alone_ms for r in reports),
+        communication_ms=1e3 * timeline.communication,
+        hidden_ms=1e3 * timeline.hidden,
+        exposed_ms=1e3 * timeline.exposed,
+        host_ms=sum(r.hidden_ms + r.exposed_ms for r in reports if r.kind.endswith("host")),
+        collectives=tuple(sorted(reports, key=lambda r: (-r.exposed_ms, -r.hidden_ms, r.instruction))),
+        unknown=_unknown(places, costs),
+        copies=_copies(places, costs),
+        memory=memory,
+        notes=(*notes, *place_notes(places)),
+        parts=step_parts(module, costs, played=timeline),
+        picture=Picture("", "", ()),
+    )
+    copied = {copy.instruction for copy in inspection.copies}
+    picture = Picture(
+        title or module.name,
+        _summary(inspection, overlaps),
+        tuple(_bars(timeline, instructions, parts, copied)),
+        tuple(_windows(timeline, parts)),
+        overlaps,
+    )
+    return dataclasses.replace(inspection, picture=picture)
+
+
+def _collective(
+    instruction: Instruction,
+    time: CollectiveTime | None,
+    parts: dict[str, str],
+    places: dict[Computation, Place],
+    hardware: Hardware,
+    instructions: dict[str, Instruction],
+) -> CollectiveReport:
+    """`time`: None for what the timeline does not run, in the shorter branch of a conditional."""
+    found = communicates(instruction)
+    assert found is not None  # the timeline says it communicates
+    together = (found, *found.others) if isinstance(found, Collective) else (found,)
+    place, notes = places[instruction.computation], ()
+    count, under = 0, ()
+    if time is None:
+        why = "the other branch takes longer" if place.executions else "its loop does not run"
+        notes = (f"not in the estimate: {why}",)
+    else:
+        count = time.count
+        under = tuple(Under(n, describe(instructions[n]), 1e3 * s / count) for n, s in time.under)
+    if is_start(instruction) and made_synchronous(instruction):
+        notes = (*notes, "XLA made it synchronous (`is_sync`): compute waits for it from its start on")
+    if len(together) > 1:
+        notes = (*notes, "together: " + ", ".join(f"{t.kind} of {t.size} bytes" for t in together))
+    if not found.groups and not getattr(found, "host", False):
+        notes = (*notes, f"the module does not say how many devices it has: {hardware.gpus_per_node} assumed")
+    return CollectiveReport(
+        instruction=instruction.name,
+        kind=found.kind,
+        bytes=bytes_moved(found),
+        devices=_devices(found, hardware),
+        groups=max(len(found.groups), 1),
+        part=parts[instruction.name],
+        loops=place.loops,
+        executions=count,
+        alone_ms=1e3 * time.alone if time else 0.0,
+        hidden_ms=1e3 * time.hidden if time else 0.0,
+        exposed_ms=1e3 * time.exposed if time else 0.0,
+        under=under,
+        notes=(*place.notes, *notes),
+    )
+
+
+def _devices(found: Collective | Transfer, hardware: Hardware) -> int:
+    if isinstance(found, Transfer):
+        return 1 if found.host else 2
+    return found.group_size(default=hardware.gpus_per_node)
+
+
+def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKernel, ...]:
+    """Unknown custom calls of a step by their targets."""
+    found: dict[str, UnknownKernel] = {}
+    for computation, place in places.items():
+        for instruction in sequence_of(computation):
+            calls = [call for call in calls_of(instruction) if family_of(call).work == "unknown"]
+            if not calls or communicates(instruction) is not None:
+                continue
+            target, family = calls[0].proto.custom_call_target, family_of(calls[0]).name
+            known, cost = found.get(target, UnknownKernel(target, family, 0, 0, 0.0, 0.0)), costs[instruction]
+            found[target] = dataclasses.replace(
+                known,
+                instructions=known.instructions + 1,
+                executions=known.executions + place.executions,
+                bytes=known.bytes + place.executions * cost.bytes,
+                total_ms=known.total_ms + 1e3 * place.executions * cost.seconds,
+            )
+    return tuple(sorted(found.values(), key=lambda u: (-u.total_ms, u.target)))
+
+
+def _copies(places: dict[Computation, Place], costs: Costs) -> tuple[CopyReport, ...]:
+    found = []
+    for computation, place in places.items():
+        for instruction in computation.instructions if place.loops else ():
+            kind = moved(instruction)
+            size = shapes.byte_size(instruction.shape)
+            if kind is None or size < LARGE:
+                continue
+            total = 1e3 * place.executions * costs[instruction].seconds
+            shape = shapes.text(instruction.shape)
+            found.append(CopyReport(instruction.name, kind, shape, size, place.loops, place.executions, total))
+    return tuple(sorted(found, key=lambda c: (-c.total_ms, c.instruction)))
+
+
+def _bars(
+    timeline: Timeline, instructions: dict[str, Instruction], parts: dict[str, str], copied: set[str]
+) -> Iterator[Bar]:
+    words: dict[str, str] = {}
+    for interval, start in _expanded(timeline, 0.0):
+        name = interval.instruction
+        if name not in words:
+            words[name] = describe(instructions[name])
+        what, key = words[name], "copy" if name in copied else parts[name]
+        end = start + interval.end - interval.start
+        yield Bar(1e3 * start, 1e3 * end, _LANES[interval.lane], key, what, name, SHORT.get(what, ""))
+
+
+def _expanded(timeline: Timeline, offset: float) -> Iterator[tuple[Interval, float]]:
+    """Every interval with its start in the step, loops played as often as they run."""
+    for interval in timeline.intervals:
+        start = offset + interval.start
+        if interval.body is None:
+            yield interval, start
+            continue
+        for iteration in range(interval.count):
+            yield from _expanded(interval.body, start + iteration * interval.body.seconds)
+
+
+def _windows(timeline: Timeline, parts: dict[str, str]) -> Iterator[Window]:
+    for start, body, runs in loops_to_look_at(timeline):
+        title = f"one of {runs:,} iterations{_what_runs(body, parts)}: {1e3 * body.seconds:.2f} ms"
+        yield Window(1e3 * start, 1e3 * (start + body.seconds), title)
+
+
+def _what_runs(body: Timeline, parts: dict[str, str]) -> str:
+    found = {parts[c.instruction] for c in body.collectives}
+    if {"alpha", "beta"} <= found or {"forward", "backward"} <= found:
+        return ", backward of strand α and forward of strand β"
+    directions = [word for word in ("forward", "backward") if word in found]
+    return f", {directions[0]}" if directions else ""
+
+
+def _summary(inspection: Inspection, overlaps: bool) -> str:
+    unit = time_unit([inspection.step_ms])
+    words = [
+        f"predicted: step {unit.text(inspection.step_ms)}",
+        f"exposed communication {unit.text(inspection.exposed_ms)}",
+    ]
+    if not overlaps:
+        words = [f"a program for CPUs, at the speed of {inspection.hardware}: nothing overlaps, compile it for GPUs"]
+    if inspection.unknown_kernels:
+        words.append(unknown_text(inspection))
+    if inspection.memory is not None:
+        peak = inspection.memory.peak
+        words.append(f"peak memory {size_unit([peak]).text(peak)}")
+    return "  ·  ".join(words)
+
+
+def unknown_text(inspection: Inspection) -> str:
+    """How many kernels are unknown custom calls, in words; "" where there are none."""
+    count = inspection.unknown_kernels
+    if not count:
+        return ""
+    kernels = "1 kernel is an unknown custom call" if count == 1 else f"{count} kernels are unknown custom calls"
+    return f"{kernels}, counted by the bytes {'it moves' if count == 1 else 'they move'}"

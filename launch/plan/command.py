@@ -1,0 +1,311 @@
+"""`dhelix plan`: what of one strand runs with what of the other, under which launch setting, made without a GPU.
+
+    dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
+
+The step is compiled for GPUs that need not exist, with what XLA's autotuner chose on such a card; operators and pairs
+of them cost what the profile says. Each launch setting gets a plan, and the one that is predicted to be fastest is
+shown and written. docs/plan.md says how to read, edit and use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch.defaults import DEFAULT_GPU
+from dhelix.launch.inspect.command import NO_EFFECT
+from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.plan import measured as plan_measured
+from dhelix.launch.plan import picture as plan_picture
+from dhelix.launch.plan import program as plan_step
+from dhelix.launch.plan import tables as plan_tables
+from dhelix.launch.plan.program import Program
+from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, played, search
+from dhelix.launch.plan.tables import PlanView
+from dhelix.launch.profile import step as profile_step
+from dhelix.launch.shown.progress import Progress, say
+from dhelix.launch.train import step_flags, trainer
+from dhelix.passes.communication import exchange, row_partition
+from dhelix.passes.communication.row_partition import RowPartition
+from dhelix.passes.evaluation.costs import CostModel
+from dhelix.passes.evaluation.step_parts import step_parts
+from dhelix.passes.framework.gain import Gain
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.plans import pairing_plan_json
+from dhelix.profiles.estimates import alike
+from dhelix.profiles.files import storage
+from dhelix.profiles.keys import CollectiveKey
+from dhelix.profiles.profile import SETTINGS, Profile, Provenance
+from dhelix.runtime.compiler import deviceless
+
+_Alternative = tuple[tuple[CollectiveKey, ...], int, int]
+_AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Makes the plan. Raises DhelixError."""
+    chosen = values.flag_values_dict()
+    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["trace"]:
+        _check_measured(chosen, arguments)
+        plan_measured.run(arguments[0], chosen["trace"], chosen["out"], chosen["json"], console)
+        _say_written(console, chosen["out"])
+        return 0
+    _check(chosen, arguments)
+    deviceless.prepare_environment()
+    jax.config.update("jax_platforms", "cpu")
+    view = _make(chosen, arguments, console)
+    if chosen["out"]:
+        pairing_plan_json.save(view.best.plan, chosen["out"])
+    if chosen["picture"]:
+        plan_picture.save_png(plan_picture.picture(view.best, view.plain), chosen["picture"])
+    if chosen["json"]:
+        print(json.dumps(view.to_json(), indent=1))
+    else:
+        plan_tables.print_view(view, console, chosen["top"])
+    _say_written(console, chosen["out"], chosen["picture"])
+    return 0
+
+
+def _say_written(console: Console, *names: str | None) -> None:
+    for name in filter(None, names):
+        say(console, f"wrote {name}")
+
+
+def _check_measured(chosen: dict[str, Any], arguments: list[str]) -> None:
+    if len(arguments) != 1 or chosen["preset"]:
+        raise DhelixError("--trace is for a plan that ran: dhelix plan PLAN --trace DIR, without a step")
+    if chosen["picture"]:
+        raise DhelixError("--trace says what was measured, and draws nothing; leave out --picture")
+
+
+def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
+    if len(arguments) + bool(chosen["preset"]) != 1:
+        raise DhelixError("give one step: --preset NAME, or a dump (a file or folder of --xla_dump_to)")
+    if arguments and Path(arguments[0]).suffix == ".json":
+        raise DhelixError(f"{arguments[0]} may be a plan, but no dump: give --trace DIR, too, or a step to plan")
+    if arguments and chosen["skew"]:
+        raise DhelixError("a dump is a step as it was compiled; leave out --skew, or plan a --preset")
+    if not all(number.isdecimal() for number in chosen["skew"]):
+        raise DhelixError(f"--skew {','.join(chosen['skew'])}: give numbers of layers, such as 0,2")
+    if chosen["pp"] > 1 and any(map(int, chosen["skew"])):
+        raise DhelixError("a pipeline pairs micro-batches by its own schedule; leave out --pp or --skew")
+    for name in filter(None, (chosen["out"], chosen["picture"])):
+        if not Path(name).absolute().parent.is_dir():
+            raise DhelixError(f"cannot write {name}: name a file in a folder that exists")
+    if chosen["picture"] and Path(chosen["picture"]).suffix != ".png":
+        raise DhelixError(f"--picture {chosen['picture']}: pictures of plans are .png; name one")
+    unknown = [name for name in chosen["setting"] if name not in SETTINGS]
+    if unknown:
+        raise DhelixError(f"--setting {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+
+
+def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
+    options = None if arguments else step_flags.options(chosen)
+    dump = plan_step.of_dump(arguments[0], chosen["hardware"]) if arguments else None
+    gpu = dump.hardware if dump else chosen["hardware"] or DEFAULT_GPU
+    if dump:
+        for note in dump.notes:
+            say(console, f"{dump.name}: {note}.")
+    gpus = profile_step.gpus_of_options(options) if options else dump.gpus if dump else 0
+    models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
+    if options is None:
+        assert dump is not None  # _check
+        plain, programs = None, [(model, dump) for model in models]
+    else:
+        say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
+        skews = list(dict.fromkeys(map(int, chosen["skew"]))) or [0]
+        compiled = functools.partial(plan_step.of_preset, target=profile_step.target_of(gpu))
+        with _Work(console, 1 + len(skews)) as work:
+            plain = work.do("the plain step is compiled", compiled, replace(options, plain=True))
+            wholes = [
+                work.do(f"both strands are compiled{_apart(skew)}", compiled, options, skew=skew, like=plain)
+                for skew in skews
+            ]
+        programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
+    limit = MemoryLimit.of(chosen["memory_limit"], plain)
+    with _Work(console, len(programs) + (options is not None)) as work:
+        find = functools.partial(
+            search, schedule=chosen["schedule"], limit=limit, max_in_flight=chosen["max_in_flight"]
+        )
+        candidates = _candidates(programs, find, work, console)
+        if options is None:
+            best = min(candidates, key=Candidate.rank)
+            memory = best.program.memory
+        else:
+            of_setting = {model.setting: model for model in models}
+
+            def again(candidate: Candidate, closer: MemoryLimit) -> Candidate:
+                return find(candidate.program, of_setting[candidate.plan.target.setting], limit=closer)
+
+            candidates, best, memory = _confirmed(candidates, again, options, limit, work, console)
+    plain_seconds = None if plain is None else {m.setting: played(plain, m) for m in models}
+    gain = _gain(best, plain or best.program, {model.setting: model for model in models})
+    if chosen["inter_bandwidth"] and not gain.after.assumed:
+        say(console, NO_EFFECT)
+    return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit)
+
+
+def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:
+    """Of the best one, against a program in the order that it has."""
+    costs = models[best.plan.target.setting].costs()
+    return Gain(
+        step_parts(HloModule.from_bytes(before.module), costs),
+        step_parts(best.module, best.costs, played=best.timeline),
+    )
+
+
+def _candidates(
+    programs: Sequence[tuple[CostModel, Program]],
+    find: Callable[[Program, CostModel], Candidate],
+    work: _Work,
+    console: Console,
+) -> list[Candidate]:
+    """Plans within the limit. Raises OverLimitError where there is none, with the smallest limit that would do."""
+    found: list[Candidate] = []
+    refused: list[OverLimitError] = []
+    for model, program in programs:
+        try:
+            found.append(work.do(f"{model.setting} is planned{_apart(program.skew)}", find, program, model))
+        except OverLimitError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.needed)
+    for error in refused:
+        say(console, f"Left out: {error}.")
+    return found
+
+
+def _confirmed(
+    candidates: Sequence[Candidate],
+    again: Callable[[Candidate, MemoryLimit], Candidate],
+    options: trainer.Options,
+    limit: MemoryLimit,
+    work: _Work,
+    console: Console,
+) -> tuple[list[Candidate], Candidate, Memory]:
+    """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`.
+
+    The compiler may leave more between buffers than in XLA's order; what is over by that is planned `again`, twice at
+    most, with as much left free. First of all returns the candidates, with what was planned again in its place.
+    """
+    waiting: list[tuple[Candidate, tuple[MemoryLimit, ...]]] = [(candidate, (limit,)) for candidate in candidates]
+    refused: list[OverLimitError] = []
+    given: list[Candidate] = []  # those that no other takes the place of
+    while waiting:
+        candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
+        target = candidate.program.target
+        memory = work.do("the plan is compiled", plan_step.confirmed, options, candidate.plan, target)
+        if limit.bytes is None or memory.peak <= limit.bytes:
+            best = candidate.with_memory(memory)
+            return [*given, best, *(other for other, _ in waiting)], best, memory
+        refused.append(OverLimitError(candidate.program, limit, memory.peak))
+        if len(limits) <= _AGAIN:
+            closer = limits[-1].with_gaps_of(candidate, memory)
+            with contextlib.suppress(OverLimitError):
+                waiting.append((work.do("planned again, with less", again, candidate, closer), (*limits, closer)))
+                continue
+        given.append(candidate)
+        say(console, f"Left out, {candidate.plan.target.setting}: {refused[-1]}.")
+    raise min(refused, key=lambda error: error.needed)
+
+
+def _with_alternatives(
+    options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
+) -> list[tuple[CostModel, Program]]:
+    """Each model with the step as it is, and with what may be faster: other collectives in place of some, chains from
+    a gather to a scatter in parts, and where gradients can be reduced layer by layer, both ways."""
+    wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
+    programs: dict[_Alternative, Program] = {((), 0, whole.reduced): whole}
+    compiled = functools.partial(plan_step.of_preset, options, target=whole.target, skew=whole.skew, like=whole)
+    others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
+    with _Work(console, len(others)) as work:
+        for decomposed, row_parts, reduced in others:
+            exchanged = [f"{exchange.in_words(decomposed)} decomposed"] if decomposed else []
+            parts = [f"{row_parts} row parts"] if row_parts else []
+            stacks = ["gradients reduced at the end"] if reduced < whole.reduced else []
+            told = " and ".join([*exchanged, *parts, *stacks])
+            words = f"both strands are compiled{_apart(whole.skew)} with {told}"
+            made = work.do(words, compiled, decomposed, row_parts, reduced=reduced)
+            programs[decomposed, row_parts, reduced] = made
+    return [(model, programs[other]) for model, other in wanted]
+
+
+def _alternatives(whole: Program, model: CostModel) -> list[_Alternative]:
+    """Collectives that others take the place of, parts of rows, and whether gradients are reduced layer by
+    layer: the step as it is first."""
+    faster = exchange.faster(HloModule.from_bytes(whole.module), model)
+    pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
+    found = itertools.product(dict.fromkeys([(), faster]), (0, RowPartition.parts) if pays else (0,))
+    return [(k, parts, reduced) for k, parts in found for reduced in range(whole.reduced, -1, -1)]
+
+
+def _apart(skew: int) -> str:
+    return f", {skew} layer{'s' * (skew > 1)} apart" if skew else ""
+
+
+def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
+    """0: as many as usual. `gpus`: of the step."""
+    per_node = chosen["gpus_per_node"] or (gpus // 2 if chosen["link"] == "two-nodes" else 0)
+    if per_node and gpus > per_node and gpus % per_node:
+        raise DhelixError(f"{gpus} GPUs are no whole nodes of {per_node}: give another --gpus_per_node, or --mesh")
+    return per_node
+
+
+def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Console) -> list[CostModel]:
+    """Costs under each launch setting that is asked for."""
+    profile = _profile(chosen, gpu)
+    wanted = chosen["setting"] or [name for name in SETTINGS if name in profile.sections]
+    if line := alike.told(profile, wanted):
+        say(console, line)
+    for line in storage.differences(profile, Provenance("", 0, jax=jax.__version__)):
+        say(console, f"{line}.")
+    network = 1e9 * (chosen["inter_bandwidth"] or 0.0)
+    return [
+        CostModel(profile, name, gpus_per_node=gpus_per_node, inter_bandwidth=network) for name in dict.fromkeys(wanted)
+    ]
+
+
+def _profile(chosen: dict[str, Any], gpu: str) -> Profile:
+    if chosen["profile"]:
+        return storage.load(chosen["profile"])
+    found = storage.find(gpu, chosen["link"])
+    if found is None:
+        raise DhelixError(
+            f"no profile of {gpu} with link {chosen['link']}: run `dhelix profile` on such GPUs, give --profile, or use"
+            f" one of {', '.join(storage.shipped())}"
+        )
+    return found
+
+
+class _Work:
+    """Runs what takes long, and shows how far it is."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._progress, self._done = Progress(console, 0, total, "plan"), 0
+
+    def __enter__(self) -> _Work:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.__exit__()
+
+    def do[**P, T](self, words: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function`; `words` say that it is done."""
+        result = function(*args, **kwargs)
+        self._done += 1
+        self._progress.update(self._done, words)
+        return result

@@ -1,0 +1,56 @@
+"""The flags of `dhelix plan`, and what `--help` says above them. Nothing here imports jax."""
+
+from __future__ import annotations
+
+import functools
+
+from absl import flags
+
+from dhelix.launch.defaults import DEFAULT_GPU
+from dhelix.launch.train import step_flags
+from dhelix.profiles import hardware
+from dhelix.profiles.profile import SETTINGS
+
+USAGE = """\
+usage: dhelix plan --preset NAME | DUMP | PLAN --trace DIR [flags]
+
+Decides what of one strand runs with what of the other, from measured costs and without a GPU, and writes it down for
+people and for `dhelix train --plan` or strand_interleave(plan=...).
+
+  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
+  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --link no-p2p --setting default,connections1
+  dhelix plan DUMP --json                                        # any step, as it was compiled
+  dhelix plan plan.json --trace DIR                              # what its segments took (dhelix train --trace DIR)
+
+DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
+
+_SCHEDULES = ["dp", "list", "round_robin"]  # of `schedule_names`, those that order two strands
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """The flags, on `values`; those of the step are those of `dhelix train`."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    step_flags.define(values, None, "tp over 4 GPUs")
+    choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
+    choice("hardware", None, hardware.GPUS, f"which GPUs (default: the dump's, or {DEFAULT_GPU})")
+    number("gpus_per_node", None, "GPUs of a node (default: 8; with --link two-nodes half of the step's)")
+    network = "GB/s of each GPU between nodes, where the profile has nothing of them (default: usual for the GPUs)"
+    flags.DEFINE_float("inter_bandwidth", None, network, lower_bound=1e-3, flag_values=values)
+    flags.DEFINE_list(
+        "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
+    )
+    choice("schedule", "dp", _SCHEDULES, "how the order is found")
+    text("profile", None, "the profile's file (default: the shipped one and the user's own)")
+    limit = "GiB that the step may need on a GPU, arguments and all (default: what the plain step needs, and 3 %)"
+    flags.DEFINE_float("memory_limit", None, limit, lower_bound=0.0, flag_values=values)
+    number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)")
+    flags.DEFINE_list(
+        "skew", [], "layers that the strands are apart, each number one more try (default: 0)", flag_values=values
+    )
+    text("trace", None, "folder of a profiler trace: says what the plan's segments took in it, and plans nothing")
+    text("out", None, "write the plan to this file")
+    text("picture", None, "draw the pairing to this file, a PNG")
+    flags.DEFINE_bool("json", False, "print everything as JSON; progress goes to stderr", flag_values=values)
+    number("top", 12, "how many rows a table shows")

@@ -1,0 +1,269 @@
+"""Plans of one step under several launch settings, and which of them is predicted to be fastest.
+
+    candidates = [search(program, model, "dp", limit) for model in models]
+    best = min(candidates, key=Candidate.rank)
+
+What a candidate predicts is played from the order that its plan gives when it is carried out, not from the order that
+the search found: plans keep operators, and what travels with them may come to stand elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect.dumps import Memory as Counted
+from dhelix.launch.plan.program import Program
+from dhelix.launch.shown.instruction_words import bytes_moved, communicates
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.communication import exchange
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.step_time import StepTime, predict
+from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.framework.manager import PassContext, Stage
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.passes.ordering.orders import MemoryRefusal
+from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan_making import executions, make_plan
+from dhelix.passes.plans.plan_operators import PlanOperators
+from dhelix.passes.plans.planned_order import PlannedOrder
+from dhelix.runtime.step.schedules import default_passes
+
+SLACK = 0.03
+_DECOMPOSED = 1.01
+"""Two strands over NVLink took 0.8 % longer with all-to-alls (docs/benchmarks.md), where 0.3 % less are predicted:
+pauses grow. Where they pay, without peer-to-peer, they save a sixth."""
+
+
+_REDUCED = 1.005
+"""A plan with gradients in many pieces has to gain half a per cent. Without peer-to-peer, where 3.5 were predicted, 4.0
+were measured (docs/benchmarks.md)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan and what is predicted of it.
+
+    Attributes:
+      program: that it is for.
+      module: in the order of the plan.
+      timeline: of that; `seconds_xla`: of XLA's order.
+      bytes, bytes_xla: beside the arguments, by estimate.
+      solve_seconds: what the search took.
+    """
+
+    program: Program
+    plan: PairingPlan
+    module: HloModule
+    costs: Costs
+    timeline: Timeline
+    seconds_xla: float
+    bytes: int
+    bytes_xla: int
+    solve_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.seconds
+
+    def rank(self) -> float:
+        """Seconds, and a little more with all-to-alls and with gradients reduced layer by layer."""
+        target = self.plan.target
+        all_to_alls = any(exchange.INSTEAD[key.kind] == "all-to-all" for key in target.decomposed)
+        return self.seconds * (_DECOMPOSED if all_to_alls else 1.0) * (_REDUCED if target.reduced else 1.0)
+
+    def with_memory(self, counted: Counted) -> Candidate:
+        """With a plan that may take what the compiler has counted, which is more than live ranges."""
+        needed, target = counted.peak - counted.arguments, self.plan.target
+        if not target.memory_limit or needed <= target.memory_limit:
+            return self
+        return replace(self, plan=replace(self.plan, target=replace(target, memory_limit=needed)))
+
+    @cached_property
+    def step_time(self) -> StepTime:
+        """What the step runs, one after the other."""
+        return predict(self.module, self.costs)
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Every instruction that takes time, by its name."""
+        found: dict[str, Place] = {}
+        wanted = {body.fingerprint: body for body in self.plan.bodies}
+        for computation, runs in executions(self.module).items():
+            operators = PlanOperators(computation, self.costs.operator_keys)
+            body = wanted.get(operators.fingerprint)
+            planned = {} if body is None else {(o.key, o.occurrence): o.name for o in body.operators}
+            others = operators.names(list(operators.identities))
+            for instruction, identity in operators.identities.items():
+                name = planned.get(identity, others[instruction])
+                found[instruction.name] = Place(instruction, name, operators.describe(), runs)
+        return found
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """Each collective of the step as JSON values, those that take longest first; microseconds of one execution.
+        One row for those of computations that are alike and take as long."""
+        rows: list[dict[str, Any]] = []
+        for time_of in self.timeline.collectives:
+            place, count = self.places[time_of.instruction], time_of.count or 1
+            found = communicates(place.instruction)
+            assert found is not None  # the timeline says that it communicates
+            beneath = [
+                {"name": self.places[name].name, "us": microseconds(seconds / count)} for name, seconds in time_of.under
+            ]
+            row = {
+                "name": place.name,
+                "body": place.body,
+                "kind": found.kind,
+                "lane": time_of.lane.value,
+                "bytes": bytes_moved(found),
+                "runs": time_of.count,
+                "alone_us": microseconds(time_of.alone / count),
+                "time_us": microseconds((time_of.hidden + time_of.exposed) / count),
+                "hidden_us": microseconds(time_of.hidden / count),
+                "exposed_us": microseconds(time_of.exposed / count),
+                "beneath": beneath,
+            }
+            alike = next((other for other in rows if other | {"runs": row["runs"]} == row), None)
+            if alike is None:
+                rows.append(row)
+            else:
+                alike["runs"] += row["runs"]
+        return sorted(rows, key=lambda row: (-row["runs"] * row["time_us"], row["body"], row["name"]))
+
+
+@dataclass(frozen=True)
+class Place:
+    """An instruction, what a plan calls it, and the computation around it: in words, and how often a step runs it."""
+
+    instruction: Instruction
+    name: str
+    body: str
+    runs: int
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What a step may need on one GPU, arguments and all, by the compiler's count.
+
+    Attributes:
+      bytes: None: as much as XLA's order needs, and 3 %.
+      given: by the user.
+      gaps: bytes between buffers, which live ranges do not have; None: as many as in XLA's order.
+    """
+
+    bytes: int | None
+    given: bool = False
+    gaps: int | None = None
+
+    @classmethod
+    def of(cls, gib: float | None, plain: Program | None) -> MemoryLimit:
+        """What the user says, or 3 % more than the plain step needs (DHelix section 6)."""
+        if gib is not None:
+            return cls(int(gib * 2**30), given=True)
+        return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
+
+    def with_gaps_of(self, candidate: Candidate, memory: Counted) -> MemoryLimit:
+        """Leaves as much free between buffers as the compiler did in that order; `memory` is what it counted."""
+        return replace(self, gaps=max(memory.peak - memory.arguments - candidate.bytes, 0))
+
+    def gaps_of(self, program: Program) -> int:
+        """Bytes that the compiler counts beyond live ranges."""
+        if self.gaps is not None or program.memory is None:
+            return self.gaps or 0
+        beside = program.memory.peak - program.memory.arguments
+        return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
+
+    def beside_arguments(self, program: Program) -> int | None:
+        """Bytes for a scheduler, whose estimates leave out arguments and the gaps between buffers.
+
+        Raises DhelixError: the user gave a limit, and what the arguments of a dump take is not known.
+        """
+        if program.memory is None and self.given:
+            raise DhelixError(
+                f"{program.name} does not say how much memory its arguments take, so --memory_limit cannot be kept:"
+                " dump the buffer assignment too (--xla_dump_hlo_as_text), or leave it out"
+            )
+        if self.bytes is None or program.memory is None:
+            return None
+        return max(self.bytes - program.memory.arguments - self.gaps_of(program), 0)
+
+
+class OverLimitError(DhelixError):
+    """No order of a program keeps within the limit. `needed`: bytes on a GPU that would do."""
+
+    def __init__(self, program: Program, limit: MemoryLimit, needed: int):
+        allowed = "memory" if limit.bytes is None else f"--memory_limit={_gib(limit.bytes)}"
+        if limit.bytes is not None and not limit.given:
+            allowed = f"{_gib(limit.bytes)}, what the plain step needs and {SLACK:.0%}"
+        super().__init__(
+            f"no order of {program.name} was found that keeps within {allowed}; the smallest limit that would do is"
+            f" --memory_limit={_gib(needed)} (GiB on a GPU, arguments and all)"
+        )
+        self.needed = needed
+
+
+def search(
+    program: Program, model: CostModel, schedule: str, limit: MemoryLimit, max_in_flight: int | None = None
+) -> Candidate:
+    """The plan that a schedule, one of `schedules.SCHEDULES`, gives with these costs.
+
+    `max_in_flight`: collectives of one lane that may be under way at once; None: as many as are fastest.
+
+    Raises OverLimitError: no order fits the limit; the message says which would do.
+    """
+    memory_limit = limit.beside_arguments(program)
+    try:
+        return _search(program, model, schedule, memory_limit, max_in_flight)
+    except MemoryRefusal as refusal:
+        arguments = program.memory.arguments if program.memory else 0
+        raise OverLimitError(program, limit, arguments + refusal.needed + limit.gaps_of(program)) from None
+
+
+def _search(
+    program: Program, model: CostModel, schedule: str, memory_limit: int | None, max_in_flight: int | None
+) -> Candidate:
+    """`memory_limit`: bytes beside the arguments; None: what XLA's order needs, and 3 %."""
+    module, costs = HloModule.from_bytes(program.module), model.costs()
+    original = dict(module.schedule)
+    before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
+    begun = time.perf_counter()
+    for one in default_passes(schedule, model, memory_limit, max_in_flight=max_in_flight):
+        if one.stage is Stage.POST_SCHEDULER:
+            one.run(module, PassContext(strict=True))
+    solved = time.perf_counter() - begun
+    profile = model.profile
+    made_for = profile.hardware, profile.link, model.setting, program.decomposed, memory_limit, max_in_flight
+    structure = {"skew": program.skew, "row_parts": program.row_parts, "reduced": program.reduced}
+    target = PlanTarget.of(*made_for, **structure, gpus_per_node=model.hardware.gpus_per_node)
+    found = make_plan(module, original, model, target, program.name)
+    module = HloModule.from_bytes(program.module)
+    original, costs = dict(module.schedule), model.costs()
+    PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
+    plan = make_plan(module, original, model, target, program.name)
+    timeline = simulate_module(module, costs.hardware, costs)
+    return Candidate(program, plan, module, costs, timeline, before.seconds, _bytes(module), bytes_before, solved)
+
+
+def played(program: Program, model: CostModel) -> float:
+    """Seconds of the step in XLA's order."""
+    module, costs = HloModule.from_bytes(program.module), model.costs()
+    return simulate_module(module, costs.hardware, costs).seconds
+
+
+def _bytes(module: HloModule) -> int:
+    return Memory(module).peak(module.entry, module.schedule[module.entry])
+
+
+def microseconds(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
+
+
+def _gib(count: int) -> str:
+    """Rounded up, so that it does as a limit."""
+    return f"{math.ceil(1000 * count / 2**30) / 1000:g}"

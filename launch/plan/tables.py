@@ -1,0 +1,254 @@
+"""What `dhelix plan` says: JSON for programs, tables for people."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.plan.program import Program
+from dhelix.launch.plan.search import Candidate, MemoryLimit, microseconds
+from dhelix.launch.shown.progress import say
+from dhelix.launch.shown.units import bytes_text
+from dhelix.passes.communication import exchange
+from dhelix.passes.framework.gain import Gain, guesses
+from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment, PlanTarget
+from dhelix.profiles.hardware import LINKS, describe
+
+_LONGEST = 3  # operators beneath a collective that a row names
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """What came of it.
+
+    Attributes:
+      best: of `candidates`, one for each launch setting and form of the program.
+      gain: of the best one, against the plain step under the same launch setting; of a dump, against its own order.
+      plain: the plain step; None for a dump, which is planned as it is; `plain_seconds` of it by launch setting.
+      memory: of the planned step, by the compiler.
+    """
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    gain: Gain
+    plain: Program | None
+    plain_seconds: Mapping[str, float] | None
+    memory: Memory | None
+    limit: MemoryLimit
+
+    @property
+    def plain_memory(self) -> Memory | None:
+        """Of the plain step, by the compiler."""
+        return self.plain and self.plain.memory
+
+    def to_json(self) -> dict[str, Any]:
+        """Times in microseconds of one step; those of `collectives` of one execution. Memory in bytes on one GPU."""
+        plan, target = self.best.plan, self.best.plan.target
+        return {
+            "program": plan.program,
+            "hardware": target.hardware,
+            "link": target.link,
+            "setting": target.setting,
+            "environment": dict(target.environment),
+            "xla_flags": list(target.xla_flags),
+            "collective_implementation": target.collectives,
+            "decomposed": list(map(str, target.decomposed)),
+            "max_in_flight": target.max_in_flight,
+            "skew": target.skew,
+            "row_parts": target.row_parts,
+            "reduced": target.reduced,
+            **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
+            "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
+            "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
+            "xla_order_us": round(1e6 * self.best.seconds_xla, 2),
+            "plain_us": self._plain_us(self.best),
+            "gain": {"ratio": round(self.gain.ratio, 6), **{k: microseconds(v) for k, v in self.gain.causes.items()}},
+            "unknown_loops": list(self.best.step_time.unknown_loops),
+            "collectives": self.best.collectives,
+            "memory": {
+                "plain": self.plain_memory and self.plain_memory.peak,
+                "interleaved": self.memory and self.memory.peak,
+                "limit": self.limit.bytes,
+                "estimated_temporaries": self.best.bytes,
+                "estimated_temporaries_xla_order": self.best.bytes_xla,
+            },
+            "solve_seconds": round(self.best.solve_seconds, 3),
+            "candidates": [self._candidate(c) for c in self.candidates],
+        }
+
+    def _candidate(self, candidate: Candidate) -> dict[str, Any]:
+        target, predicted = candidate.plan.target, candidate.plan.predicted
+        return {
+            "setting": target.setting,
+            "decomposed": list(map(str, target.decomposed)),
+            "skew": target.skew,
+            "row_parts": target.row_parts,
+            "reduced": target.reduced,
+            "makespan_us": round(predicted.makespan_us, 2),
+            "xla_order_us": round(1e6 * candidate.seconds_xla, 2),
+            "plain_us": self._plain_us(candidate),
+            "hidden_fraction": round(predicted.hidden_fraction, 6),
+            "guessed_fraction": round(predicted.guessed_fraction, 6),
+            "guessed_overlap_fraction": round(predicted.guessed_overlap_fraction, 6),
+            "solve_seconds": round(candidate.solve_seconds, 3),
+        }
+
+    def _plain_us(self, candidate: Candidate) -> float | None:
+        return None if self.plain_seconds is None else round(1e6 * self.plain_seconds[candidate.plan.target.setting], 2)
+
+
+def print_view(view: PlanView, console: Console, top: int) -> None:
+    """Settings side by side, the collectives of the best one, and what runs with what in its first body."""
+    best = view.best
+    target = best.plan.target
+    say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, nothing ran:")
+    for line in _headline(view):
+        say(console, f"  {line}")
+    console.print(_settings(view))
+    console.print(_collectives(view, top))
+    for body in best.plan.bodies[:1]:
+        console.print(segments(body))
+    others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
+    if others:
+        say(console, f"The plan orders too: {'; '.join(others)}.")
+    reduced = "Gradients are reduced layer by layer, beside the last backward." if target.reduced else ""
+    for line in filter(None, (best.step_time.unknown_text, reduced, *_memory(view), _start(best))):
+        say(console, line)
+
+
+def _headline(view: PlanView) -> list[str]:
+    gain, target = view.gain, view.best.plan.target
+    plain = "the same micro-batched step without passes, under the same launch setting"
+    against = "the order of the dump" if view.plain_seconds is None else plain
+    flags = " (--inter_bandwidth, --gpus_per_node)" if gain.after.assumed else ""
+    return [f"{target.setting}: {gain.time()}, against {against}", gain.why(), gain.left(), guesses(gain.after) + flags]
+
+
+def _settings(view: PlanView) -> Table:
+    """A row for each candidate, the one taken first and bold; columns that would say the same of all are left out."""
+    table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
+    candidates = sorted(view.candidates, key=lambda candidate: (candidate is not view.best, candidate.rank()))
+    structure = {name: of for name, of in _STRUCTURE.items() if any(map(of, (c.plan.target for c in candidates)))}
+    table.add_column("launch setting", no_wrap=True)
+    for name in structure:
+        table.add_column(name, overflow="fold")
+    of_program = "XLA's order" if view.plain_seconds is not None else "order of the dump"
+    for column in ("planned", of_program, "plain", "hidden", "slow-down", "exposed", "guessed", "search"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for candidate in candidates:
+        target, predicted, timeline = candidate.plan.target, candidate.plan.predicted, candidate.timeline
+        plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
+        table.add_row(
+            target.setting,
+            *(str(of(target) or "-") for of in structure.values()),
+            _ms(candidate.seconds),
+            _ms(candidate.seconds_xla),
+            "-" if plain is None else _ms(plain),
+            f"{predicted.hidden_fraction:.0%}",
+            _ms(timeline.slow_down),
+            _ms(timeline.exposed),
+            f"{predicted.guessed_fraction:.1%} / {predicted.guessed_overlap_fraction:.0%}",
+            f"{candidate.solve_seconds:.1f} s",
+            style="bold" if candidate is view.best else "",
+        )
+    table.caption = (
+        "The first row is taken. hidden: share of communication under compute; slow-down: what that costs compute;"
+        " guessed: of times alone / of overlap"
+    )
+    if "by layer" in structure:
+        table.caption += "; by layer: gradients of replicas reduced so"
+    table.caption_justify = "left"
+    return table
+
+
+_STRUCTURE: dict[str, Callable[[PlanTarget], object]] = {
+    "decomposed": lambda target: exchange.in_words(target.decomposed),
+    "skew": lambda target: target.skew,
+    "row parts": lambda target: target.row_parts,
+    "by layer": lambda target: "yes" if target.reduced else "",
+}
+
+
+def _collectives(view: PlanView, top: int) -> Table:
+    title = f"Collectives under {view.best.plan.target.setting}, one execution each"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("collective", "in"):
+        table.add_column(column, overflow="fold", min_width=12)
+    for column in ("runs", "size", "alone", "time", "exposed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("beneath it (µs)", overflow="fold")
+    rows = view.best.collectives
+    for row in rows[:top]:
+        beneath = ", ".join(f"{b['name']}: {b['us']:,.0f}" for b in row["beneath"][:_LONGEST] if b["us"] >= 1)
+        times = [f"{row[name]:,.0f} µs" for name in ("alone_us", "time_us", "exposed_us")]
+        size = bytes_text(row["bytes"])
+        where = row["body"].partition(":")[0]
+        name = row["name"] if row["kind"] in row["name"] else f"{row['name']} ({row['kind']})"
+        table.add_row(name, where, f"{row['runs']:,}", size, *times, beneath or "nothing")
+    if rows[top:]:
+        table.caption = f"and {len(rows) - top} more (--top)"
+    return table
+
+
+def segments(body: PlanBody) -> Table:
+    """What runs with what, and what that takes; measured too, of a plan that ran."""
+    measured = any(segment.measured_us is not None for segment in body.segments)
+    took = "" if body.measured_us is None else f", measured {body.measured_us:,.0f} µs"
+    title = f"What runs with what: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs{took}"
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
+    table.add_column("#", justify="right")
+    table.add_column("strand alpha", overflow="fold")
+    table.add_column("strand beta", overflow="fold")
+    table.add_column("first")
+    for column in ("predicted", "measured")[: 1 + measured]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for number, segment in enumerate(body.segments, 1):
+        alpha, beta = (_strand(segment, strand) for strand in ("alpha", "beta"))
+        took = "-" if segment.measured_us is None else f"{segment.measured_us:,.0f} µs"
+        times = (f"{segment.predicted_us:,.0f} µs", took)[: 1 + measured]
+        table.add_row(str(number), alpha, beta, "".join(segment.run[:1]), *times)
+    return table
+
+
+def _strand(segment: PlanSegment, strand: str) -> str:
+    """What belongs to `strand`; what belongs to none counts as alpha."""
+    mine = [name for name in segment.run if name.startswith("beta ") == (strand == "beta")]
+    return ", ".join(name.removeprefix(f"{strand} ") for name in mine)
+
+
+def _memory(view: PlanView) -> list[str]:
+    if view.memory is None:
+        return [f"Memory: {bytes_text(view.best.bytes)} beside the arguments, by estimate; the dump says no more."]
+    line = f"Memory on a GPU: {bytes_text(view.memory.peak)}"
+    if view.plain_memory is not None:
+        more = view.memory.peak / view.plain_memory.peak - 1.0
+        line += f", plain {bytes_text(view.plain_memory.peak)} ({more:+.1%})"
+    if view.limit.bytes is None:
+        return [f"{line}."]
+    over = view.memory.peak > view.limit.bytes
+    said = f"more than the limit of {bytes_text(view.limit.bytes)}" if over else f"limit {bytes_text(view.limit.bytes)}"
+    return [f"{line}; {said}.", *_too_large(view.memory.peak, view.best.plan.target.hardware)]
+
+
+def _too_large(needed: int, gpu: str) -> list[str]:
+    size = int(describe(gpu, LINKS[0]).memory_bytes)
+    less = "take more GPUs, fewer layers or shorter sequences"
+    return [f"That is more than the {bytes_text(size)} of an {gpu}: {less}."] if needed > size else []
+
+
+def _start(best: Candidate) -> str:
+    target = best.plan.target
+    parts = [f"{name}={value}" for name, value in target.environment]
+    if target.xla_flags:
+        parts.append(f"XLA_FLAGS='{' '.join(target.xla_flags)}'")
+    return f"Start the process with {' '.join(parts) or 'nothing special'}; the plan says so, and nothing sets it."
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(1e3 * seconds, 1) + 0.0:,.1f} ms"  # never -0.0

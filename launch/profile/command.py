@@ -1,0 +1,302 @@
+"""`dhelix profile`: measures what one train step's operators, collectives and pairs cost, and keeps it in a file.
+
+    dhelix profile --preset llama-8b --layers 4 --mesh tp=4 --settings default,connections1 --heat_map pairs.png
+
+What the step needs and the file lacks is measured under each launch setting, in a process of its own
+(`profile_processes`), which writes every batch of results into the file: a run that is interrupted loses nothing and
+goes on when it is called again. Then tables say what is known of the step. Without a GPU nothing is measured, and the
+command says what would be. docs/profiles.md says what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch.defaults import DEFAULT_GPU, INTERRUPTED
+from dhelix.launch.inspect import dumps
+from dhelix.launch.profile import output as profile_output
+from dhelix.launch.profile import processes as profile_processes
+from dhelix.launch.profile import step as profile_step
+from dhelix.launch.profile.job import Job
+from dhelix.launch.profile.recorded import Recorded, as_recorded
+from dhelix.launch.profile.step import CompiledStep
+from dhelix.launch.profile.worker import Request
+from dhelix.launch.shown.progress import Progress, say
+from dhelix.launch.train import step_flags
+from dhelix.launch.train.trainer import Options
+from dhelix.passes.hlo import HloModule
+from dhelix.profiles import hardware
+from dhelix.profiles.files import storage
+from dhelix.profiles.keys import CollectiveKey
+from dhelix.profiles.profile import SETTINGS, Profile, Provenance
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.profiling import collective_tables, operator_bases
+from dhelix.runtime.profiling.session import Step, Wanted
+
+_DEFAULT_GPUS = 4  # where there are none and nothing says how many
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Measures what is missing, or says what would be. Raises DhelixError."""
+    chosen = values.flag_values_dict()
+    _check(chosen, arguments)
+    deviceless.prepare_environment()
+    jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes that measure
+    console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
+    if chosen["compare"] and not _has_step(chosen, arguments) and not chosen["collectives"]:
+        path = _path(chosen, chosen["hardware"] or DEFAULT_GPU)
+        profile_output.compare_files(path, chosen["compare"], console, chosen["json"])
+        return 0
+    if chosen["recorded"]:
+        job, measure = _from_record(chosen, arguments, console)
+    elif chosen["explain"] or not profile_processes.gpus_here()[1]:
+        job, measure = _plan(chosen, arguments, console)
+    else:
+        job, measure = _on_gpus(chosen, arguments, console)
+    try:
+        measure()
+    except KeyboardInterrupt:
+        say(console, f"Interrupted; {_GO_ON.format(path=job.path)}")
+        return INTERRUPTED
+    here = job.here or Provenance("", 0, jax=jax.__version__)
+    profile_output.show(job, chosen, here, console)
+    if job.errors:
+        raise job.errors[0]
+    return 0
+
+
+_GO_ON = "what was measured is in {path}, and the same command goes on from there."
+
+# ---- the three ways: what is asked for, and what measures it
+
+
+def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
+    """Says what would be measured."""
+    step = _step(chosen, arguments, chosen["hardware"], console)
+    gpu = chosen["hardware"] or (step.hardware if step else DEFAULT_GPU)
+    job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
+
+    def explain() -> None:
+        why = "As --explain says" if chosen["explain"] else "There is no GPU here, so"
+        say(console, f"{why} nothing is measured. On {job.gpus} x {gpu} this command would measure:")
+        for setting in job.settings:
+            parts = [_words(job.missing(setting))] if step else []
+            if chosen["bases"]:
+                parts.append(f"the operators of {', '.join(chosen['bases'])} and their pairs")
+            if chosen["collectives"]:
+                parts.append(f"{len(_table_keys(job, setting))} collectives for the tables")
+            say(console, f"  under {setting}: {'; '.join(parts)}")
+        say(console, "Below is what the profiles at hand know, and estimates where they know nothing.")
+
+    return job, explain
+
+
+def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
+    """Measurements come from another profile."""
+    record = storage.load(chosen["recorded"])
+    step = _step(chosen, arguments, record.hardware, console)
+    assert step is not None  # _check
+    chosen["link"] = record.link
+    job = _job(chosen, record.hardware, step.gpus, step)
+
+    def measure() -> None:
+        profile = job.in_file().merged(Profile(record.hardware, record.link, record.measured_on))
+        for setting in job.settings:
+            with _Bar(console, setting) as bar:
+                session = job.session(setting, profile, Recorded(record.section(setting)))
+                profile = session.run(Step(step.module), bar.show, save)
+
+    def save(grown: Profile) -> None:
+        storage.save(as_recorded(grown, record), job.path)
+
+    return job, measure
+
+
+def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
+    """This machine's GPUs, setting by setting, each in a process of its own."""
+    kind, count = profile_processes.gpus_here()
+    gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
+    if gpu is None:
+        raise DhelixError("nvidia-smi does not say which GPUs these are; name them by --hardware")
+    step = _of_dump(arguments[0], gpu, console) if arguments else None
+    needed = step.gpus if step else profile_step.gpus_of_mesh(chosen["mesh"]) * chosen["pp"] or count
+    if needed > count and step is None:
+        raise DhelixError(f"the step needs {needed} GPUs, and there are {count}; give a smaller --mesh, or a dump")
+    if needed > count:
+        say(console, f"The step is of {needed} GPUs, and there are {count}: its operators are measured, and of its "
+            f"collectives those that {count} can run.")  # fmt: skip
+        needed = count
+    if chosen["link"] == "two-nodes" and (needed < 2 or needed % 2):
+        raise DhelixError(f"two nodes of {needed} GPUs cannot be: take an even number of GPUs, or another --link")
+    job = _job(chosen, gpu, needed, None)
+    profile_output.warn(storage.differences(job.in_file(), Provenance(kind, count, jax=jax.__version__)), console)
+    name = step.name if step else f"{chosen['preset']} on {needed} x {gpu}"
+    deadline = time.monotonic() + (chosen["budget_s"] or float("inf"))
+
+    def measure() -> None:
+        with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as temporary:
+            for setting, request in _requests(job, chosen, arguments):
+                keep = Path(chosen["keep"] or temporary, setting)
+                try:
+                    finished = listen(setting, replace(request, keep=str(_folder(keep))))
+                except DhelixError as error:  # other settings may fare better
+                    job.errors.append(error)
+                    continue
+                finally:
+                    job.here = (job.in_file().measured_on or [None])[-1]
+                    if (compiled := keep / "step.hlo.pb").is_file() and not request.collectives:
+                        job.steps[setting] = CompiledStep(name, HloModule.from_file(compiled), needed, gpu)
+                if not finished:
+                    say(console, f"Stopped after {chosen['budget_s']:g} s (--budget_s); {_GO_ON.format(path=job.path)}")
+                    return
+
+    def listen(setting: str, request: Request) -> bool:
+        with _Bar(console, setting, deadline) as bar:
+            return profile_processes.measure(request, bar.go_on, None if request.collectives else needed)
+
+    return job, measure
+
+
+def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterator[tuple[str, Request]]:
+    """What the processes are to do, in turn."""
+    for setting in job.settings:
+        request = Request(setting, str(job.path), job.link, pairs=job.pairs, again=job.again)
+        bases = tuple(chosen["bases"])
+        if chosen["preset"]:
+            yield setting, replace(request, bases=bases, preset=dataclasses.asdict(_options(chosen)))
+        elif arguments:
+            yield setting, replace(request, bases=bases, module=str(dumps.find_module(arguments[0])))
+        if chosen["collectives"]:
+            yield setting, replace(request, collectives=True)
+
+
+class _Bar:
+    """Progress of one setting, and the end of the time that was given."""
+
+    def __init__(self, console: Console, setting: str, deadline: float = float("inf")) -> None:
+        self._console, self._setting, self._deadline = console, setting, deadline
+        self._progress: Progress | None = None
+        self._total = 0
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.__exit__()
+
+    def go_on(self, done: int, total: int, what: str) -> bool:
+        """Shows it; False once the time is over."""
+        self.show(done, total, what)
+        return time.monotonic() < self._deadline
+
+    def show(self, done: int, total: int, what: str) -> None:
+        if total != self._total:  # which pairs are wanted is known once operators are measured
+            self.__exit__()
+            self._total = total
+            self._progress = Progress(self._console, done, total, self._setting).__enter__() if total > done else None
+        if self._progress is None:
+            say(self._console, f"{self._setting}: {what}")
+        else:
+            self._progress.update(done, what)
+
+
+# ---- what is asked for
+
+
+def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
+    """Flags that need or exclude one another."""
+    has_step = _has_step(chosen, arguments)
+    if len(arguments) > 1 or (arguments and chosen["preset"]):
+        raise DhelixError("give one step: a dump, or --preset")
+    if not has_step and not chosen["collectives"] and not chosen["compare"]:
+        raise DhelixError("give a step: --preset NAME, or a dump; or --collectives for the tables of these")
+    unknown = [setting for setting in chosen["settings"] if setting not in SETTINGS]
+    if unknown or not chosen["settings"]:
+        raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+    if unknown := [name for name in chosen["bases"] if name not in operator_bases.SIZES]:
+        raise DhelixError(f"--bases {','.join(unknown)} means nothing; take of {', '.join(operator_bases.SIZES)}")
+    if chosen["link"] == "two-nodes" and chosen["bases"]:
+        raise DhelixError("--bases are measured within a node: take another --link, or leave --bases away")
+    if chosen["recorded"] and not chosen["out"]:
+        raise DhelixError("--recorded needs --out: what was recorded elsewhere must not pass for this machine's")
+    if chosen["recorded"] and (chosen["collectives"] or not has_step):
+        raise DhelixError("--recorded is for a step; leave --collectives away")
+    for name in ("heat_map", "pgle", "bases"):
+        if chosen[name] and not has_step:
+            raise DhelixError(f"--{name} is for a step: give --preset NAME, or a dump")
+
+
+def _has_step(chosen: dict[str, Any], arguments: list[str]) -> bool:
+    return bool(arguments or chosen["preset"])
+
+
+def _path(chosen: dict[str, Any], gpu: str) -> Path:
+    return Path(chosen["out"]) if chosen["out"] else storage.users_file(gpu, chosen["link"])
+
+
+def _job(chosen: dict[str, Any], gpu: str, gpus: int, step: CompiledStep | None) -> Job:
+    path = _path(chosen, gpu)
+    settings = tuple(dict.fromkeys(chosen["settings"]))
+    steps = dict.fromkeys(settings, step) if step else {}
+    return Job(gpu, chosen["link"], gpus, settings, path, chosen["pairs"], chosen["force"], steps)
+
+
+def _options(chosen: dict[str, Any]) -> Options:
+    return step_flags.options(chosen, plain=not chosen["interleave"])
+
+
+def _step(chosen: dict[str, Any], arguments: list[str], gpu: str | None, console: Console) -> CompiledStep | None:
+    """The step, compiled without GPUs; None if none is asked for."""
+    if arguments:
+        return _of_dump(arguments[0], gpu, console)
+    if not chosen["preset"]:
+        return None
+    target = (chosen["hardware"] or DEFAULT_GPU).lower()  # of others, a like program for estimates
+    return profile_step.of_preset(_options(chosen), target if target in deviceless.targets() else profile_step.TARGET)
+
+
+def _of_dump(path: str, gpu: str | None, console: Console) -> CompiledStep:
+    """The step of a dump, after what there is to say about it."""
+    step = profile_step.of_dump(path, gpu)
+    for note in step.notes:
+        say(console, f"{step.name}: {note}.")
+    return step
+
+
+def _folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DhelixError(f"cannot make the folder {path} ({error.strerror}); name another as --keep") from None
+    return path
+
+
+def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
+    """What the tables of collectives lack."""
+    devices = [SimpleNamespace(process_index=0, id=number) for number in range(job.gpus)]
+    implementation = SETTINGS[setting].implementation
+    keys = collective_tables.tables(devices, job.hardware.gpus_per_node, implementation=implementation)
+    known = {} if job.again else job.in_file().section(setting).collectives
+    return [key for key in keys if key not in known]
+
+
+def _words(wanted: Wanted) -> str:
+    collectives = sum(item.first.is_collective for item in wanted.alone)
+    words = (
+        f"{len(wanted.alone) - collectives} operators and {collectives} collectives alone, {len(wanted.pairs)} pairs"
+    )
+    return f"{words}; {len(wanted.refused)} cannot run alone" if wanted.refused else words

@@ -1,0 +1,116 @@
+"""One call of `dhelix profile`: which step on which GPUs, under which launch settings, into which file.
+
+job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
+job.steps["default"] = profile_step.of_dump("xla_dump")
+job.session("default").missing(...)       # what the file lacks
+job.view("default")                       # what is known, as rows for tables and JSON
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dhelix.errors import DhelixError
+from dhelix.launch.profile import tables as profile_tables
+from dhelix.launch.profile.step import CompiledStep
+from dhelix.launch.profile.tables import StepView
+from dhelix.passes.evaluation import step_time
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.profiles import hardware
+from dhelix.profiles.estimates.estimator import Estimator
+from dhelix.profiles.files import storage, xla_tables
+from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.profile import ALIKE, SETTINGS, Profile, Provenance
+from dhelix.runtime.profiling.measure import Measurer
+from dhelix.runtime.profiling.session import Session, Step, Wanted
+
+_XLA_DEVICES = {"H200": "sm_90", "H100": "sm_90", "A100": "sm_80", "A800": "sm_80", "A40": "sm_86"}
+
+
+@dataclass
+class Job:
+    """What is asked for, and what came of it.
+
+    Attributes:
+      gpu, link: those of the profile.
+      gpus: how many take part.
+      settings: names in `profile.SETTINGS`.
+      path: the profile's file.
+      pairs: whether two at once are measured, too.
+      again: whether what is known is measured again.
+      steps: by setting, since autotuning may choose other kernels under each; empty for collectives alone.
+      here: what was measured on, once something was.
+      errors: what went wrong on the way; the rest went on.
+    """
+
+    gpu: str
+    link: str
+    gpus: int
+    settings: tuple[str, ...]
+    path: Path
+    pairs: bool = True
+    again: bool = False
+    steps: dict[str, CompiledStep] = field(default_factory=dict)
+    here: Provenance | None = None
+    errors: list[DhelixError] = field(default_factory=list)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The description, with as many GPUs in a node as take part."""
+        described = hardware.describe(self.gpu, self.link)
+        nodes = 2 if self.link == "two-nodes" else 1
+        return replace(described, gpus_per_node=min(max(self.gpus // nodes, 1), described.gpus_per_node))
+
+    def in_file(self) -> Profile:
+        """What the file holds. Raises DhelixError if it holds something else, or a profile of other hardware."""
+        found = storage.of_hardware(self.path, self.gpu, self.link, "--out")
+        return found or Profile(self.gpu, self.link)
+
+    def known(self) -> Profile:
+        """What the profiles at hand and the file hold together, the file's numbers first."""
+        found = storage.find(self.gpu, self.link, [self.path] if self.path.exists() else [])
+        return found or Profile(self.gpu, self.link)
+
+    def session(self, setting: str, profile: Profile | None = None, measurer: Measurer | None = None) -> Session:
+        """Over `profile`, by default what the file holds."""
+        profile = self.in_file() if profile is None else profile
+        per_node = self.hardware.gpus_per_node
+        return Session(profile, setting, measurer, self.hardware, per_node, pairs=self.pairs, again=self.again)
+
+    def missing(self, setting: str) -> Wanted:
+        """What the file lacks of the step."""
+        return self.session(setting).missing(Step(self.steps[setting].module))
+
+    def view(self, setting: str, refused: Mapping[str, str] | None = None) -> StepView:
+        """What is known of the step; `refused` are instructions that cannot run alone, and why."""
+        profile, implementation = self.known(), SETTINGS[setting].implementation
+        estimator = Estimator(profile, self.hardware, setting)
+        costs = Costs(self.hardware, estimator, implementation)
+        gap = profile.section(setting).gap_seconds or 0.0
+        return profile_tables.step_view(
+            estimator, step_time.predict(self.steps[setting].module, costs, gap), refused or {}
+        )
+
+    def cost_text(self, setting: str) -> str:
+        """Times of the step's instructions, measured or estimated, as XLA's PGLE cost text."""
+        module = self.steps[setting].module
+        costs = Costs(self.hardware, Estimator(self.known(), self.hardware, setting), SETTINGS[setting].implementation)
+        timed = (i for c in module.schedule for i in c.instructions if costs.operator_keys[i] is not None)
+        return xla_tables.cost_text({i.name: costs[i].seconds for i in timed})
+
+    def performance_table(self, setting: str) -> str:
+        """Measured collectives as XLA's collective performance table.
+
+        Raises DhelixError: none is measured, or XLA's name of the GPU is unknown.
+        """
+        implementation = SETTINGS[setting].implementation
+        section = self.known().section(setting)
+        measured = {key: timing for key, timing in section.collectives.items() if timing.source != ALIKE}
+        seconds = {key: timing.seconds for key, timing in measured.items() if xla_tables.in_table(key)}
+        if not seconds:
+            raise DhelixError(f"no collective of XLA's table is measured under {setting!r}; measure with --collectives")
+        if self.gpu not in _XLA_DEVICES:
+            raise DhelixError(f"XLA's table names GPUs by compute capability, and that of {self.gpu} is unknown here")
+        return xla_tables.collective_table(seconds, _XLA_DEVICES[self.gpu], implementation)

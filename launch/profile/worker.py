@@ -1,0 +1,228 @@
+"""The process that measures, one for each launch setting: `python -m dhelix.launch.profile.worker REQUEST.json`.
+
+`dhelix profile` starts it with the setting's environment and XLA flags, since both hold for a whole process, and
+never touches the GPUs itself. The worker writes the profile's file after every batch and tells how far it is on
+stdout, a JSON object a line: {"done": 120, "total": 400, "what": "pairs"}, and last {"finished": true}. Killing
+it at any moment leaves a valid file. When its stdin ends, so does it: who started it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dhelix.errors import DhelixError
+from dhelix.launch.inspect import dumps
+from dhelix.launch.profile.step import build, gpus_of
+from dhelix.profiles.files import storage
+from dhelix.profiles.hardware import Hardware, describe, gpu_name
+from dhelix.profiles.profile import SETTINGS, Profile, Section
+from dhelix.runtime.processes import agreement
+from dhelix.runtime.profiling import collective_tables, measure_tables
+from dhelix.runtime.profiling import operator_bases as of_paper
+from dhelix.runtime.profiling.in_process import gpu_measurer, measure_missing
+from dhelix.runtime.profiling.measure import reason
+from dhelix.runtime.profiling.observe import compiled_step, observe
+from dhelix.runtime.profiling.provenance import provenance
+from dhelix.runtime.profiling.session import Session, Step
+
+_ANEW = 2  # times that a step is made by costs that were measured of it
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker is to do.
+
+    Attributes:
+      setting: name of the launch setting that the process was started with.
+      out: the profile's file, read if it exists and written.
+      link: see `Profile`.
+      preset: what `trainer` options make the step, or None.
+      module: file of a compiled module, in place of a preset.
+      bases: names of layer sizes (`operator_bases.SIZES`) whose operators are measured too.
+      pairs: False measures operators alone.
+      again: measures what is known too.
+      collectives: fills the tables of collectives.
+      collective_seconds: how long those may take, about.
+      keep: folder for the compiled module, or None.
+      node: one of several processes that pose as nodes: coordinator, processes, process, local_device_ids.
+    """
+
+    setting: str
+    out: str
+    link: str = "nvlink"
+    preset: Mapping[str, Any] | None = None
+    module: str | None = None
+    bases: tuple[str, ...] = ()
+    pairs: bool = True
+    again: bool = False
+    collectives: bool = False
+    collective_seconds: float = 60.0
+    keep: str | None = None
+    node: Mapping[str, Any] | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """What `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "bases": tuple(fields["bases"])})
+
+
+def end_with_stdin() -> None:
+    """Ends this process, whatever it does, when its stdin ends."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main(path: str) -> None:
+    request = Request.from_json(Path(path).read_text())
+    try:
+        run(request)
+        _tell(finished=True)
+    except DhelixError as error:
+        _tell(error=" ".join(str(error).split()))
+        sys.exit(1)
+    except jax.errors.JaxRuntimeError as error:
+        _tell(error=reason(error))
+        sys.exit(1)
+
+
+def run(request: Request) -> None:
+    """Measures and writes as it goes. Raises DhelixError."""
+    # Read before the nodes meet: all must find the same in it, and the first to measure writes it.
+    known = storage.load(request.out) if Path(request.out).is_file() else None
+    if request.node:
+        node = request.node
+        jax.distributed.initialize(
+            node["coordinator"], node["processes"], node["process"], local_device_ids=node["local_device_ids"]
+        )
+    if jax.devices()[0].platform != "gpu":
+        raise DhelixError("measuring needs GPUs, and JAX finds none; see `nvidia-smi` and pip install 'dhelix[gpu]'")
+    here = provenance()
+    name = gpu_name(here.gpu)
+    hardware = describe(name, request.link)
+    profile = Profile(name, request.link, (here,))
+    if known is not None:
+        profile = known.merged(profile)
+    if request.preset or request.module:
+        profile = _measure_step(request, profile, hardware)
+    if request.preset and not request.preset.get("plain"):
+        # By what is known now, passes may make another step of it, with operators that were not in the first.
+        for _ in range(_ANEW):
+            before, profile = profile, _measure_step(replace(request, again=False, bases=()), profile, hardware)
+            if profile == before:
+                break
+    if request.collectives:
+        _measure_collectives(request, profile, hardware)
+
+
+def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Profile:
+    setting = SETTINGS[request.setting]
+    lowered, make_arguments = None, None
+    if request.module:
+        step = Step(dumps.read(request.module).module)
+    else:
+        assert request.preset is not None
+        _tell(done=0, total=0, what="compiles the step")
+        lowered, make_arguments = build(request.preset, _costs(request, profile.hardware))
+        step = compiled_step(lowered)
+    if request.keep and jax.process_index() == 0:
+        Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
+    step = _with_bases(step, request.bases)
+    # Of a dump's module there may be fewer GPUs here. Nodes that are posed as are processes.
+    per_node = len(jax.local_devices()) if request.node else max(len(jax.devices()), gpus_of(step.module))
+    measurer = gpu_measurer(setting)
+    count = len(jax.devices())
+    session = Session(profile, setting.name, measurer, hardware, per_node, request.pairs, request.again, count)
+
+    def trace(step: Step) -> Step:
+        assert lowered is not None and make_arguments is not None
+        try:
+            arguments = agreement.together(
+                "make the arguments of the step", make_arguments, (jax.errors.JaxRuntimeError,)
+            )
+        except (DhelixError, jax.errors.JaxRuntimeError) as error:
+            progress(0, 0, f"runs all operators alone, since the step itself does not run ({reason(error)})")
+            return step
+        return observe(step, lowered, arguments, per_node, setting.implementation)
+
+    def progress(done: int, total: int, what: str) -> None:
+        _tell(done=done, total=total, what=what)
+
+    def save(grown: Profile) -> None:  # all go on once it is written, since all read it, too
+        agreement.together("write the profile", lambda: _save(request, grown), (DhelixError, OSError))
+
+    return measure_missing(session, step, trace if lowered else None, progress, save)
+
+
+def _costs(request: Request, gpu: str) -> Profile | None:
+    """By what strands are to be interleaved: what is known over this link, the file's numbers first. None leaves it to
+    what is found, where nothing is known under the setting."""
+    out = Path(request.out)
+    found = storage.find(gpu, request.link, [out] if out.is_file() else [])
+    return found if found is not None and request.setting in found.sections else None
+
+
+def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
+    """With the paper's operator bases of these sizes beside the step's operators."""
+    if not names:
+        return step
+    devices = np.array(jax.devices())
+    chosen = [base for name in names for base in of_paper.bases(of_paper.SIZES[name])]
+    modules = dict(of_paper.compile_bases(chosen, Mesh(devices, ("tp",)), local_axis="tp").modules)
+    bases = [of_paper.main_operator(base, modules[str(base)]) for base in chosen if str(base) in modules]
+    further = [*modules.values()]
+    if len(devices) >= 4 and len(devices) % 2 == 0:
+        mesh = Mesh(devices.reshape(-1, 2), ("ep", "tp"))  # figure 4 pairs collectives of two axes
+        figure4 = of_paper.figure4_bases().values()
+        further += of_paper.compile_bases(figure4, mesh, local_axis="tp", cross_axis="ep").modules.values()
+    return replace(step, further=tuple(further), bases=tuple(bases))
+
+
+def _measure_collectives(request: Request, profile: Profile, hardware: Hardware) -> None:
+    implementation = SETTINGS[request.setting].implementation
+    keys = collective_tables.tables(jax.devices(), implementation=implementation)
+    known = profile.section(request.setting)
+    missing = [k for k in keys if request.again or not (k in known.collectives or str(k) in known.failures)]
+    done = 0
+    budget = request.collective_seconds
+    for program in collective_tables.programs(missing, jax.devices(), hardware, budget_seconds=budget):
+        _tell(done=done, total=len(missing), what=f"collectives of {program.grouping}")
+        if program.takes_part:
+            timings, failures = measure_tables.run(program)
+            profile = profile.with_section(Section(request.setting, {}, timings, {}, None, failures))
+            _save(request, profile)
+        done += len(program.keys)
+    _tell(done=done, total=done, what="done")
+
+
+def _save(request: Request, profile: Profile) -> None:
+    """Writes the file; of several processes the first does."""
+    if jax.process_index() == 0:
+        storage.save(profile, request.out)
+
+
+def _tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    end_with_stdin()
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""What several commands show: pictures, progress, units, and words for instructions."""

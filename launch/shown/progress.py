@@ -1,0 +1,49 @@
+"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from rich import progress
+from rich.console import Console
+
+_LINES = 20
+
+
+class Progress:
+    """Context manager over steps `first` + 1 to `last`. Prints nothing on a quiet console."""
+
+    def __init__(self, console: Console, first: int, last: int, what: str = "step"):
+        self._console = console
+        self._first, self._last, self._what = first, last, what
+        self._interval = max(1, (last - first) // _LINES)
+        self._bar = None if not console.is_terminal else progress.Progress(
+            progress.TextColumn(f"{what} {{task.completed}}/{{task.total}}"),
+            progress.BarColumn(bar_width=30),
+            progress.TextColumn("{task.description}"),
+            progress.TimeRemainingColumn(compact=True),
+            console=console,
+        )  # fmt: skip
+        self._task = self._bar.add_task("compiles", total=last, completed=first) if self._bar else None
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, number: int, *words: str) -> None:
+        """`number` steps are done, which may be more than were foreseen; `words` say how it goes."""
+        text = "  ".join(words)
+        self._last = max(self._last, number)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=number, total=self._last, description=text)
+        elif number in (self._first + 1, self._last) or number % self._interval == 0:
+            line = f"{self._what} {number:>{len(str(self._last))}}/{self._last}  {text}"
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def say(console: Console, text: str) -> None:
+    """A line of text as it is: no colours by guess, no breaks, no markup."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)

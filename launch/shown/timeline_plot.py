@@ -1,0 +1,306 @@
+"""Pictures of timelines: what runs when on each lane, over the whole step and in one iteration of its loops.
+
+A `Picture` is data: bars on lanes. `save_png` draws one, or several above one another on the same time axis
+(before and after); `save_perfetto` writes the same bars for https://ui.perfetto.dev.
+
+Communication is drawn in two colours: where compute runs at the same time it is hidden, where none does it is
+exposed, and exposed is what a step waits for. The panels of the whole step show shares: each column of a few
+milliseconds is filled from below by the part of it that each kind takes, which keeps ten thousand operators
+readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dhelix.errors import DhelixError
+from dhelix.launch.shown import figures
+from dhelix.launch.shown.figures import ALPHA, BETA, EXPOSED, FAINT, HIDDEN, INK
+from dhelix.runtime.profiling.traces.trace import Interval, length, merge
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+# key of a bar -> (colour, words in the legend); the order is that of the legend and of the shares, from below
+_COLOURS = {
+    "alpha": (ALPHA, "strand α"),
+    "backward": (ALPHA, "backward"),
+    "beta": (BETA, "strand β"),
+    "forward": (BETA, "forward"),
+    "copy": ("#7b4fa3", "copies of large buffers"),
+    "other": ("#aab2bb", "other compute"),
+    "hidden": (HIDDEN, figures.HIDDEN_WORDS),
+    "exposed": (EXPOSED, figures.EXPOSED_WORDS),
+    "communication": ("#b59f6e", "communication"),
+}
+_WIDTH, _DPI = 12.0, 200  # inches; 1200 px wide on a page, twice that in the file
+_COLUMNS = 240  # of a whole-step panel: wide enough to even out single operators
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One operator on one lane. Times in milliseconds.
+
+    Attributes:
+      lane: `compute` or `communication`, with a number behind it if there are several (`compute 2`).
+      key: what it belongs to: alpha, beta, forward, backward, copy or other.
+      label: a word that is written into the bar where there is room, or else `short`.
+      name: the instruction.
+    """
+
+    start: float
+    end: float
+    lane: str
+    key: str
+    label: str
+    name: str
+    short: str = ""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of the timeline to look at closely, in ms."""
+
+    start: float
+    end: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A timeline with a title; `summary` is one line under it; `zoom` is drawn closely, side by side.
+
+    `overlaps`: whether communication can run beside compute, so that hidden and exposed are two things.
+    """
+
+    title: str
+    summary: str
+    bars: tuple[Bar, ...]
+    zoom: tuple[Window, ...] = ()
+    overlaps: bool = True
+
+    @property
+    def end(self) -> float:
+        return max((bar.end for bar in self.bars), default=0.0)
+
+    @property
+    def lanes(self) -> list[str]:
+        """From top to bottom: compute, then communication."""
+        return sorted({bar.lane for bar in self.bars}, key=lambda lane: (is_communication(lane), lane))
+
+
+def is_communication(lane: str) -> bool:
+    return lane.startswith(COMMUNICATION)
+
+
+def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", footnote: str = "") -> None:
+    """Draws the pictures above one another, with the same time axis for all, and their zooms below.
+
+    Raises:
+      DhelixError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
+    """
+    if not any(picture.bars for picture in pictures):
+        raise DhelixError("the timeline is empty: there is nothing to draw")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DhelixError("pictures need matplotlib: pip install 'dhelix[plot]'") from None
+    zoomed = [picture for picture in pictures if picture.zoom]
+    rows = [*(sum(0.55 for _ in p.lanes) + 0.55 for p in (*pictures, *zoomed))]
+    with matplotlib.rc_context({"font.size": 9.5, "font.family": "DejaVu Sans", "text.color": INK}):
+        figure = Figure(figsize=(_WIDTH, sum(rows) + 1.15 + 0.3 * bool(headline)), dpi=_DPI, layout="constrained")
+        axes = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
+        span = max(picture.end for picture in pictures)
+        for axis, picture in zip(axes, pictures, strict=False):
+            _draw_shares(axis, picture, span)
+        zoom_span = max((_zoom_length(picture) for picture in zoomed), default=0.0)
+        for axis, picture in zip(axes[len(pictures) :], zoomed, strict=True):
+            _draw_zoom(axis, picture, zoom_span, named=len(pictures) > 1)
+        _legend(figure, pictures, footnote)
+        if headline:
+            figure.suptitle(headline, fontsize=13, fontweight="bold")
+        figures.save(figure, path)
+
+
+def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
+    """Writes the pictures as a Perfetto trace: a process for each, a thread for each lane.
+
+    Raises:
+      DhelixError: the perfetto package is missing, or the file cannot be written.
+    """
+    try:
+        from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TrackEvent
+        from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+    except ImportError:
+        raise DhelixError("Perfetto traces need the perfetto package: pip install 'dhelix[plot]'") from None
+    builder = TraceProtoBuilder()
+    track = 0
+    for process, picture in enumerate(pictures, 1):
+        for lane in picture.lanes:
+            track += 1
+            descriptor = builder.add_packet().track_descriptor
+            descriptor.uuid = track
+            descriptor.thread.pid, descriptor.thread.tid = process, track
+            descriptor.thread.thread_name = lane
+            descriptor.process.pid = process
+            descriptor.process.process_name = picture.title
+            for bar in sorted((b for b in picture.bars if b.lane == lane), key=lambda b: b.start):
+                begin, end = builder.add_packet(), builder.add_packet()
+                begin.timestamp, end.timestamp = round(bar.start * 1e6), round(bar.end * 1e6)  # ns
+                begin.track_event.type = TrackEvent.TYPE_SLICE_BEGIN
+                end.track_event.type = TrackEvent.TYPE_SLICE_END
+                begin.track_event.name = f"{bar.label} {bar.name}"
+                begin.track_event.categories.append(bar.key)
+                for packet in (begin, end):
+                    packet.trusted_packet_sequence_id = 1
+                    packet.track_event.track_uuid = track
+    try:
+        Path(path).write_bytes(builder.serialize())
+    except OSError as error:
+        raise DhelixError(f"cannot write {path} ({error.strerror}); name a file in a folder that exists") from None
+
+
+def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
+    """The lane's time by colour, disjoint and in order: keys of compute bars, or hidden and exposed, or communication
+    where these are one."""
+    bars = [bar for bar in picture.bars if bar.lane == lane]
+    if not is_communication(lane):
+        keys = [key for key in _COLOURS if any(bar.key == key for bar in bars)]
+        return {key: merge((b.start, b.end) for b in bars if b.key == key) for key in keys}
+    compute = merge((b.start, b.end) for b in picture.bars if not is_communication(b.lane))
+    busy = merge((bar.start, bar.end) for bar in bars)
+    if not picture.overlaps:
+        return {"communication": busy}
+    exposed = subtract(busy, compute)
+    return {"hidden": subtract(busy, exposed), "exposed": exposed}
+
+
+def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """What of `a` is not in `b`; both disjoint and in order, and so is the result."""
+    result: list[Interval] = []
+    position = 0
+    for start, end in a:
+        while position < len(b) and b[position][1] <= start:
+            position += 1
+        at = position
+        while at < len(b) and b[at][0] < end:
+            if b[at][0] > start:
+                result.append((start, b[at][0]))
+            start = max(start, b[at][1])
+            at += 1
+        if start < end:
+            result.append((start, end))
+    return result
+
+
+def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
+    edges = np.linspace(0.0, span, _COLUMNS + 1)
+    for row, lane in enumerate(picture.lanes):
+        bottom = np.full(_COLUMNS, -row - 0.4)
+        axis.axhspan(-row - 0.4, -row + 0.4, color=FAINT, lw=0)
+        for key, intervals in pieces(picture, lane).items():
+            top = bottom + 0.8 * _shares(intervals, edges)
+            axis.fill_between(edges[:-1], bottom, top, step="post", color=_COLOURS[key][0], lw=0, rasterized=True)
+            bottom = top
+    _finish(axis, picture, span)
+    axis.set_title(picture.title, loc="left", fontweight="bold", fontsize=11.5)
+    axis.set_title(picture.summary, loc="right", fontsize=9.5)
+    for window in picture.zoom:
+        axis.axvspan(window.start, window.end, facecolor="none", edgecolor=INK, lw=0.9, zorder=5)
+    if picture.end < 0.995 * span:
+        axis.axvline(picture.end, color=INK, lw=0.8, ls=":")
+
+
+def _shares(intervals: Sequence[Interval], edges: np.ndarray) -> np.ndarray:
+    """Between each two edges, the share of time that lies in the intervals."""
+    if not intervals:
+        return np.zeros(len(edges) - 1)
+    times = np.array(intervals).ravel()
+    covered = np.concatenate([[0.0], np.cumsum(np.diff(times) * (np.arange(len(times) - 1) % 2 == 0))])
+    return np.diff(np.interp(edges, times, covered)) / np.diff(edges)
+
+
+def _draw_zoom(axis: Any, picture: Picture, span: float, named: bool) -> None:
+    offset = 0.0
+    for number, window in enumerate(picture.zoom):
+        shift = offset - window.start
+        for row, lane in enumerate(picture.lanes):
+            _draw_bars(axis, picture, lane, -row, window, shift, span)
+        if number:
+            axis.axvline(offset, color=INK, lw=1.0)
+        middle = offset + (window.end - window.start) / 2
+        axis.text(middle, 0.5, window.title, ha="center", va="bottom", fontsize=9)
+        offset += window.end - window.start
+    _finish(axis, picture, span)
+    axis.set_ylim(-len(picture.lanes) + 0.5, 0.72)
+    if named:
+        axis.set_title(f"{picture.title}: a closer look", loc="left", fontsize=10, fontweight="bold")
+    axis.axvspan(offset, span, color="white", lw=0)
+
+
+def _draw_bars(axis: Any, picture: Picture, lane: str, y: float, window: Window, shift: float, span: float) -> None:
+    axis.axhspan(y - 0.4, y + 0.4, color=FAINT, lw=0, zorder=0)
+    for key, intervals in pieces(picture, lane).items():
+        shown = list(_clip(intervals, window))
+        axis.broken_barh([(s + shift, e - s) for s, e in shown], (y - 0.4, 0.8), color=_COLOURS[key][0], lw=0)
+    room = span / 165  # ms that a character takes
+    for bar in picture.bars:
+        clipped = list(_clip([(bar.start, bar.end)], window)) if bar.lane == lane else []
+        for start, end in clipped:
+            if end - start > 0.003 * span:
+                axis.plot([start + shift] * 2, [y - 0.4, y + 0.4], color="white", lw=0.5)
+            label = next((w for w in (bar.label, bar.short) if end - start > room * (len(w) + 1)), "")
+            x = (start + end) / 2 + shift
+            axis.text(x, y, label, ha="center", va="center", fontsize=8, color="white", clip_on=True)
+
+
+def _clip(intervals: Iterable[Interval], window: Window) -> Iterable[Interval]:
+    for start, end in intervals:
+        if start < window.end and end > window.start:
+            yield max(start, window.start), min(end, window.end)
+
+
+def _zoom_length(picture: Picture) -> float:
+    return sum(window.end - window.start for window in picture.zoom)
+
+
+def _finish(axis: Any, picture: Picture, span: float) -> None:
+    lanes = picture.lanes
+    axis.set_xlim(0, span)
+    axis.set_ylim(-len(lanes) + 0.5, 0.5)
+    axis.set_yticks([-row for row in range(len(lanes))], lanes)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g} ms")
+    axis.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+
+
+def _legend(figure: Any, pictures: Sequence[Picture], footnote: str) -> None:
+    from matplotlib.patches import Patch
+
+    shown = {
+        key
+        for picture in pictures
+        for lane in picture.lanes
+        for key, intervals in pieces(picture, lane).items()
+        if length(intervals) > 0.001 * picture.end
+    }
+    words: dict[str, list[str]] = {}  # kinds that share a colour share an entry
+    for key, (colour, word) in _COLOURS.items():
+        if key in shown:
+            words.setdefault(colour, []).append(word)
+    handles = [Patch(color=colour, label=", ".join(named)) for colour, named in words.items()]
+    legend = figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        columnspacing=1.6,
+    )
+    legend.set_title(footnote, {"size": 8.5})

@@ -1,0 +1,156 @@
+"""`dhelix train`: flags, devices, checkpoints and progress around `dhelix.launch.train.trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch.defaults import INTERRUPTED
+from dhelix.launch.shown.progress import Progress, say
+from dhelix.launch.train import trainer
+from dhelix.launch.train.checkpoint import Checkpoints
+from dhelix.launch.train.pipelined import PipelinedTraining
+from dhelix.launch.train.trainer import Options, Run, Step
+from dhelix.passes.framework import headline
+from dhelix.passes.framework.report import Report
+from dhelix.runtime.compiler import deviceless, registration
+from dhelix.runtime.processes.launch_settings import without_graphs
+
+
+def run(values: flags.FlagValues, arguments: list[str]) -> int:
+    """Trains as the flags say. Raises DhelixError."""
+    if arguments:
+        raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix train --help`")
+    chosen: dict[str, Any] = values.flag_values_dict()
+    options = Options(**{field.name: chosen[field.name] for field in dataclasses.fields(Options)})
+    _check(chosen)
+    _prepare_devices(chosen)
+    quiet = jax.process_index() > 0
+    console = Console(stderr=chosen["json"], quiet=quiet)
+    prepared = trainer.prepare(options)
+    _introduce(prepared, console)
+    with contextlib.ExitStack() as stack:
+        checkpoints = None
+        if options.checkpoint_dir is not None:
+            made = Checkpoints(options.checkpoint_dir, trainer.identity(prepared), notes=trainer.notes(prepared))
+            checkpoints = stack.enter_context(made)
+        trainer.start(prepared, checkpoints)
+        if checkpoints is not None and prepared.first:
+            say_resumed(prepared, checkpoints, console)
+        try:
+            steps = _train(prepared, checkpoints, console, chosen["verbose"])
+        except KeyboardInterrupt:
+            say(
+                console,
+                f"Interrupted; {'no checkpoint was asked for' if checkpoints is None else checkpoints.newest()}",
+            )
+            return INTERRUPTED
+    if chosen["json"]:
+        results = trainer.results(prepared, steps)
+        if not quiet:
+            print(json.dumps(results, indent=1))
+    return 0
+
+
+def _check(chosen: dict[str, Any]) -> None:
+    """Flags that need or exclude one another."""
+    if chosen["plain"] and chosen["interleave"]:
+        raise DhelixError("--plain and --interleave exclude each other; give one of them")
+    if chosen["plain"] and chosen["verify"]:
+        raise DhelixError("--verify compares the interleaved step with the plain one; leave out --plain or --verify")
+    if chosen["pp"] > 1 and chosen["verify"]:
+        raise DhelixError(
+            "--verify compares with the step without strands, and a pipeline has none; leave out --verify, and compare "
+            "losses with those of a run without --pp"
+        )
+    for name in ("plan", "schedule", "profile", "max_in_flight", "skew", "collective_matmul"):
+        if chosen["plain"] and chosen[name]:
+            raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
+    if chosen["plan"] and chosen["schedule"]:
+        raise DhelixError("a plan is an order already; leave out --schedule or --plan")
+    if chosen["trace"] and chosen["steps"] < 2:
+        raise DhelixError("--trace records the last step, and the first one compiles; give --steps 2 or more")
+    for name in ("resume", "save_every"):
+        if chosen[name] and not chosen["checkpoint_dir"]:
+            raise DhelixError(f"--{name} needs --checkpoint_dir; give the folder")
+    if chosen["resume"] and not Path(chosen["checkpoint_dir"]).is_dir():
+        folder = Path(chosen["checkpoint_dir"]).absolute()
+        raise DhelixError(f"no checkpoint in {folder}; leave out --resume to start a new run")
+    for name in ("coordinator", "num_processes", "process_id"):
+        if chosen[name] is not None and not chosen["distributed"]:
+            raise DhelixError(f"--{name} means nothing without --distributed; give both or neither")
+
+
+def _prepare_devices(chosen: dict[str, Any]) -> None:
+    """All that must happen before JAX looks for devices."""
+    deviceless.prepare_environment()
+    if chosen["trace"]:
+        without_graphs(os.environ)  # in which a trace names no instructions
+    if chosen["cpu_devices"]:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", chosen["cpu_devices"])
+    if chosen["distributed"]:
+        try:
+            jax.distributed.initialize(chosen["coordinator"], chosen["num_processes"], chosen["process_id"])
+        except (ValueError, RuntimeError) as error:
+            raise DhelixError(
+                f"the processes do not find each other ({error}); outside of Slurm and Kubernetes give "
+                "--coordinator, --num_processes and --process_id"
+            ) from error
+
+
+def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose: bool) -> list[Step]:
+    with Progress(console, run.first, run.options.steps) as progress:
+
+        def show(steps: list[Step]) -> None:
+            progress.update(steps[-1].number, f"loss {steps[-1].loss:.4f}", *trainer.speed(run, steps))
+
+        steps = trainer.train(run, checkpoints, show)
+    milliseconds = 1e3 * trainer.step_seconds(steps)
+    say(console, f"median step {milliseconds:,.0f} ms, {', '.join(trainer.speed(run, steps))}")
+    report = run.report()
+    for line in summary(report, verbose) if report is not None else ():
+        say(console, line)
+    return steps
+
+
+def summary(report: Report, verbose: bool = False) -> list[str]:
+    """What became of the step and what it gained; `verbose`: and a line for each pass that ran, in their order."""
+    lines = headline.text(report).splitlines()
+    for entry in (entry for entry in report if entry.ran and verbose):
+        words = [f"{entry.name}: {entry.outcome}", *entry.summary]
+        if entry.instruction_difference:
+            words.append(f"{entry.instructions_before} -> {entry.instructions_after} instructions")
+        lines.append(", ".join(words))
+    return lines
+
+
+def _introduce(run: Run, console: Console) -> None:
+    config, mesh = run.training.config, run.training.mesh
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    size = f"{config.parameter_count:,} parameters, {config.layers} layers, {config.dtype}"
+    how = f"{run.options.microbatches} micro-batches"
+    if isinstance(run.training, PipelinedTraining):
+        how += f", schedule {run.training.fold.schedule}"
+    how += ", plain" if run.options.plain else ", passes on" if registration.enabled() else ", passes off (DHELIX=off)"
+    say(console, f"{run.options.preset}: {size}; {how}; {axes} on {mesh.devices.flat[0].device_kind}")
+    text = f"{run.corpus.name}, {len(run.corpus.tokens):,} bytes"
+    say(console, f"text: {text}; a step takes {run.batch} sequences of {run.seq}")
+
+
+def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
+    """That a run goes on, and what makes its batches others than those of an unbroken run."""
+    before, now = checkpoints.notes(run.first), trainer.batch_notes(run)
+    say(console, f"resumed from step {run.first} in {checkpoints.folder}")
+    for name in (name for name in now if before.get(name) != now[name]):
+        change = f"{name} was {before.get(name)} and is {now[name]}"
+        say(console, f"note: {change}, so the batches are not those of an unbroken run")

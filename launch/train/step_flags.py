@@ -1,0 +1,55 @@
+"""Flags that say which train step: `dhelix train`, `dhelix plan` and `dhelix profile` have them in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from absl import flags
+
+from dhelix.launch.train.options import Options
+from dhelix.models.config import PRESETS
+from dhelix.passes.pipeline_fold import SCHEDULES
+
+_NAMES = (
+    "preset", "layers", "seq", "vocab", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline",
+    "chunks_per_stage", "sends_beside", "batch",
+)  # fmt: skip
+
+
+def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
+    """The flags, on `values`. `preset` is the default; `mesh` says what an empty one means."""
+    number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
+    text = functools.partial(flags.DEFINE_string, flag_values=values)
+    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
+    default = Options()
+    choice("preset", preset, list(PRESETS), "the model")
+    number("layers", None, "number of layers, if not the preset's")
+    number("seq", None, "sequence length, if not the preset's")
+    number("vocab", None, "size of the vocabulary, if not the preset's")
+    choice("dtype", None, ["float32", "bfloat16", "float16"], "what layers compute in, if not the preset's")
+    text("remat", None, "none, full or a policy of jax.checkpoint_policies")
+    number("microbatches", default.microbatches, "micro-batches per step")
+    text("mesh", default.mesh, f"devices per axis, such as dp=2,tp=4 (default: {mesh})")
+    choice(
+        "sharding",
+        default.sharding,
+        ["shard_map", "auto", "fsdp"],
+        "collectives by hand, by XLA, or parameters split over dp, too",
+    )
+    number("pp", default.pp, "stages of a pipeline over layers; each has the devices of --mesh")
+    choice("pipeline", None, list(SCHEDULES), "schedule of the pipeline (default: w, two strands)")
+    number("chunks_per_stage", None, "of the interleaved schedules (default: 2)")
+    flags.DEFINE_bool(
+        "sends_beside",
+        default.sends_beside,
+        "messages of lockstep schedules may leave beside the last layers of a tick: for slow links; takes memory",
+        flag_values=values,
+    )
+    number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+
+
+def options(chosen: Mapping[str, Any], plain: bool = False) -> Options:
+    """The step that the flags say."""
+    return Options(**{name: chosen[name] for name in _NAMES}, plain=plain)

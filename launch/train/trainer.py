@@ -1,0 +1,340 @@
+"""Training a Llama on text: what `dhelix train` and the demo do.
+
+The model knows nothing of the passes, and the passes nothing of the model; they meet in `prepare`, where the
+plain train step goes to `jax.jit` or to `strand_interleave`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from dhelix.errors import DhelixError
+from dhelix.launch.train import data
+from dhelix.launch.train.checkpoint import CheckpointError, Checkpoints
+from dhelix.launch.train.options import Options
+from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
+from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
+from dhelix.passes.framework.report import Report
+from dhelix.profiles import hardware
+from dhelix.runtime.step.strand_interleave import strand_interleave
+
+# What a checkpoint's arrays and their meaning depend on; the rest of a configuration may change on resume.
+_MODEL_FIELDS = (
+    "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_factor",
+    "norm_eps", "tie_embeddings", "param_dtype", "scan_layers",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One optimizer step: its number from 1, the mean loss (nats per token) and how long it took."""
+
+    number: int
+    loss: float
+    grad_norm: float
+    seconds: float
+
+
+@dataclasses.dataclass
+class Run:
+    """A train step with its state and its text.
+
+    `first` counts the steps taken before this run; the state is None until `start` has made or restored it.
+    """
+
+    options: Options
+    training: Training
+    corpus: data.Corpus
+    batch: int
+    step: Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]
+    state: Any = None
+    first: int = 0
+
+    @property
+    def seq(self) -> int:
+        return self.training.config.seq
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.seq
+
+    def tokens(self, number: int) -> dict[str, jax.Array]:
+        """The batch of step `number` (from 0)."""
+        sharding = self.training.batch_sharding
+        return self.corpus.sharded_batch(number, self.batch, self.seq, sharding, self.options.seed)
+
+    def report(self) -> Report | None:
+        """What the passes did; None for a plain run."""
+        if self.options.plain:
+            return None
+        return self.step.report(self.training.abstract_state(), self.training.abstract_batch(self.batch))  # type: ignore
+
+    def take_steps(self) -> Iterator[Step]:
+        """Takes the remaining steps one by one. Raises DhelixError when the loss is not a number."""
+        for number in range(self.first, self.options.steps):
+            tokens = self.tokens(number)
+            begun = time.perf_counter()
+            with self._recorded(number):
+                self.state, metrics = self.step(self.state, tokens)
+                loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            if not math.isfinite(loss):
+                raise DhelixError(
+                    f"the loss of step {number + 1} is {loss}; take a smaller --lr than {self.options.lr}"
+                )
+            yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun)
+
+    def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
+        """The profiler around the last step, if the options say so."""
+        if self.options.trace is None or number + 1 < self.options.steps:
+            return contextlib.nullcontext()
+        return jax.profiler.trace(self.options.trace)
+
+
+def prepare(options: Options) -> Run:
+    """Everything but the state. Raises DhelixError for options that do not fit each other or the devices."""
+    config = configuration(options)
+    if config.vocab < data.VOCABULARY:
+        raise DhelixError(f"the model has {config.vocab} tokens, and bytes need {data.VOCABULARY}: give --vocab")
+    corpus = data.load(options.data)
+    corpus.check(config.seq)
+    training, batch = make_training(options, config, jax.devices())
+    return Run(options, training, corpus, batch, _step(training, options))
+
+
+def configuration(options: Options) -> LlamaConfig:
+    """The model. Raises DhelixError for options that do not fit each other."""
+    given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
+    return _valid(lambda: preset(options.preset, options.layers, **given))
+
+
+def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any]) -> tuple[Training, int]:
+    """The plain train step on a mesh over the first of `devices`, and how many sequences it takes.
+
+    Raises DhelixError for options that do not fit each other or the devices.
+    """
+    dp, tp = _mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp)
+    mesh = _valid(lambda: make_mesh(dp, tp, devices, options.pp))
+    training = _valid(lambda: _training(options, config, mesh))
+    batch = options.batch or options.microbatches * dp
+    _valid(lambda: training.check_batch(training.abstract_batch(batch)["tokens"]))
+    return training, batch
+
+
+def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
+    if options.pp == 1:
+        given = {
+            "pipeline": options.pipeline is not None,
+            "chunks_per_stage": options.chunks_per_stage is not None,
+            "sends_beside": options.sends_beside,
+        }
+        for name in (name for name, needless in given.items() if needless):
+            raise DhelixError(f"--{name} needs --pp; give the number of stages")
+        return make_train_step(config, mesh, optimizer(options), options.microbatches, options.sharding)  # type: ignore
+    return make_pipelined_step(
+        config,
+        mesh,
+        optimizer(options),
+        options.microbatches,
+        options.pipeline or "w",
+        options.chunks_per_stage or 2,
+        sharding=options.sharding,  # type: ignore
+        sends_beside=options.sends_beside,
+    )
+
+
+def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
+    """The train step to call: as it was written, or interleaved. Either way it takes over its state. A pipeline is
+    one either way, since only its schedule says how its stages work together; plain, it is left to XLA.
+
+    Args:
+      interleaving: options of `strand_interleave`.
+
+    Raises DhelixError for options that mean nothing, such as a `plan` that is none.
+    """
+    if isinstance(training, PipelinedTraining):
+        interleaving |= {"microbatches": training.microbatches, "pipeline": training.fold}
+        interleaving |= {"passes": ()} if plain else {}
+    elif plain:
+        return jax.jit(training.train_step, donate_argnums=0)
+    return strand_interleave(training.train_step, donate_argnums=0, **interleaving)
+
+
+def _step(training: Training, options: Options) -> Any:
+    names = ("schedule", "profile", "plan", "max_in_flight", "skew", "collective_matmul")
+    given = {name: getattr(options, name) for name in names}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return make_step(training, options.plain, verify=options.verify, **chosen)
+
+
+def optimizer(options: Options) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, a linear warm-up and a cosine down to a tenth."""
+    warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, options.lr, warmup, max(options.steps, warmup + 1), 0.1 * options.lr
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1))
+
+
+def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
+    """Gives `run` its state: new, or with `resume` that of the newest checkpoint."""
+    if checkpoints is None:
+        run.state = run.training.init(jax.random.key(run.options.seed))
+        return
+    latest = checkpoints.latest_step
+    if run.options.resume:
+        run.first, run.state = _restore(run, checkpoints)
+        if run.first >= run.options.steps:
+            raise DhelixError(
+                f"{checkpoints.folder} holds step {run.first} already; give --steps more than that to go on"
+            )
+    elif latest is not None:
+        raise DhelixError(
+            f"{checkpoints.folder} holds checkpoints up to step {latest}; give --resume to go on from there, "
+            "or another --checkpoint_dir"
+        )
+    else:
+        run.state = run.training.init(jax.random.key(run.options.seed))
+
+
+def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
+    """Step and state of the newest checkpoint. One of another preset is said to be that, and not where it differs."""
+    try:
+        step, stored = checkpoints.restore(run.training.to_model_order(run.training.abstract_state()))
+        return step, run.training.from_model_order(stored)
+    except CheckpointError as error:
+        latest = checkpoints.latest_step
+        stored = None if latest is None else checkpoints.notes(latest).get("preset")
+        if stored in (None, run.options.preset):
+            raise
+        raise DhelixError(
+            f"{checkpoints.folder} holds checkpoints of {stored}, and this run trains {run.options.preset}; give "
+            f"--preset {stored}, or another --checkpoint_dir"
+        ) from error
+
+
+def train(
+    run: Run,
+    checkpoints: Checkpoints | None = None,
+    on_step: Callable[[list[Step]], None] = lambda steps: None,
+) -> list[Step]:
+    """Takes the remaining steps, saves on the way and at the end, and returns what was measured.
+
+    `on_step` is called after each step with all steps so far.
+    """
+    options, steps = run.options, []
+    for step in run.take_steps():
+        steps.append(step)
+        on_step(steps)
+        due = options.save_every is not None and step.number % options.save_every == 0
+        if checkpoints is not None and (due or step.number == options.steps):
+            checkpoints.save(step.number, run.training.to_model_order(run.state))
+    return steps
+
+
+def step_seconds(steps: list[Step]) -> float:
+    """Median step time; the first step, which compiles, counts only if there is no other."""
+    return statistics.median(step.seconds for step in steps[1:] or steps)
+
+
+def utilization(run: Run, seconds: float) -> float | None:
+    """MFU of a step: the model's operations over what all devices could do, not halved for the causal mask.
+
+    None where the peak of the devices is unknown and `peak_tflops` does not say.
+    """
+    peak = run.options.peak_tflops and run.options.peak_tflops * 1e12
+    kind = run.training.mesh.devices.flat[0].device_kind
+    known = hardware.ALL.get(hardware.gpu_name(kind))
+    peak = peak or (known and known.peak_flops)
+    if not peak:
+        return None
+    flops = run.training.config.flops_per_token(run.seq) * run.tokens_per_step
+    return flops / (seconds * peak * run.training.mesh.size)
+
+
+def speed(run: Run, steps: list[Step]) -> tuple[str, ...]:
+    """Tokens per second and MFU, as words, over the latest steps."""
+    seconds = step_seconds(steps[-20:] if len(steps) > 20 else steps)
+    mfu = utilization(run, seconds)
+    return f"{run.tokens_per_step / seconds:,.0f} tokens/s", *([] if mfu is None else [f"MFU {mfu:.1%}"])
+
+
+def results(run: Run, steps: list[Step]) -> dict[str, Any]:
+    """All of a run as JSON values. The first step's time contains compilation."""
+    seconds = step_seconds(steps)
+    report = run.report()
+    return {
+        "options": dataclasses.asdict(run.options),
+        "model": dataclasses.asdict(run.training.config),
+        "parameters": run.training.config.parameter_count,
+        "devices": run.training.mesh.devices.flat[0].device_kind,
+        "mesh": dict(run.training.mesh.shape),
+        "data": {"name": run.corpus.name, "bytes": len(run.corpus.tokens)},
+        "tokens_per_step": run.tokens_per_step,
+        "steps": [dataclasses.asdict(step) for step in steps],
+        "step_seconds": seconds,
+        "tokens_per_second": run.tokens_per_step / seconds,
+        "mfu": utilization(run, seconds),
+        "passes": None if report is None else json.loads(report.to_json()),
+    }
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What a checkpoint of this run must share with it."""
+    return {"model": {name: getattr(run.training.config, name) for name in _MODEL_FIELDS}}
+
+
+def notes(run: Run) -> dict[str, Any]:
+    """What is stored with a checkpoint for messages alone."""
+    return {"preset": run.options.preset, **batch_notes(run)}
+
+
+def batch_notes(run: Run) -> dict[str, Any]:
+    """What decides about the batches; a remark if it changes on resume."""
+    return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
+
+
+def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1) -> tuple[int, int]:
+    """(dp, tp) of `dp=2,tp=4`, on each of `pp` stages. An axis that is left out takes what is left of the devices; with
+    neither, tp is the largest that divides the key-value heads too."""
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in ("dp", "tp") or name in axes or not size.isdecimal() or int(size) < 1:
+            more = "; stages of a pipeline are --pp" if name == "pp" else ""
+            raise DhelixError(f"--mesh {text} means nothing; give the axes dp and tp, for example dp=2,tp=4{more}")
+        axes[name] = int(size)
+    if devices % pp and len(axes) < 2:
+        raise DhelixError(f"--pp {pp} stages do not divide the {devices} devices; give a number that does")
+    of_stage = devices // pp
+    if not axes:
+        axes["tp"] = math.gcd(of_stage, kv_heads)
+    dp = axes.get("dp", max(1, of_stage // axes.get("tp", 1)))
+    tp = axes.get("tp", max(1, of_stage // dp))
+    if dp * tp > of_stage or (dp * tp < of_stage and jax.process_count() > 1):
+        more = "" if jax.process_count() > 1 else "; --cpu_devices N gives N CPU devices to try it out on"
+        mesh = f"{f'pp {pp} x ' if pp > 1 else ''}dp {dp} x tp {tp}"
+        raise DhelixError(f"a mesh of {mesh} needs {pp * dp * tp} devices, and there are {devices}{more}")
+    return dp, tp
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _valid(make: Callable[[], Any]) -> Any:
+    """The models know nothing of dhelix's errors; theirs are as clear."""
+    try:
+        return make()
+    except ValueError as error:
+        raise DhelixError(str(error)) from error

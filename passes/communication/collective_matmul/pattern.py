@@ -1,0 +1,230 @@
+"""A collective matmul that stands in a program: what it computes (`Pattern`) and where it stands (`Match`).
+
+    x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
+
+A `Pattern` is all that decides what takes the place of a match, besides the form: matches that are alike have one, so
+that it is lowered once. Whether it pays depends on what could run beside its collective as well, so matches of one
+pattern are decided for by place (`Placed`). `sites.py` finds matches; what is here tells which
+collectives and which products may be part of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from dhelix.passes.analysis.collectives import Groups, device_groups
+from dhelix.passes.analysis.dimension_factors import Rearrangement
+from dhelix.passes.analysis.names import ALPHA, BETA
+from dhelix.passes.evaluation.collective_matmul_kernels import MARK
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.profiles.collective_matmul.sites import Site
+
+ORDERED = "the program orders it"
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_PRECISION = 51  # field of HloInstructionProto
+_DEFAULT_PRECISIONS = (b"", b"\n\x02\0\0")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A collective matmul as a program of its own: everything that decides what takes its place but the form.
+
+    Its operands are x [batch, m, K] and w [K, columns] and its results [batch, m, columns], where m is `rows` of one
+    device on the side that is gathered or scattered, and the whole group's on the other.
+
+    Attributes:
+      site: what costs go by. Its contraction and columns are sums.
+      batch: leading dimension that the collective does not touch.
+      contractions: K of each product; several are summed.
+      columns: of each weight; several share the gathered x.
+      gathered: whether the gathered x is a result too, the last one.
+      transposed: weights come as [columns, K], all of them.
+      axis: how device ids count: (groups that differ in what is outside of the axis, its size, inside of it).
+    """
+
+    site: Site
+    batch: int
+    contractions: tuple[int, ...]
+    columns: tuple[int, ...]
+    gathered: bool
+    transposed: bool
+    axis: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Matches that one decision is for: those of a pattern at a place.
+
+    Attributes:
+      co_executed: they stand where two strands run (`co_executes`), so the other one could hide their collectives.
+    """
+
+    pattern: Pattern
+    co_executed: bool = False
+
+    @property
+    def key(self) -> str:
+        """The site's key, with the place where that is not the usual one of a program without strands."""
+        return self.pattern.site.key + ", co-executed" * self.co_executed
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A dot of a match: which operand is x, and how both come into order.
+
+    Attributes:
+      result: what the pattern's result stands for: the dot, or of a gather's what narrows it to the type of x.
+      x: 0 or 1, the operand that is x; the other one is w.
+      order_x: to [batch, rows, K].
+      order_w: to [K, columns].
+      turned_w: to [columns, K].
+    """
+
+    dot: Instruction
+    result: Instruction
+    x: int
+    order_x: Rearrangement
+    order_w: Rearrangement
+    turned_w: Rearrangement
+
+    @property
+    def w(self) -> Instruction:
+        return self.dot.operands[1 - self.x]
+
+    @property
+    def contraction(self) -> int:
+        return self.order_w.result[0]
+
+    @property
+    def columns(self) -> int:
+        return self.order_w.result[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """A collective with its products.
+
+    Attributes:
+      results: how each result of the pattern, in its order, becomes what the program has: one for each product of a
+        gather and, if it is wanted, the gathered array; one in all for other kinds.
+      kind: element type that is multiplied, as HLO numbers it.
+    """
+
+    collective: Instruction
+    products: tuple[Product, ...]
+    results: tuple[Rearrangement, ...]
+    pattern: Pattern
+    kind: int
+
+    @property
+    def replaced(self) -> list[Instruction]:
+        """The instructions that the results stand for."""
+        if self.collective.opcode != "all-gather":
+            return [self.collective]
+        return [p.result for p in self.products] + [self.collective] * self.pattern.gathered
+
+
+def co_executes(computation: Computation) -> bool:
+    """Whether products of both strands stand in a computation itself, as in the loop over layers where they meet.
+
+    Not so in the first forward and the last backward pass, in the head, nor in the body of the loop over micro-batches,
+    where what multiplies is called: there, products of one strand are all that could hide a collective.
+    """
+    names = [i.op_name for i in computation.instructions if i.opcode == "dot"]
+    return all(any(f"{strand}/" in name for name in names) for strand in (ALPHA, BETA))
+
+
+class Unfit(Exception):
+    """Why a collective is left alone."""
+
+
+def row_major_axis(groups: Groups) -> tuple[int, int, int] | None:
+    """The sizes (outside, axis, inside) of the row-major mesh in which `groups` are one axis; None if there is none."""
+    size, count = len(groups[0]), sum(map(len, groups))
+    if size < 2 or any(len(group) != size for group in groups):
+        return None
+    inside = groups[0][1] - groups[0][0]
+    if inside < 1 or count % (size * inside):
+        return None
+    shape = count // (size * inside), size, inside
+    rows = [[o * size * inside + k * inside + i for k in range(size)] for o in range(shape[0]) for i in range(inside)]
+    return shape if sorted(rows) == sorted(map(list, groups)) else None
+
+
+def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
+    """The mesh axis of a collective. Raises Unfit for a collective that no program of its own could stand for."""
+    if len(collective.operands) != 1 or shapes.is_tuple(collective.shape):
+        raise Unfit("several arrays at once")
+    if _kind_name(collective) not in _DTYPES:
+        raise Unfit("not of floating point numbers of 16 or 32 bits")
+    if 0 in (*collective.operands[0].shape.dimensions, *collective.shape.dimensions):
+        raise Unfit("nothing is in it")
+    if not collective.proto.channel_id:
+        raise Unfit("over replicas, not partitions")
+    if collective.control_predecessors:
+        raise Unfit(ORDERED)
+    groups = device_groups(collective)
+    if groups and max(map(len, groups)) == 1:
+        raise Unfit("its groups are of one device")
+    axis = row_major_axis(groups) if groups else None
+    if axis is None:
+        raise Unfit("its groups are no axis of a mesh of devices in order")
+    if collective.opcode != "all-reduce":
+        number = collective.proto.dimensions[0]
+        before, after = collective.operands[0].shape.dimensions[number], collective.shape.dimensions[number]
+        if max(before, after) != axis[1] * min(before, after) or not min(before, after):
+            raise Unfit("its groups do not say how many parts there are")
+    return axis
+
+
+def is_marked(instruction: Instruction) -> bool:
+    """Whether it belongs to a collective matmul already; a derivative's name is `.../transpose(jvp(MARK))/...`."""
+    parts = instruction.op_name.split("/")
+    return any(part.rstrip(")").rpartition("(")[2] == MARK and "jit(" not in part for part in parts)
+
+
+def only_moves(instruction: Instruction) -> bool:
+    """Whether it moves or narrows the values of its one operand, and no more."""
+    if instruction.control_predecessors or instruction.opcode not in ("reshape", "transpose", "copy", "convert"):
+        return False
+    if instruction.opcode != "convert":
+        return True
+    before, after = instruction.operands[0].shape, instruction.shape
+    return _kind_name(instruction) in _DTYPES and shapes.type_name(before) == "f32" and after.element_type != shapes.F32
+
+
+def is_product(dot: Instruction) -> bool:
+    """Whether it is a product of two matrices, however spread, that cuBLAS or a kernel may compute as it likes."""
+    if dot.opcode != "dot" or dot.control_predecessors or is_marked(dot):
+        return False
+    kinds = {o.shape.element_type for o in dot.operands}
+    batch = [o.shape.dimensions[n] for side, o in enumerate(dot.operands) for n in batched(dot, side)]
+    settings = [f.data for f in UnknownFieldSet(dot.proto) if f.field_number == _PRECISION]
+    known = all(setting in _DEFAULT_PRECISIONS for setting in settings)
+    bound = bool(contracted(dot, 0)) and all(shapes.element_count(o.shape) for o in dot.operands)
+    return len(kinds) == 1 and _kind_name(dot.operands[0]) in _DTYPES and set(batch) <= {1} and known and bound
+
+
+def contracted(dot: Instruction, side: int) -> list[int]:
+    numbers = dot.proto.dot_dimension_numbers
+    return list(numbers.rhs_contracting_dimensions if side else numbers.lhs_contracting_dimensions)
+
+
+def batched(dot: Instruction, side: int) -> list[int]:
+    numbers = dot.proto.dot_dimension_numbers
+    return list(numbers.rhs_batch_dimensions if side else numbers.lhs_batch_dimensions)
+
+
+def is_sum(collective: Instruction) -> bool:
+    root = collective.called[0].root
+    return root.opcode == "add" and all(o.opcode == "parameter" for o in root.operands)
+
+
+def _kind_name(instruction: Instruction) -> str:
+    return shapes.type_name(instruction.shape)
+
+
+def dtype_name(kind: int) -> str:
+    return _DTYPES[shapes.type_name(shapes.scalar(kind))]

@@ -1,0 +1,297 @@
+"""The two fingerprints of design.md 3, and the marker that carries the first one into the compiler.
+
+*Of the inputs*: program, pass options, profile, versions. It becomes part of the module's name
+(`jit_step__dhelix_<16 hex digits>`), and so of the compilation cache's key, which knows nothing of passes.
+By it the compiler hook tells our modules from helper jits without parsing them.
+
+*Of the compiled collective order*: which collectives run over which devices, in execution order. Hosts that
+differ here deadlock.
+
+Both are the same on every host for the same input: nothing of dict order, identity, file paths or time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dhelix.errors import DhelixError
+from dhelix.passes.hlo import Computation, HloModule, Instruction, schema, shapes
+from dhelix.profiles.collective_matmul.sites import Times
+from dhelix.profiles.profile import Profile
+
+DIGITS = 16
+_MARKER = re.compile(rf"__dhelix_([0-9a-f]{{{DIGITS}}})")
+
+COLLECTIVES = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "recv",
+        "reduce-scatter",
+        "send",
+    }
+)
+
+
+def of_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
+
+
+# Marker
+
+
+def mark(name: str, fingerprint: str) -> str:
+    """The module name that carries `fingerprint`, in place of any it carries already."""
+    return f"{unmark(name)}__dhelix_{fingerprint}"
+
+
+def unmark(name: str) -> str:
+    return _MARKER.sub("", name)
+
+
+def marker_of(module: bytes) -> str | None:
+    """The fingerprint in the name of a serialized module, or None. Reads the first bytes only."""
+    found = _MARKER.search(module_name(module))
+    return found.group(1) if found else None
+
+
+def module_name(module: bytes) -> str:
+    """Name of a serialized HloModuleProto; "" when it has none or `module` is something else."""
+    try:
+        for number, value in _fields(module):
+            if number == 1 and isinstance(value, bytes):
+                return value.decode(errors="replace")
+    except (IndexError, ValueError):
+        pass
+    return ""
+
+
+# Inputs
+
+
+def input_fingerprint(passes: Sequence[object], module: bytes | None = None, profile: object = None) -> str:
+    """16 hex digits that change with anything that can change what the passes make of a program.
+
+    Args:
+      passes: the passes that run, in order: dataclasses of options with `name` and `stage`.
+      module: the lowered program before any pass, or None to leave the program out.
+      profile: what the costs come from: bytes, or any value `plain` takes.
+
+    Raises:
+      DhelixError: an option or profile value has no stable text form.
+    """
+    inputs = {
+        "passes": [{"name": p.name, "stage": p.stage, "options": p} for p in passes],  # type: ignore[attr-defined]
+        "module": None if module is None else module_fingerprint(module),
+        "profile": profile,
+        "versions": versions(),
+    }
+    return of_bytes(json.dumps(plain(inputs), sort_keys=True).encode())
+
+
+def module_fingerprint(module: bytes) -> str:
+    """16 hex digits of what a serialized module computes.
+
+    Leaves out what differs between hosts or runs of the same program: name and marker, module id, source
+    lines and paths (metadata), and the process-wide number of a Python callback.
+    """
+    digest = hashlib.sha256()
+    rest = bytearray()
+    for number, value, raw in _raw_fields(module):
+        if number == _COMPUTATIONS and isinstance(value, bytes):
+            digest.update(_computation_content(value))
+        elif number not in (_NAME, _ID, _STACK_FRAMES):
+            rest += raw
+    digest.update(schema.ModuleProto.FromString(bytes(rest)).SerializeToString(deterministic=True))
+    return digest.hexdigest()[:DIGITS]
+
+
+def of_all_but_id(module: bytes) -> str:
+    """16 hex digits of a serialized module as it is, but for the number that XLA gives each module of a process."""
+    return of_bytes(b"".join(raw for number, _, raw in _raw_fields(module) if number != _ID))
+
+
+def plain(value: object, fallback: Callable[[object], object] | None = None) -> Any:
+    """`value` as JSON data in one canonical form: keys and sets sorted, dataclasses as dicts, enums by name.
+
+    Raises DhelixError for other types unless `fallback` turns them into something plain.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (bytes, bytearray)):
+        return f"sha256:{hashlib.sha256(value).hexdigest()}"
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Profile | Times):  # they hold ten thousands of times
+        return f"{type(value).__name__}:{value.digest}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        options = {f.name: plain(getattr(value, f.name), fallback) for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **dict(sorted(options.items()))}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, fallback) for key, item in sorted(value.items(), key=lambda kv: str(kv[0]))}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, fallback) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item, fallback) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+    if callable(getattr(value, "tolist", None)):  # NumPy scalars and arrays
+        return plain(value.tolist(), fallback)  # type: ignore[attr-defined]
+    if fallback is not None:
+        return fallback(value)
+    raise DhelixError(
+        f"a {type(value).__name__} has no stable text form, so hosts could not agree on it; "
+        "use numbers, strings, enums, dataclasses, lists or dicts as pass options"
+    )
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Versions of dhelix, jax, jaxlib; of dhelix a digest too, as a checkout changes without its version."""
+    found = {}
+    for package in ("dhelix", "jax", "jaxlib"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "unpackaged"
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    sources = [f for folder in ("passes", "profiles", "runtime") for f in (root / folder).rglob("*.py")]
+    for relative in sorted(f.relative_to(root).as_posix() for f in sources):
+        digest.update(relative.encode() + b"\0" + (root / relative).read_bytes() + b"\0")
+    return {**found, "dhelix sources": digest.hexdigest()[:DIGITS]}
+
+
+# Compiled collective order
+
+
+def collective_fingerprint(module: HloModule) -> str:
+    """16 hex digits of the collectives of a compiled module in execution order, loops and calls included."""
+    return of_bytes(_collectives_of(module)[module.entry])
+
+
+def collective_order(module: HloModule) -> tuple[str, ...]:
+    """The collectives of a module in execution order, each loop body once, one readable line each."""
+
+    def walk(computation: Computation) -> Iterator[str]:
+        for instruction in _execution_order(module, computation):
+            if _is_collective(instruction):
+                yield _describe(instruction)
+            for called in _with_collectives(instruction, content):
+                yield from walk(called)
+
+    content = _collectives_of(module)
+    return tuple(walk(module.entry))
+
+
+def _collectives_of(module: HloModule) -> dict[Computation, bytes]:
+    """Per computation a digest of its collectives and those it calls; empty where there are none. Linear."""
+    content: dict[Computation, bytes] = {}
+    for computation in module.computations:  # callees first
+        parts = []
+        for instruction in _execution_order(module, computation):
+            if _is_collective(instruction):
+                parts.append(_describe(instruction).encode())
+            called = [content[c] for c in _with_collectives(instruction, content)]
+            if called:
+                parts.append(instruction.opcode.encode() + b"".join(called))
+        content[computation] = hashlib.sha256(b"\0".join(parts)).digest() if parts else b""
+    return content
+
+
+def _with_collectives(instruction: Instruction, content: Mapping[Computation, bytes]) -> list[Computation]:
+    # A `-done` names its start's computation again; what runs there was counted at the start.
+    if instruction.opcode in ("async-done", "async-update"):
+        return []
+    return [c for c in instruction.called if content[c]]
+
+
+def _execution_order(module: HloModule, computation: Computation) -> list[Instruction]:
+    return module.schedule.get(computation, computation.instructions)
+
+
+def _is_collective(instruction: Instruction) -> bool:
+    return instruction.opcode.removesuffix("-start") in COLLECTIVES
+
+
+def _describe(instruction: Instruction) -> str:
+    """One line; the digest at its end stands for every attribute, whichever form XLA gives device groups."""
+    attributes = schema.InstructionProto()
+    attributes.CopyFrom(instruction.proto)
+    for field in _NO_ATTRIBUTES:
+        attributes.ClearField(field)
+    digest = of_bytes(attributes.SerializeToString(deterministic=True))
+    shape = shapes.text(instruction.shape)
+    return f"{instruction.opcode} {shape} channel={instruction.proto.channel_id} attributes={digest}"
+
+
+# Names and places of a collective, and scheduling hints; not what it does.
+_NO_ATTRIBUTES = (
+    "backend_config",
+    "called_computation_ids",
+    "control_predecessor_ids",
+    "id",
+    "metadata",
+    "name",
+    "operand_ids",
+)
+
+
+# Serialized protos, without parsing what is not needed
+
+_NAME, _COMPUTATIONS, _ID, _STACK_FRAMES = 1, 3, 5, 17  # fields of HloModuleProto
+
+
+def _computation_content(computation: bytes) -> bytes:
+    proto = schema.ComputationProto.FromString(computation)
+    for instruction in proto.instructions:
+        instruction.ClearField("metadata")
+        if "python" in instruction.custom_call_target and "callback" in instruction.custom_call_target:
+            instruction.ClearField("backend_config")
+    return proto.SerializeToString(deterministic=True)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes | int]]:
+    return ((number, value) for number, value, _ in _raw_fields(message))
+
+
+def _raw_fields(message: bytes) -> Iterator[tuple[int, bytes | int, bytes]]:
+    """Top-level fields of a serialized proto: number, value (an int for a varint), and the bytes of both."""
+    position = 0
+    while position < len(message):
+        start = position
+        tag, position = _varint(message, position)
+        kind = tag & 7
+        value: bytes | int
+        if kind == 0:
+            value, position = _varint(message, position)
+        elif kind in (1, 2, 5):
+            size, position = _varint(message, position) if kind == 2 else ({1: 8, 5: 4}[kind], position)
+            value, position = message[position : position + size], position + size
+        else:
+            raise ValueError(f"not a serialized proto: wire type {kind}")
+        yield tag >> 3, value, message[start:position]
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7

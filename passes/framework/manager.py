@@ -1,0 +1,307 @@
+"""The pass protocol and the manager that runs passes at their stage.
+
+Contract. A pass gets a verified module and may edit it as it likes; its result is verified before it counts.
+A pass that refuses (PassRefusal), raises anything else, or makes a module that does not verify or has another
+signature leaves no trace: the module is what it was before that pass, the reason is in the report and is
+logged once, and the user's job goes on. With `strict=True` all of these raise instead.
+
+The compiler hook that calls the manager is in `dhelix.runtime.compiler.registration`.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import time
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from absl import logging
+
+from dhelix.errors import DhelixError, PassRefusal, UnknownPassError
+from dhelix.passes import jax_compat
+from dhelix.passes.analysis.source import source_of
+from dhelix.passes.framework import fingerprint, report
+from dhelix.passes.framework.report import Note, PassReport, StageReport
+from dhelix.passes.hlo import HloModule, HloVerifyError, Instruction, Shape, shapes, verify
+
+
+class Stage(enum.Enum):
+    """When a pass runs; members stand in the order in which a program goes through them."""
+
+    LOWERED = "lowered"
+    PRE_SCHEDULER = "pre-scheduler"  # loops may share computations there
+    POST_SCHEDULER = "post-scheduler"
+
+
+class PassContext:
+    """What a pass may know and say while it runs."""
+
+    def __init__(self, strict: bool = False):
+        self.strict = strict
+        self.notes: list[Note] = []
+
+    def note(self, message: str, instruction: object = None, **facts: Any) -> None:
+        """Records what was done or left alone.
+
+        Args:
+          message: one line.
+          instruction: what it is about, or its name.
+          facts: values that JSON can hold; others are kept as their text.
+        """
+        name = None if instruction is None else str(getattr(instruction, "name", instruction))
+        source = source_of(instruction) if isinstance(instruction, Instruction) else ""
+        self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str), source))
+
+    def left_alone(self, reasons: Mapping[str, int], places: Mapping[str, object] | None = None) -> None:
+        """Records why so many places stay as they are, one note for each reason; `places`: where the first one is."""
+        for reason, count in sorted(reasons.items()):
+            self.note(f"left alone: {reason}", (places or {}).get(reason), count=count)
+
+
+class Pass(Protocol):
+    """A pass is a frozen dataclass of options."""
+
+    @property
+    def name(self) -> str:
+        """Kebab-case name, a class attribute."""
+        ...
+
+    @property
+    def stage(self) -> Stage: ...
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        """Edits `module` in place and says whether it changed; raises PassRefusal to leave it alone."""
+        ...
+
+
+class PassManager:
+    """A numbered list of passes and how to run them; not changed after it is built."""
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        disabled: Collection[str] = (),
+        strict: bool = False,
+        dump_to: str | Path | None = None,
+        step: str = "",
+    ):
+        """
+        Args:
+          passes: in the order in which they run within their stage; names are unique.
+          disabled: names of passes to drop.
+          strict: raise where a pass would be dropped, and check that a pass that reports no change made none.
+          dump_to: folder for the module before and after each pass that runs; "xla": that of `--xla_dump_to`.
+          step: whose programs these are. A reason is logged once for each step, not for each of its programs.
+
+        Raises:
+          UnknownPassError: a name in `disabled` that no pass has.
+          DhelixError: two passes of one name.
+        """
+        self.passes = tuple(passes)
+        self.disabled = frozenset((disabled,) if isinstance(disabled, str) else disabled)
+        self.strict = strict
+        self.dump_to = dump_to
+        self.step = step
+        names = [p.name for p in passes]
+        for name in sorted(self.disabled - set(names)):
+            raise UnknownPassError(f"no pass {name!r} to disable; the passes are {', '.join(names) or '(none)'}")
+        for name in names:
+            if names.count(name) > 1:
+                raise DhelixError(f"two passes are called {name!r}; names must differ so that one can be disabled")
+
+    @property
+    def enabled(self) -> tuple[Pass, ...]:
+        return tuple(p for p in self.passes if p.name not in self.disabled)
+
+    def runs_at(self, stage: Stage) -> bool:
+        return any(p.stage is stage for p in self.enabled)
+
+    def fingerprint(self, module: bytes | None = None, profile: object = None) -> str:
+        """Fingerprint of the inputs: enabled passes with their options, `module`, `profile` and versions."""
+        return fingerprint.input_fingerprint(self.enabled, module, profile)
+
+    def not_run(self, stage: Stage, module_name: str, reason: str) -> StageReport:
+        """The report of a stage that did not run here."""
+        entries = tuple(
+            PassReport(n, p.name, stage.value, report.DISABLED)
+            if p.name in self.disabled
+            else PassReport(n, p.name, stage.value, report.NOT_RUN, notes=(Note(reason),))
+            for n, p in self._numbered(stage)
+        )
+        return StageReport(stage.value, module_name, entries)
+
+    def run(self, stage: Stage, module: bytes, module_name: str | None = None) -> tuple[bytes | None, StageReport]:
+        """Runs the passes of `stage` over a serialized HloModuleProto.
+
+        Args:
+          stage: passes of other stages are left out.
+          module: serialized HloModuleProto.
+          module_name: for dumps and the report; the module's own by default.
+
+        Returns:
+          The new module, or None when nothing changed, and what each pass did.
+
+        Raises:
+          DhelixError: only with `strict`: a pass refused or failed, or the module is not well formed.
+        """
+        start = time.perf_counter()
+        name = module_name or fingerprint.module_name(module)
+        if not self.runs_at(stage):
+            return None, self.not_run(stage, name, "")
+        entries: list[PassReport] = []
+        current, view = module, None
+        for number, one in self._numbered(stage):
+            if one.name in self.disabled:
+                entries.append(PassReport(number, one.name, stage.value, report.DISABLED))
+                continue
+            attempt = _Attempt(self, number, one, name)
+            entry, after, view = attempt.run(current, view)
+            entries.append(entry)
+            current = after
+        seconds = time.perf_counter() - start
+        result = StageReport(stage.value, name, tuple(entries), seconds)
+        return (None if current == module else current), result
+
+    def _numbered(self, stage: Stage) -> list[tuple[int, Pass]]:
+        return [(n, p) for n, p in enumerate(self.passes, 1) if p.stage is stage]
+
+
+class _Attempt:
+    """One pass over one module: run, check, report; or leave no trace."""
+
+    def __init__(self, manager: PassManager, number: int, one: Pass, module_name: str):
+        self.manager = manager
+        self.number = number
+        self.one = one
+        self.module_name = module_name
+        self.context = PassContext(manager.strict)
+        self.seconds = 0.0
+        self._may_share = one.stage is Stage.PRE_SCHEDULER  # where XLA does: two loops may have one body
+
+    def run(self, before: bytes, view: HloModule | None) -> tuple[PassReport, bytes, HloModule | None]:
+        """Returns the report, the module after the pass, and its view unless the pass may have spoilt it."""
+        count = 0
+        try:
+            if view is None:
+                view = HloModule.from_bytes(before)
+                verify(view, self._may_share)
+            count = view.instruction_count
+            after = self._apply(before, view)
+        except Exception as error:
+            if self.manager.strict:
+                raise _as_dhelix_error(error, self.one.name) from error
+            return self._left_alone(error, before, count), before, None
+        outcome = report.UNCHANGED if after == before else report.CHANGED
+        return self._report(outcome, count, view.instruction_count, after), after, view
+
+    def _apply(self, before: bytes, view: HloModule) -> bytes:
+        signature, scheduled = _signature(view), view.is_scheduled
+        self._dump("before", before, view)
+        start = time.perf_counter()
+        try:
+            changed = self.one.run(view, self.context)
+        finally:
+            self.seconds = time.perf_counter() - start
+        if not changed:
+            if self.manager.strict and view.to_bytes() != before:
+                raise DhelixError(f"pass {self.one.name} changed the module and reported no change")
+            return before
+        after = view.to_bytes()  # first, because it puts instructions in order
+        verify(view, self._may_share)
+        if not _same_signature(signature, _signature(view)):
+            raise HloVerifyError("the entry computation takes or returns other shapes than before")
+        if view.is_scheduled != scheduled:
+            raise HloVerifyError("the module lost its schedule" if scheduled else "the module gained a schedule")
+        self._dump("after", after, view)
+        return after
+
+    def _left_alone(self, error: Exception, before: bytes, count: int) -> PassReport:
+        if isinstance(error, PassRefusal):
+            outcome, reason, instruction, facts = report.REFUSED, error.reason, error.place, error.facts
+        elif isinstance(error, DhelixError):
+            outcome, reason, instruction, facts = report.FAILED, str(error), None, {}
+        else:
+            outcome, reason, instruction, facts = report.FAILED, f"{type(error).__name__}: {error}", None, {}
+            logging.vlog(1, "%s", "".join(traceback.format_exception(error)))
+        self.context.notes = []  # of what was done, nothing is left
+        self.context.note(reason, instruction, **facts)
+        note = self.context.notes[-1]
+        said = ", ".join(filter(None, (note.instruction, note.source)))
+        where = f" (at {said})" if said else ""
+        name = fingerprint.unmark(self.module_name)
+        key = (self.manager.step or name, self.one.name, reason)
+        say_once(f"pass {self.one.name} left {name} as it was: {reason}{where}", key)
+        return self._report(outcome, count, count, before)
+
+    def _report(self, outcome: str, count_before: int, count_after: int, after: bytes) -> PassReport:
+        return PassReport(
+            self.number,
+            self.one.name,
+            self.one.stage.value,
+            outcome,
+            self.seconds,
+            count_before,
+            count_after,
+            fingerprint.of_bytes(after),
+            tuple(self.context.notes),
+        )
+
+    def _dump(self, when: str, module: bytes, view: HloModule) -> None:
+        """Writes `module_NNNN.<module>.<pass number>.<pass>.<when>` as `.hlo.pb` and `.hlo.txt`."""
+        folder = _dump_folder(self.manager.dump_to)
+        if folder is None:
+            return
+        name = re.sub(r"[^\w.-]", "_", self.module_name)
+        stem = f"module_{view.proto.id:04d}.{name}.{self.number:02d}.{self.one.name}.{when}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{stem}.hlo.pb").write_bytes(module)
+            (folder / f"{stem}.hlo.txt").write_text(jax_compat.hlo_text(module))
+        except OSError as error:
+            say_once(f"cannot dump to {folder}: {error}", ("dump", str(folder)))
+
+
+_said: set[tuple[str, ...]] = set()
+
+
+def say_once(message: str, key: tuple[str, ...]) -> None:
+    """Logs a warning once per `key` in this process, and in process 0 only."""
+    if key in _said:
+        return
+    _said.add(key)
+    # Asking for the process index starts the backends; without jax.distributed there is one process anyway.
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
+        logging.warning("dhelix: %s", message)
+
+
+def _as_dhelix_error(error: Exception, name: str) -> DhelixError:
+    if isinstance(error, PassRefusal):
+        return PassRefusal(f"pass {name}: {error.reason}", error.instruction)
+    return DhelixError(f"pass {name} failed: {type(error).__name__}: {error}")
+
+
+def _signature(module: HloModule) -> list[Any]:
+    entry = module.entry
+    return [_copy(i.shape) for i in (*entry.parameters, entry.root)]
+
+
+def _copy(shape: Any) -> Any:
+    copy = Shape()
+    copy.CopyFrom(shape)
+    return copy
+
+
+def _same_signature(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(shapes.same(x, y) for x, y in zip(before, after, strict=True))
+
+
+def _dump_folder(dump_to: str | Path | None) -> Path | None:
+    if dump_to != "xla":
+        return None if dump_to is None else Path(dump_to)
+    found = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return Path(found[-1]) if found and found[-1] != "-" else None

@@ -1,0 +1,225 @@
+"""What the pass manager did: frozen data with a JSON form and a table.
+
+A `Report` holds one `StageReport` per stage, that one `PassReport` per pass, and that the pass's notes.
+The JSON form is what survives a hit in the compilation cache, when no pass runs (design.md 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from dhelix.errors import DhelixError
+from dhelix.passes.framework import headline
+from dhelix.passes.framework.gain import Gain, StepParts
+
+CHANGED = "changed"
+UNCHANGED = "unchanged"
+REFUSED = "refused"  # met something it does not understand
+FAILED = "failed"  # raised an unexpected error, or its output did not verify
+DISABLED = "disabled"
+NOT_RUN = "not run"
+
+_OUTCOME_STYLES = {CHANGED: "green", REFUSED: "yellow", FAILED: "red"}
+
+_LOG_WIDTH = 160  # of tables in files and job logs, which have no width of their own
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing a pass did or left alone. `facts` holds JSON values only; `source` is where in the user's program the
+    instruction comes from, such as "model.py:31 (forward)"."""
+
+    message: str
+    instruction: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, (self.instruction, self.source)))
+        where = f" at {where}" if where else ""
+        facts = ", ".join(f"{key}={value}" for key, value in self.facts.items())
+        return f"{self.message}{where}" + (f" ({facts})" if facts else "")
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """One pass over one module. `fingerprint` is that of the module's bytes after the pass."""
+
+    number: int
+    name: str
+    stage: str
+    outcome: str
+    seconds: float = 0.0
+    instructions_before: int = 0
+    instructions_after: int = 0
+    fingerprint: str = ""
+    notes: tuple[Note, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        return self.outcome == CHANGED
+
+    @property
+    def unchanged(self) -> bool:
+        """It ran, and found nothing to do."""
+        return self.outcome == UNCHANGED
+
+    @property
+    def ran(self) -> bool:
+        return self.outcome not in (DISABLED, NOT_RUN)
+
+    @property
+    def instruction_difference(self) -> int:
+        return self.instructions_after - self.instructions_before
+
+    @property
+    def summary(self) -> list[str]:
+        """The notes without their facts, each once, and how often."""
+        counts: dict[str, int] = {}
+        sources: dict[str, dict[str, None]] = {}
+        for note in self.notes:
+            counts[note.message] = counts.get(note.message, 0) + int(note.facts.get("count", 1))
+            sources.setdefault(note.message, {}).update({note.source: None} if note.source else {})
+        return [_summary(message, count, [*sources[message]]) for message, count in counts.items()]
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """The passes of one stage. `seconds` counts reading, checking and writing the module too.
+
+    `stored` says that the stage did not run in this process: the compiled program came out of the compilation
+    cache, and this report from beside it. `parts` is what the scheduled step is predicted to take, where it is known.
+    """
+
+    stage: str
+    module: str
+    passes: tuple[PassReport, ...] = ()
+    seconds: float = 0.0
+    stored: bool = False
+    parts: StepParts | None = None
+
+    @property
+    def changed(self) -> bool:
+        return any(p.changed for p in self.passes)
+
+    def together(self) -> tuple[PassReport, ...]:
+        """The passes; of a stage that did not run, for one reason, one in the place of all."""
+        if len(self.passes) < 2 or any(p.ran or p.notes != self.passes[0].notes for p in self.passes):
+            return self.passes
+        first, *others = self.passes
+        return (dataclasses.replace(first, name=f"{first.name} and {len(others)} more"),)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All stages of one program.
+
+    Attributes:
+      fingerprint: of the inputs (program, options, profile, versions): the marker in the module's name.
+      collective_fingerprint: of the compiled order of collectives; None where not computed.
+      left_alone: why the plain step runs, whatever passes did; "" where it does not.
+      gain: against the plain step, where both are predicted.
+      compile_seconds: from the lowered step to the one that can be called, in this process; 0 where it was not
+        compiled there, as by `lower(...).compile()`. `plain_seconds` of it went into the plain step's schedule.
+    """
+
+    module: str
+    fingerprint: str
+    stages: tuple[StageReport, ...] = ()
+    collective_fingerprint: str | None = None
+    left_alone: str = ""
+    gain: Gain | None = None
+    compile_seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    @property
+    def passes(self) -> tuple[PassReport, ...]:
+        return tuple(p for stage in self.stages for p in stage.passes)
+
+    @property
+    def changed(self) -> bool:
+        return any(p.changed for p in self.passes)
+
+    def __getitem__(self, name: str) -> PassReport:
+        """The report of the pass called `name`."""
+        for entry in self.passes:
+            if entry.name == name:
+                return entry
+        raise DhelixError(f"no pass {name!r} in this report; it has {', '.join(p.name for p in self.passes) or 'none'}")
+
+    def __iter__(self) -> Iterator[PassReport]:
+        return iter(self.passes)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Reads what `to_json` wrote. Raises DhelixError when `text` is something else or cut short."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise DhelixError(
+                f"this is no dhelix report, or one of another version ({error}); delete it and compile again"
+            ) from None
+
+    def table(self, verbose: bool = False) -> Table:
+        """What each pass did, in the order in which they ran; `verbose`: with times, instructions and all facts."""
+        table = Table(show_edge=False, pad_edge=False)
+        for heading in ("pass", "result") if not verbose else ("pass", "stage", "ms", "instructions", "result"):
+            table.add_column(heading, justify="right" if heading in ("ms", "instructions") else "left", no_wrap=True)
+        table.add_column("notes", overflow="fold")
+        for stage in self.stages:
+            for entry in stage.passes if verbose else stage.together():
+                table.add_row(*_cells(entry, stage.stored, verbose))
+        return table
+
+    def __str__(self) -> str:
+        """What `print` shows in a log."""
+        text = io.StringIO()
+        self.print(Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False))
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def print(self, console: Console | None = None, verbose: bool = False) -> None:
+        """What became of the step and what it gained, then what each pass did; `verbose`: in all detail."""
+        if console is None:
+            console = Console()
+            if not console.is_terminal:
+                console = Console(width=_LOG_WIDTH)
+        console.print(headline.text(self), markup=False, highlight=False, soft_wrap=True)
+        console.print()
+        console.print(self.table(verbose))
+        if not verbose:
+            console.print("(times, instructions and all facts: print(verbose=True))", style="dim", highlight=False)
+        else:
+            console.print(f"{self.module}  {self.fingerprint}", style="dim", highlight=False)
+
+
+def _summary(message: str, count: int, sources: list[str]) -> str:
+    times = f" ({count} x)" if count > 1 else ""
+    more = ", ..." if len(sources) > 2 else ""
+    return f"{message}{times}" + (f", at {', '.join(sources[:2])}{more}" if sources else "")
+
+
+def _cells(entry: PassReport, stored: bool, verbose: bool) -> tuple[str, ...]:
+    style = _OUTCOME_STYLES.get(entry.outcome)
+    outcome = f"[{style}]{entry.outcome}[/]" if style else entry.outcome
+    outcome += " (stored)" if stored and entry.ran else ""
+    if not verbose:
+        return entry.name, outcome, _escaped(entry.summary)
+    counts = f"{entry.instructions_before} -> {entry.instructions_after}" if entry.ran else ""
+    seconds = f"{entry.seconds * 1e3:.1f}" if entry.ran else ""
+    return entry.name, entry.stage, seconds, counts, outcome, _escaped(map(str, entry.notes))
+
+
+def _escaped(lines: Iterable[str]) -> str:
+    return "\n".join(line.replace("[", r"\[") for line in lines)

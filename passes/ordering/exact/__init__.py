@@ -1,0 +1,1 @@
+"""Orders that no other order beats, and bounds that say so: the checks of the search."""

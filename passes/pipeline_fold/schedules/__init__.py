@@ -1,0 +1,1 @@
+"""The schedules of pipelines, one module each; `catalogue.py` has them by name."""

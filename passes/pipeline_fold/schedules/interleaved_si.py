@@ -1,0 +1,54 @@
+"""Interleaved SI: an SI block in each tick, as under W, on the layout of interleaved 1F1B. Half of W's bubble, or less.
+
+Micro-batches go through the v chunks of a stage in groups of P, forward and backward, as under interleaved 1F1B. That
+goes one way in each tick; here a stage goes both ways, in lockstep. Micro-batch m starts in tick
+t = vP (m div P) + m mod P; its chunk c goes forward in tick t + c and backward in tick t + 2vP - 1 - c:
+
+    P = 2, v = 2, M = 4    tick   0    1    2    3    4    5    6    7    8    9   10   11   12
+    stage 0, forward            F0.0 F1.0 F0.2 F1.2 F2.0 F3.0 F2.2 F3.2
+             backward                                    B0.2 B1.2 B0.0 B1.0 B2.2 B3.2 B2.0 B3.0
+    stage 1, forward                 F0.1 F1.1 F0.3 F1.3 F2.1 F3.1 F2.3 F3.3
+             backward                               B0.3 B1.3 B0.1 B1.1 B2.3 B3.3 B2.1 B3.1
+
+What a tick makes, the stage that needs it uses in the very next tick. Where P does not divide M, the last group is the
+full one without the micro-batches that are not there.
+
+Cost: with P | M, vP ticks go forward only, vM + P - 1 - vP do both, vP go backward only. With chunks of equal cost the
+time is (vM + P - 1)(f + b), a stage's own work vM (f + b): the bubble is (P - 1) / (v M), that of interleaved 1F1B, of
+which all but the ends is SI blocks. Where P does not divide M it is W's at most.
+
+Residuals: forwards are (v + 1) P - 1 ticks ahead of their backwards on average, so stage 0 holds that many chunks of
+1 / (v P) of the model; the others hold fewer, but run the same program. W needs 2P of 1 / (2P):
+
+    stages              2       4       8
+    v = 2           1.25    1.375    1.44     times W's residuals
+    v = 4           1.125    1.19    1.22
+
+Messages: v on a stage for each micro-batch and direction where W has two, as each tick ends with one.
+
+Between DHelix section 4.1, whose W it runs without the fold, and interleaved 1F1B (`one_forward_one_backward.py`).
+"""
+
+from __future__ import annotations
+
+from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
+from dhelix.passes.pipeline_fold.schedules.one_forward_one_backward import check_interleaved
+from dhelix.passes.pipeline_fold.slots import Item, with_slots
+
+
+def interleaved_si(layout: Layout, microbatches: int) -> Schedule:
+    """Interleaved SI on an interleaved layout. Raises DhelixError on another layout, or without a micro-batch."""
+    check_interleaved(layout, microbatches)
+    stages, chunks = layout.stages, layout.chunks
+    forward, backward = dict[tuple[int, int], Item](), dict[tuple[int, int], Item]()
+    for microbatch in range(microbatches):
+        group, member = divmod(microbatch, stages)
+        start = chunks * group + member
+        for chunk, stage in enumerate(layout.stage_of):
+            forward[start + chunk, stage] = (microbatch, chunk)
+            backward[start + 2 * chunks - 1 - chunk, stage] = (microbatch, chunk)
+    ticks = 1 + max(tick for tick, _ in backward)
+    timetable = [
+        [(forward.get((tick, stage)), backward.get((tick, stage))) for stage in range(stages)] for tick in range(ticks)
+    ]
+    return with_slots("interleaved_si", layout, microbatches, timetable, lockstep=True)

@@ -1,0 +1,174 @@
+"""ZB-V, zero-bubble V: the folded layout, with each backward in two parts, so that one of them can fill bubbles.
+
+    D   gradients of a chunk's inputs: the stage before waits for them
+    W   gradients of its weights: nobody waits for them, so they go where the stage would be idle
+
+For the evaluator alone: the executor's backward makes both at once. The order of work is found greedily, by simulating
+the stages in time: a stage that is free does the first of these that can start,
+
+    1   D of the lowest micro-batch                      others wait for it
+    2   F of the second chunk, then F of the first one   unless P micro-batches lie on the stage, 1F1B's memory
+    3   W of the oldest D
+
+Which order that makes depends on the times, and with those of the costs it is not always the shortest: orders made with
+a few other times are tried too, and that of the W schedule, and the best is taken. So the bubble is never more than
+1F1B's, and with F = D = W and P a divisor of M it is (P - 1) / (6 M), the least there can be: the last stage starts
+P - 1 forwards late and is never idle again.
+
+A stage frees residuals after W. Qi et al., Pipeline Parallelism with Controllable Memory, section on V-shaped schedules
+(ZB-V), and Qi et al., Zero Bubble Pipeline Parallelism.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+from dhelix.errors import DhelixError
+from dhelix.passes.pipeline_fold.layouts import check_folded
+from dhelix.passes.pipeline_fold.schedule import Layout
+from dhelix.passes.pipeline_fold.schedules.w_schedule import w_schedule
+from dhelix.passes.pipeline_fold.simulation import makespan
+from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task
+
+# Times of F, D and W that make good orders for one pipeline or another.
+_TRIED = ((1, 1, 1), (2, 2, 1), (2, 3, 2), (3, 4, 2))
+
+
+class _Step(NamedTuple):
+    kind: str
+    microbatch: int
+    chunk: int
+
+
+def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> StagePrograms:
+    """What each stage does; `evaluation.evaluate_programs` tells what it costs. Raises DhelixError if it is no fold."""
+    check_folded(layout)
+    if microbatches < 1:
+        raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
+    weight = Fraction(costs.backward) / 2 if costs.weight_gradient is None else Fraction(costs.weight_gradient)
+    times = {"F": Fraction(costs.forward), "D": Fraction(costs.backward) - weight, "W": weight}
+    unit = math.lcm(*(time.denominator for time in times.values()))
+    tried = dict.fromkeys([tuple(int(time * unit) for time in times.values()), *_TRIED])
+    orders = [*(_orders(layout, microbatches, some) for some in tried), _orders_of_w(layout, microbatches)]
+    task_of = functools.cache(functools.partial(_task, layout, _times_of(layout, times, costs)))
+    shared = costs.of_ends(microbatches) / layout.stages if costs.shared_ends else Fraction(0)
+    programs = [_programs(layout, each, task_of, shared) for each in orders]
+    return min(programs, key=lambda each: makespan(each, Fraction(costs.send)))
+
+
+def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[list[_Step]]:
+    """The order of each stage when every F, D and W takes the time that is `tried`."""
+    times = dict(zip("FDW", tried, strict=True))
+    stages = [_Stage(layout, microbatches, stage) for stage in range(layout.stages)]
+    reads = functools.cache(functools.partial(_reads, layout.chunks - 1))
+    ends: dict[_Step, int] = {}
+    awake = {0: set(range(layout.stages))}  # at which moment which stages may find something new to do
+    while awake:
+        now = min(awake)
+        for place in sorted(awake.pop(now)):
+            stage = stages[place]
+            if stage.free_at > now:
+                continue
+            for step in stage.candidates():
+                if all(ends.get(read, math.inf) <= now for read in reads(step)):
+                    end = ends[step] = now + times[step.kind]
+                    stage.begin(step, end)
+                    readers = range(max(place - 1, 0), min(place + 2, layout.stages))
+                    awake.setdefault(end, set()).update(readers)
+                    break
+    return [stage.order for stage in stages]
+
+
+class _Stage:
+    """What a stage has done, in order, until `free_at`."""
+
+    def __init__(self, layout: Layout, microbatches: int, stage: int) -> None:
+        self.order: list[_Step] = []
+        self.free_at = 0
+        self._room, self._microbatches = layout.stages, microbatches
+        self._down, self._up = layout.chunks_of(stage)
+        self._begun = Counter[tuple[str, int]]()  # by kind and chunk
+        self._without_w = deque[_Step]()  # each D whose W is still to do
+
+    def candidates(self) -> Iterator[_Step]:
+        """What the stage may do next, the best first, whether or not its input is there."""
+        begun, down, up = self._begun, self._down, self._up
+        steps = [_Step("D", begun["D", up], up), _Step("D", begun["D", down], down)]
+        if steps[1].microbatch < steps[0].microbatch:
+            steps.reverse()
+        steps.append(_Step("F", begun["F", up], up))
+        if begun["F", down] - begun["W", down] < self._room:
+            steps.append(_Step("F", begun["F", down], down))
+        yield from (step for step in steps if step.microbatch < self._microbatches)
+        if self._without_w:
+            yield self._without_w[0]._replace(kind="W")
+
+    def begin(self, step: _Step, end: int) -> None:
+        self.order.append(step)
+        self.free_at = end
+        self._begun[step.kind, step.chunk] += 1
+        if step.kind == "D":
+            self._without_w.append(step)
+        elif step.kind == "W":
+            self._without_w.popleft()
+
+
+def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
+    """The W schedule, with each backward as D and W, before the forward of its tick: that one needs the place."""
+    orders: list[list[_Step]] = [[] for _ in range(layout.stages)]
+    for tick in w_schedule(layout, microbatches).ticks:
+        for order, cell in zip(orders, tick, strict=True):
+            if cell.backward is not None:
+                order += [_Step(kind, cell.backward.microbatch, cell.backward.chunk) for kind in "DW"]
+            if cell.forward is not None:
+                order.append(_Step("F", cell.forward.microbatch, cell.forward.chunk))
+    return orders
+
+
+def _reads(last: int, step: _Step) -> tuple[_Step, ...]:
+    """What has to end before `step`; `last` is the last chunk."""
+    kind, microbatch, chunk = step
+    if kind == "F":
+        return (_Step("F", microbatch, chunk - 1),) if chunk > 0 else ()
+    if kind == "W":
+        return (_Step("D", microbatch, chunk),)
+    return (_Step("D", microbatch, chunk + 1) if chunk < last else _Step("F", microbatch, chunk),)
+
+
+def _times_of(layout: Layout, times: dict[str, Fraction], costs: PipelineCosts) -> dict[tuple[str, int], Fraction]:
+    """By kind and chunk."""
+    time_of = {
+        (kind, chunk): layers * time for kind, time in times.items() for chunk, layers in enumerate(layout.chunk_layers)
+    }
+    if not costs.shared_ends:
+        time_of["F", 0] += Fraction(costs.embedding)
+        time_of["D", layout.chunks - 1] += Fraction(costs.head)
+    return time_of
+
+
+def _task(layout: Layout, time_of: dict[tuple[str, int], Fraction], step: _Step) -> Task:
+    return Task(
+        time_of[step.kind, step.chunk],
+        reads=_reads(layout.chunks - 1, step),
+        makes=(step,),
+        takes=step.chunk if step.kind == "F" else None,
+        frees=step.chunk if step.kind == "W" else None,
+    )
+
+
+def _programs(
+    layout: Layout, orders: list[list[_Step]], task_of: Callable[[_Step], Task], shared: Fraction
+) -> StagePrograms:
+    stages = range(layout.stages)
+    return StagePrograms(
+        "zbv",
+        layout.chunk_layers,
+        tuple(sum(layout.chunk_layers[chunk] for chunk in layout.chunks_of(stage)) for stage in stages),
+        tuple(tuple(map(task_of, order)) for order in orders),
+        shared,
+    )

@@ -1,0 +1,298 @@
+"""Adds each layer's gradient to the accumulator where it is made, instead of stacking all layers first.
+
+Before:                                         After:
+    grads = zeros[L, ...]                           acc enters the layer loop:
+    for l: grads[slot(l)] = g(l)                        acc[slot(l)] += convert(g(l))
+    acc = acc + convert(grads)
+
+Contract
+    Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
+              which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
+              them may stand what is done element by element with values that do not depend on the loop either (a
+              conversion, a weight, weight decay), reshapes, all-reduces, and sharding constraints that do not split
+              the stack between layers. Of loops in loops, as of groups of layers, the outer one takes it.
+    Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
+              What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
+              too, since no partitioner infers it.
+    Leaves    every other stack: of open sums also those with more than a conversion or a constant factor between. A
+              constraint that splits a stack between layers is named.
+
+Why it is legal: every slot is written exactly once (index table of the proved loop counter), so each element
+of the accumulator sees the same single addition of the same two numbers as before: results are equal to the
+last bit, and what the stack started as never shows.
+Costs nothing; it saves one stack of gradients in memory, which would otherwise be alive beside the other
+strand's logits, and its three trips through memory (zeros, write, read) per micro-batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.passes.analysis.names import ALPHA
+from dhelix.passes.framework.manager import PassContext, Stage
+from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint, leaves_open, splits_first
+from dhelix.passes.hlo.edit import drop_dead, replace_uses
+from dhelix.passes.hlo.graph import descendants
+from dhelix.passes.hlo.loop_state import add_element, drop_elements
+from dhelix.passes.hlo.stacks import is_constant, is_one_slot
+
+_ELEMENTWISE = frozenset("add subtract multiply divide negate convert select".split())
+
+type Users = dict[Instruction, list[Instruction]]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """`total = accumulator + steps(result)`, and how the loop makes `result`, the gradients."""
+
+    element: int
+    write: Instruction
+    result: Instruction
+    total: Instruction
+    accumulator: Instruction
+    steps: tuple[Instruction, ...]
+
+    @property
+    def open(self) -> Instruction | None:
+        """The constraint that leaves a sum over devices open, if any."""
+        return next((step for step in self.steps if leaves_open(step)), None)
+
+
+@dataclass(frozen=True)
+class GradientAccumulation:
+    """No options."""
+
+    name = "gradient-accumulation"
+    stage = Stage.LOWERED
+
+    def run(self, module: HloModule, context: PassContext) -> bool:
+        changed = False
+        for computation in list(module.computations):
+            changed |= accumulate(computation, context, ALPHA)
+        return changed
+
+
+def accumulate(computation: Computation, context: PassContext, strand: str = "") -> bool:
+    """The same for the loops of one computation, of any strand or of none."""
+    changed = False
+    for loop in [i for i in computation.instructions if i.opcode == "while"]:
+        sums, split = _without_split(_sums(loop, strand))
+        for constraint in split:
+            context.note("left alone: a sharding constraint splits gradients between layers", constraint)
+        if not sums:
+            continue
+        freed = sum(shapes.byte_size(s.write.shape) for s in sums)
+        for one in sums:
+            _accumulate_inside(loop, one)
+        drop_dead(loop.called[0])
+        drop_dead(computation)
+        drop_elements(loop, [s.element for s in sums])
+        drop_dead(computation)
+        context.note("gradients accumulated layer by layer", loop, stacks=len(sums), bytes_freed=freed)
+        changed = True
+    return changed
+
+
+def _sums(loop: Instruction, strand: str) -> list[_Sum]:
+    body = loop.called[0]
+    made = [_behind_open(r) for r in body.root.operands]
+    writes = [r for r in made if r.opcode == "dynamic-update-slice" and r.op_name.startswith(strand)]
+    if not writes:
+        return []
+    users = loop.computation.users()
+    after = descendants(loop.computation, [loop])
+    found = []
+    for element, write in enumerate(made):
+        if write in writes and _written_once_per_slot(WhileLoop(loop), element, write):
+            one = _addition(loop, element, write, users, after)
+            if one is not None and (one.open is None or all(map(_keeps_open, one.steps))):
+                found.append(one)
+    return found
+
+
+def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) -> bool:
+    """A stack whose slots along dimension 0 are each written whole, once, and not read inside."""
+    users, root = loop.body.users(), loop.body.root
+    reads = [r for r, k in loop.reads.items() if k == element]
+    if len(reads) != 1:
+        return False
+    before, after = _before_open(reads[0], users), _before_open(write, users)
+    table = loop.index_table(write.operands[2])
+    return (
+        write.operands[0] is before
+        and users[before] == [write]
+        and root.operands[element] is after
+        and users[after] == [root]
+        and root.operands.count(after) == 1
+        and is_one_slot(write.operands[1].shape, write.shape)
+        and table is not None
+        and sorted(table) == list(range(write.shape.dimensions[0]))
+    )
+
+
+def _behind_open(value: Instruction) -> Instruction:
+    """What constraints that leave a sum open are put on; other values as they are."""
+    while leaves_open(value):
+        value = value.operands[0]
+    return value
+
+
+def _before_open(value: Instruction, users: Users) -> Instruction:
+    """The last of the constraints on `value` that leave a sum open, where nothing else reads it."""
+    while len(users[value]) == 1 and leaves_open(users[value][0]):
+        value = users[value][0]
+    return value
+
+
+def _without_split(sums: list[_Sum]) -> tuple[list[_Sum], list[Instruction]]:
+    """Those of which no constraint splits the stack between layers, and the constraints of the others that do."""
+    splitting = {one.element: [s for s in one.steps if splits_first(s)] for one in sums}
+    return [one for one in sums if not splitting[one.element]], [s for found in splitting.values() for s in found]
+
+
+def _addition(
+    loop: Instruction, element: int, write: Instruction, users: Users, after: set[Instruction]
+) -> _Sum | None:
+    value = None
+    for read in users[loop]:
+        if read.opcode != "get-tuple-element":
+            return None
+        if read.tuple_index == element and users[read]:
+            if value is not None:
+                return None
+            value = read
+    return _sum(element, write, value, users, after) if value is not None else None
+
+
+def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
+    """The first addition to what an earlier loop or micro-batch made; to anything, where there is none."""
+    found: _Sum | None = None
+    steps: list[Instruction] = []
+    value = result
+    while len(users[value]) == 1 and value is not value.computation.root:
+        user = users[value][0]
+        others = [o for o in user.operands if o is not value]
+        adds = user.opcode == "add" and len(others) == 1 and others[0] not in after
+        if adds and others[0].opcode != "dynamic-slice":  # a slot would have to be copied out for the loop
+            found = found or _Sum(element, write, result, user, others[0], tuple(steps))
+            if others[0].opcode == "get-tuple-element":
+                return _Sum(element, write, result, user, others[0], tuple(steps))
+        kinds = {"reshape" if s.opcode == "reshape" else "constraint" for s in (*steps, user) if not _is_plain(s)}
+        if not (_is_step(user) and after.isdisjoint(others)) or len(kinds) > 1:
+            break  # what a constraint says of dimensions, it would say of others before a reshape
+        steps.append(user)
+        value = user
+    return found
+
+
+def _is_step(user: Instruction) -> bool:
+    """Whether it does to each element of a stack what it does to a slot alone."""
+    return _is_plain(user) or user.opcode == "reshape" or is_sharding_constraint(user)
+
+
+def _keeps_open(step: Instruction) -> bool:
+    """Whether it may stand between an open sum over devices and its accumulator: nothing but that sum comes from before
+    the loop then, since XLA closes what is carried and is said to be open."""
+    numbers = [o for o in step.operands if is_constant(o)]
+    scales = step.opcode in ("multiply", "divide") and len(numbers) == 1
+    return scales or step.opcode in ("convert", "negate", "all-reduce") or is_sharding_constraint(step)
+
+
+def _is_plain(user: Instruction) -> bool:
+    return user.opcode in _ELEMENTWISE or (user.opcode == "all-reduce" and len(user.operands) == 1)
+
+
+def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
+    """The loop's body reads a slot of the accumulator, adds that layer's gradient, and writes it back."""
+    slots = _Slots(loop, one)
+    old, place = slots.carried(slots.stack(one.accumulator), changes=True)
+    builder = Builder(loop.called[0])
+    value, gradient = one.result, one.write.operands[1]
+    for step in one.steps:
+        if step.opcode != "reshape":
+            operands = [gradient if o is value else slots.of(o) for o in step.operands]
+            gradient = slots.done(step, operands)
+        value = step
+    added = builder.binary("add", _as_open(builder, one, slots.read(old)), gradient)
+    added.proto.metadata.CopyFrom(one.total.proto.metadata)
+    written = builder.copy(one.write, [old, _as_open(builder, one, added), *one.write.operands[2:]])
+    written.proto.shape.CopyFrom(old.shape)
+    root = loop.called[0].root
+    root.operands[place] = _as_open(builder, one, written)
+    root.operands[one.element] = _behind_open(one.write.operands[0])
+    loop.called[0].sort()
+    outside = Builder(loop.computation)
+    total = _as_open(outside, one, outside.element(loop, place))
+    if total.shape.dimensions != one.total.shape.dimensions:
+        total = outside.make("reshape", one.total.shape, [total])
+    replace_uses(loop.computation, one.total, total)
+    loop.computation.sort()
+
+
+class _Slots:
+    """Makes, in the loop, the slot of values from before it that belongs to the gradient that is written there."""
+
+    def __init__(self, loop: Instruction, one: _Sum) -> None:
+        self._loop = loop
+        self._body = Builder(loop.called[0])
+        self._outside = Builder(loop.computation)
+        self._stack, self._slot, *self._index = one.write.shape, *one.write.operands[1:]
+        self._made: dict[Instruction, Instruction] = {}
+
+    def of(self, value: Instruction) -> Instruction:
+        """A number stays one; what is made element by element of others is made again, of their slots."""
+        if value not in self._made:
+            self._made[value] = self._of(value)
+        return self._made[value]
+
+    def _of(self, value: Instruction) -> Instruction:
+        if value.opcode == "constant" and not value.shape.dimensions:
+            return self._body.copy(value, [])
+        if not value.shape.dimensions:
+            return self.carried(value)[0]
+        if value.opcode == "broadcast" and not value.operands[0].shape.dimensions:
+            return self._body.make("broadcast", _like(self._slot.shape, value.shape), [self.of(value.operands[0])])
+        if value.opcode in _ELEMENTWISE:
+            return self.done(value, [self.of(o) for o in value.operands])
+        return self.read(self.carried(self.stack(value))[0])
+
+    def done(self, step: Instruction, operands: list[Instruction]) -> Instruction:
+        """`step`, to slots."""
+        made = self._body.copy(step, operands)
+        made.proto.shape.CopyFrom(_like(self._slot.shape, step.shape))
+        return made
+
+    def stack(self, value: Instruction) -> Instruction:
+        """`value`, before the loop, in the shape of the stack."""
+        shape = _like(self._stack, value.shape)
+        return value if shapes.same(shape, value.shape) else self._outside.make("reshape", shape, [value])
+
+    def carried(self, value: Instruction, changes: bool = False) -> tuple[Instruction, int]:
+        """The body's read of `value`, of an element of the loop's state, and its number."""
+        if not changes:
+            whole = WhileLoop(self._loop)
+            for read, k in whole.reads.items():
+                if k in whole.invariants and whole.initial(k) is value:
+                    return read, k
+        return add_element(self._loop, value), len(self._loop.shape.tuple_shapes) - 1
+
+    def read(self, stack: Instruction) -> Instruction:
+        shape = _like(self._slot.shape, stack.shape)
+        sizes = list(shape.dimensions)
+        return self._body.make("dynamic-slice", shape, [stack, *self._index], dynamic_slice_sizes=sizes)
+
+
+def _as_open(builder: Builder, one: _Sum, value: Instruction) -> Instruction:
+    if one.open is None:
+        return value
+    made = builder.copy(one.open, [value])
+    made.proto.shape.CopyFrom(value.shape)
+    return made
+
+
+def _like(shape: Any, typed: Any) -> Any:
+    """`shape`'s dimensions and layout with the element type of `typed`."""
+    result = type(shape)()
+    result.CopyFrom(shape)
+    result.element_type = typed.element_type
+    return result

@@ -1,0 +1,234 @@
+"""Finds values that are sums over devices, of which each device could make and keep a part of its own.
+
+    dw = dot(x, dy)      x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp"
+
+is a sum over "dp", and so is what treats a sum as it treats its parts: transposing, reshaping, converting, scaling it,
+choosing it by a condition, adding another such sum, and what a loop stacks or adds up of such sums. What is added to
+a sum and is none itself, as weight decay, counts once: it goes into the first replica's part.
+
+Nothing is assumed of the partitioner: `parts.py` writes any sum in parts that add up to it. Which axes pay follows from
+how Shardy propagates the program's shardings.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.propagation import Propagated
+from dhelix.passes.hlo import Instruction, shapes
+from dhelix.passes.hlo.constraints import Axes, is_sharding_constraint
+from dhelix.passes.hlo.edit import combines_by
+from dhelix.passes.hlo.stacks import is_zero, zeros_behind
+from dhelix.passes.strands.gradients.accumulators import Accumulator, Readers, Use, inner_accumulator
+
+ALIKE = frozenset("convert copy negate transpose reshape reverse broadcast slice".split())
+"""One operand, done to a sum as to each part."""
+
+_FACTORS = frozenset("multiply divide".split())
+_TERMS = {"add": slice(None), "subtract": slice(None), "concatenate": slice(None), "select": slice(1, None)}
+
+type Summed = tuple[tuple[int, ...], Axes]
+"""Numbers of a summed dimension, one for each operand that has it, and what it is split over."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What is known of a value as a sum of parts.
+
+    Attributes:
+      axes: mesh axes over which it is a sum, in the mesh's order.
+      element_type: the widest in which it is summed, as XLA numbers types; None of zeros.
+    """
+
+    axes: Axes
+    element_type: int | None
+
+
+class PartialSums:
+    """Which values of a program are sums over which axes; to be made once, before anything is changed."""
+
+    def __init__(self, known: Propagated, readers: Readers, carried: Collection[Use]) -> None:
+        """
+        Args:
+          carried: elements that accumulators of whole steps go through, which none of one micro-batch does.
+        """
+        self.known = known
+        self._readers = readers
+        self._carried = carried
+        self._found: dict[Instruction, Partial | PassRefusal] = {}
+        self._factors: dict[Instruction, int] = {}
+        self._made_by_loops: dict[Instruction, Accumulator] = {}
+
+    def of(self, value: Instruction) -> Partial:
+        """Raises PassRefusal, with the reason, where `value` is no sum of parts."""
+        if value not in self._found:
+            try:
+                self._found[value] = self._of(value)
+            except PassRefusal as refusal:
+                self._found[value] = refusal
+        found = self._found[value]
+        if isinstance(found, PassRefusal):
+            raise found
+        return found
+
+    def axes(self, value: Instruction) -> Axes:
+        """The same, without a reason where there is none."""
+        try:
+            return self.of(value).axes
+        except PassRefusal:
+            return ()
+
+    def factor(self, product: Instruction) -> int:
+        """The number of the factor that is taken apart; the other one, be it the same sum, stays whole."""
+        return self._factors[product]
+
+    def made_by_loop(self, result: Instruction) -> Accumulator:
+        """How a loop inside of a micro-batch stacks or adds up `result`, an element of its state."""
+        return self._made_by_loops[result]
+
+    def of_accumulator(self, one: Accumulator) -> Partial:
+        """The axes over which all that is added is a sum, and over which the accumulator is not split."""
+        found = self._joined(one.added)
+        split = {axis for value in one.values for over in self.known.of(value) or () for axis in over}
+        return Partial(self._ordered(set(found.axes) - split), found.element_type)
+
+    def _of(self, value: Instruction) -> Partial:
+        known = self.known
+        if zeros_behind(value):
+            return Partial(tuple(known.axes), None)
+        if value.opcode == "scatter":
+            return self._summed(value, scattered_dimensions(value, known))
+        if value.opcode == "dot" or (value.opcode == "reduce" and len(value.operands) == 2):
+            found = self._summed(value, summed_dimensions(value, known))
+            if found.axes or value.opcode == "dot":
+                return found
+        if value.opcode == "pad" and not is_zero(value.operands[1]):
+            raise PassRefusal("a gradient is padded with something else than zeros", value)
+        if value.opcode == "convert" and not keeps_sums(value):
+            raise PassRefusal("a gradient is rounded to integers or to few bits", value)
+        if value.opcode in _TERMS:
+            return self._joined([(value, k) for k in range(len(value.operands))[_TERMS[value.opcode]]])
+        if value.opcode in _FACTORS:
+            return self._scaled(value)
+        if value.opcode == "get-tuple-element" and value.operands[0].opcode == "while":
+            one = inner_accumulator(value, self._readers)
+            if any(element in self._carried for element in one.elements):
+                raise PassRefusal("a gradient is made of sums over micro-batches", value)
+            self._made_by_loops[value] = one
+            return self.of_accumulator(one)
+        if is_sharding_constraint(value):  # what it splits the sum over is no replica's own any more
+            split = {axis for over in known.said(value) or () for axis in over or ()}
+            found = self.of(value.operands[0])
+            return Partial(self._ordered(set(found.axes) - split), found.element_type)
+        if value.opcode in ALIKE | {"pad", "reduce"}:
+            return self.of(value.operands[0])
+        raise PassRefusal(f"a gradient is made by {value.opcode}, which is no plain sum over replicas", value)
+
+    def _summed(self, value: Instruction, summed: list[Summed]) -> Partial:
+        return Partial(self._ordered({axis for _, split in summed for axis in split}), value.shape.element_type)
+
+    def _joined(self, terms: Sequence[Use]) -> Partial:
+        """Of terms that are added up or lie side by side. Where they are sums over different axes, the first one says
+        over which. What is no such sum must not be split over them, since the first replica alone keeps it."""
+        axes, types = set(self.known.axes), set[int]()
+        refusals, whole = list[PassRefusal](), list[Use]()
+        for user, number in terms:
+            try:
+                one = self.of(user.operands[number])
+            except PassRefusal as refusal:
+                refusals.append(refusal)
+                whole.append((user, number))
+                continue
+            if one.element_type is None:
+                continue  # zeros are a sum over anything
+            if axes.isdisjoint(one.axes):
+                whole.append((user, number))
+            else:
+                types.add(one.element_type)
+                axes &= set(one.axes)
+        if not types and refusals:
+            raise refusals[0]
+        if not types and whole:
+            return Partial((), None)
+        for user, number in whole:
+            split = self.known.of(user.operands[number]) or self.known.of_operand(user, number)
+            if split is None:
+                raise PassRefusal("it is not known how what is added to a gradient is split", user)
+            axes -= {axis for over in split for axis in over}
+        widest = max(types, key=lambda kind: shapes.byte_size(shapes.scalar(kind)), default=None)
+        return Partial(self._ordered(axes), widest)
+
+    def _scaled(self, value: Instruction) -> Partial:
+        """Either factor of a product may be the sum; of a quotient only the first one."""
+        refusals: list[PassRefusal] = []
+        for number, factor in enumerate(value.operands[: 1 if value.opcode == "divide" else 2]):
+            try:
+                found = self.of(factor)
+            except PassRefusal as refusal:
+                refusals.append(refusal)
+                continue
+            if found.axes:
+                self._factors[value] = number
+                return found
+        reason = "a gradient is scaled, and neither factor is a sum over replicas"
+        raise refusals[0] if refusals else PassRefusal(reason, value)
+
+    def _ordered(self, axes: set[str]) -> Axes:
+        return tuple(axis for axis in self.known.axes if axis in axes)
+
+
+def summed_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
+    """The dimensions that a dot or a reduction sums over.
+
+    Raises PassRefusal where the operands of a dot are split differently.
+    """
+    if value.opcode == "reduce":
+        if not (combines_by(value) == "add" and is_zero(value.operands[1])):
+            raise PassRefusal("a gradient is reduced by something else than a sum from zero", value)
+        operand = known.of_operand(value, 0)
+        if operand is None:
+            raise PassRefusal("it is not known how a summed gradient is split", value)
+        return [((d,), _evenly(operand[d], value.operands[0], d, known)) for d in value.proto.dimensions]
+    numbers = value.proto.dot_dimension_numbers
+    left, right = known.of_operand(value, 0), known.of_operand(value, 1)
+    if left is None or right is None:
+        raise PassRefusal("it is not known how a gradient's factors are split", value)
+    found: list[Summed] = []
+    for a, b in zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True):
+        longer, shorter = sorted((left[a], right[b]), key=len, reverse=True)
+        if longer[: len(shorter)] != shorter:
+            raise PassRefusal(f"a gradient's factors are split over {left[a]} and {right[b]}", value)
+        found.append(((a, b), _evenly(longer, value.operands[0], a, known)))
+    return found
+
+
+def scattered_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
+    """The dimensions along which rows are added to zeros, as of embeddings: their number in the indices and in the
+    updates, and what the updates are split over."""
+    numbers = value.proto.scatter_dimension_numbers
+    if (
+        len(value.operands) != 3
+        or not (combines_by(value) == "add" and zeros_behind(value.operands[0]))
+        or numbers.input_batching_dims
+    ):
+        raise PassRefusal("a gradient is scattered otherwise than by adding rows to zeros", value)
+    updates = known.of_operand(value, 2)
+    if updates is None:
+        raise PassRefusal("it is not known how scattered rows are split", value)
+    rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    indices = [d for d in range(len(value.operands[1].shape.dimensions)) if d != numbers.index_vector_dim]
+    split = [_evenly(updates[b], value.operands[2], b, known) for b in rows]
+    return [((a, b), over) for a, b, over in zip(indices, rows, split, strict=True)]
+
+
+def _evenly(split: Axes, operand: Instruction, dimension: int, known: Propagated) -> Axes:
+    """`split`, or nothing where a dimension does not divide by it, and so cannot be cut."""
+    return () if operand.shape.dimensions[dimension] % math.prod(known.axes[axis] for axis in split) else split
+
+
+def keeps_sums(convert: Instruction) -> bool:
+    """Whether what parts are converted to adds up to what the sum is converted to, but for one rounding to a floating
+    point type of 16 bits or more."""
+    types = {convert.shape.element_type, convert.operands[0].shape.element_type}
+    return types <= {shapes.F16, shapes.BF16, shapes.F32, shapes.F64}

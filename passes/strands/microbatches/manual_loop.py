@@ -1,0 +1,191 @@
+"""Moves a loop over micro-batches into the shard_maps that hold its forward and backward pass.
+
+Before, as `value_and_grad` of a loss that is a shard_map is lowered (all arrays are whole; a shard_map is a chain of
+three instructions, `passes/hlo/manual_computation.py`):    After:
+
+    acc = zeros                                              acc, .. = shard_map(w, batch):       of this device's parts
+    while i < M:                                                 acc = zeros
+        x         = dynamic-slice(batch, i)                      while i < M:
+        loss, res = shard_map(forward)(w, x)                         x         = dynamic-slice(batch, i)
+        grads     = shard_map(backward)(res)                         loss, res = forward(w, x)
+        acc      += grads                                            grads     = backward(res)
+                                                                     acc      += grads
+
+In a shard_map that the loop calls, passes would see neither layers nor residuals nor accumulators. With the loop inside
+of it, it is the program of a user who wrote the shard_map around the loop, and every pass does what it does there.
+`strand_duplication.partitions` asks for it where it finds no strands otherwise.
+
+Contract
+    Consumes  a loop whose body holds shard_maps over the same axes of one mesh, and around them operations that do to
+              each device's parts what they do to whole arrays: elementwise ones, slices along dimensions that are not
+              split, and any of arrays that are not split at all; and sums.
+    Makes     one shard_map around the loop. A sum along a split dimension is one of parts, and an all-reduce.
+    Leaves    every other loop; PassRefusal says what stands in the way.
+
+Why it is legal: one split of each array follows from what shard_maps say and from these operations, dimension by
+dimension, through the loop's state. So the parts that enter and leave a shard_map are those that stand beside it, and
+each device computes of them what the partitioner would have it compute.
+Cost: linear in instructions. What the loop carries is split as the shard_maps say, from before the loop on. No paper.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.analysis.collectives import free_channel
+from dhelix.passes.hlo import Builder, Computation, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.hlo.edit import drop_dead, inline_calls, replace_all_uses, replace_uses
+from dhelix.passes.hlo.manual_computation import (
+    ManualComputation,
+    Split,
+    elements,
+    groups_over,
+    make_manual,
+    manual_computations,
+    stays_a_call,
+)
+from dhelix.passes.hlo.stacks import is_constant
+from dhelix.passes.strands.microbatches.manual_splits import Splits
+
+
+def move_inside(computation: Computation, loop: Instruction) -> tuple[Computation, Instruction]:
+    """Moves `loop`, which stands in `computation` and calls shard_maps, into one.
+
+    Returns the computation that it stands in then, and the loop. Raises PassRefusal where it stays.
+    """
+    whole = WhileLoop(loop)
+    held = manual_computations(whole.body)
+    if whole.trip_count is None:
+        raise PassRefusal("its number of iterations is not proved", loop)
+    if any(s.element_type == shapes.TOKEN for s in loop.shape.tuple_shapes):
+        raise PassRefusal("it has effects that are ordered", loop)
+    drop_dead(whole.condition)
+    if other := next((m for m in held if m.axes != held[0].axes), None):
+        raise PassRefusal("its shard_maps are over different axes", other.call)
+    sharding = Splits(whole, held)
+    _inline(whole, held, sharding)
+    return _wrap(computation, whole, held[0], sharding)
+
+
+def _inline(loop: WhileLoop, held: list[ManualComputation], sharding: Splits) -> None:
+    """The body computes of parts: its shard_maps become plain calls, which are inlined, and all other shapes shrink."""
+    body = loop.body
+    users = body.users()
+    calls = {one.call for one in held}
+    inside = {i for one in held for i in one.instructions}
+    inside |= {value for i in inside for value, _ in elements(i, users)}
+    outside = [i for i in body.instructions if i not in inside]
+    stands_for: dict[Instruction, Instruction] = {}
+    for one in held:
+        if one.to_local is not None:
+            given = one.to_local.operands
+            stands_for |= {value: given[n] for value, n in elements(one.to_local, users)}
+        if one.to_global is not None:
+            stands_for |= {value: one.to_global.operands[n] for value, n in elements(one.to_global, users)}
+    if not sharding.partial:
+        for i in filter(is_sharding_constraint, outside):
+            stands_for[i] = i.operands[0]
+    for value in body.instructions:  # operands first
+        if value in stands_for:
+            source = stands_for[value]
+            stands_for[value] = stands_for.get(source, source)
+    sums = {i: axes for i in outside if i.opcode == "reduce" and (axes := sharding.summed(i))}
+    groups = {i: groups_over(body.module, sharding.mesh, axes) for i, axes in sums.items()}
+    for i in outside:
+        _shrink(i, sharding)
+    for i, together in groups.items():
+        replace_uses(body, i, _over_devices(i, together))
+    for i in loop.condition.instructions:
+        if i.opcode == "parameter":
+            i.shape.CopyFrom(body.parameters[0].shape)
+        elif i.opcode == "get-tuple-element" and i.operands[0].opcode == "parameter":
+            i.shape.CopyFrom(body.parameters[0].shape.tuple_shapes[i.tuple_index])
+    replace_all_uses(body, stands_for)
+    edges = {edge for one in held for edge in (one.to_local, one.to_global)}
+    body.instructions = [i for i in body.instructions if i not in edges and i not in stands_for]
+    body.sort()
+    inline_calls(body, keep=lambda call: call not in calls and stays_a_call(call))
+    drop_dead(body)
+
+
+def _over_devices(reduction: Instruction, groups: list[list[int]]) -> Instruction:
+    """The sum, or what else it is, of what devices made of their parts."""
+    computation = reduction.computation
+    everywhere = Builder(computation).make(
+        "all-reduce",
+        reduction.shape,
+        [reduction],
+        called=reduction.called,
+        channel_id=free_channel(computation.module),
+        use_global_device_ids=True,
+    )
+    everywhere.proto.metadata.CopyFrom(reduction.proto.metadata)
+    for group in groups:
+        everywhere.proto.replica_groups.add(replica_ids=group)
+    return everywhere
+
+
+def _shrink(value: Instruction, sharding: Splits) -> None:
+    leaves = value.shape.tuple_shapes if shapes.is_tuple(value.shape) else [value.shape]
+    for leaf, shape in enumerate(leaves):
+        for d in range(len(shape.dimensions)):
+            parts = sharding.parts(value, leaf, d)
+            shape.dimensions[d] //= parts
+            if value.opcode == "dynamic-slice":
+                value.proto.dynamic_slice_sizes[d] //= parts
+            if value.opcode == "slice":
+                value.proto.slice_dimensions[d].limit //= parts  # of a dimension that is split all is taken
+
+
+def _wrap(
+    computation: Computation, loop: WhileLoop, like: ManualComputation, sharding: Splits
+) -> tuple[Computation, Instruction]:
+    """The loop goes into the body of a shard_map that stands in its place."""
+    old = loop.instruction
+    outside = Builder(computation)
+    start = [outside.element(old.operands[0], k) for k in range(loop.size)]
+    reads = [user for user in computation.users()[old] if user.opcode == "get-tuple-element"]
+    read = {r.tuple_index for r in reads} if len(reads) == len(computation.users()[old]) else set(range(loop.size))
+    read -= loop.invariants
+    body = Builder(computation.module.new_computation(like.body.name))
+    state = loop.body.parameters[0].shape.tuple_shapes
+    given: list[tuple[Instruction, Split]] = []
+    inner: list[Instruction] = []
+    for k, value in enumerate(start):
+        source = value.operands[0] if is_sharding_constraint(value) and not sharding.partial else value
+        if made := _made_here(body, source, state[k]):
+            inner.append(made)
+        else:
+            inner.append(body.parameter(len(given), state[k]))
+            given.append((value, sharding.split(k)))
+    moved = body.while_loop(body.tuple(inner), loop.body, loop.condition, old, "micro_batches")
+    returned = sorted(read)
+    made = body.finish(body.tuple([body.element(moved, k) for k in returned]))
+    results = [(old.shape.tuple_shapes[k], sharding.split(k)) for k in returned]
+    around, whole = make_manual(computation, like, given, made, results)
+    around.call.proto.metadata.op_name = old.op_name.partition("/")[0]  # instructions inside have whole names
+    values = start
+    for k, value in zip(returned, whole, strict=True):
+        values[k] = value
+    replaced: dict[Instruction, Instruction] = {r: values[r.tuple_index] for r in reads}
+    if len(read | loop.invariants) == loop.size:
+        replaced[old] = outside.tuple(values)
+    replace_all_uses(computation, replaced)
+    computation.instructions = [i for i in computation.instructions if i is not old]
+    computation.sort()
+    drop_dead(computation)
+    return made, moved
+
+
+def _made_here(builder: Builder, value: Instruction, local: Any) -> Instruction | None:
+    """A copy of a start that is one number all over, so that passes see what loops count from and that stacks are
+    empty."""
+    if value.opcode == "constant" and not value.shape.dimensions:
+        return builder.copy(value, [])
+    if is_constant(value):
+        made = builder.copy(value, [builder.copy(value.operands[0], [])])
+        made.shape.dimensions[:] = local.dimensions
+        return made
+    return None

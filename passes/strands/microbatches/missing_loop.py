@@ -1,0 +1,42 @@
+"""Why a step has no loop over micro-batches that could become two strands, and what its writer can do about it.
+
+Micro-batches that are written out are none of its cases: they become a loop, or `equal_parts` says why not.
+"""
+
+from __future__ import annotations
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import Computation, HloModule, Instruction, graph
+from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, takes_gradients
+
+
+def no_loop(module: HloModule) -> PassRefusal:
+    """For a program in which no loop holds a backward pass, nor several of them stand one beside another; calls are
+    inlined."""
+    if not any(is_backward(i) for i in graph.walk(module.entry)):
+        return PassRefusal(
+            "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
+            "that takes the gradients"
+        )
+    again = next(filter(None, map(_gradient_of_gradients, graph.run_once(module.entry))), None)
+    if again is not None:
+        return PassRefusal(
+            "the step takes gradients, and with them makes values at which it takes gradients again: these are steps "
+            "of an optimizer, one after another, or gradients of gradients, and no micro-batches, which share their "
+            "parameters; give the function that takes one step, and loop over micro-batches in it",
+            again,
+        )
+    return PassRefusal(
+        "the step has no loop over micro-batches that takes gradients: take and accumulate them in a loop inside the "
+        "step (lax.scan, optax.microbatching; the gradient of a whole loop is none), or take them with "
+        "dhelix.value_and_grad and give microbatches=; accumulation across calls, as optax.MultiSteps does, cannot be "
+        "interleaved"
+    )
+
+
+def _gradient_of_gradients(computation: Computation) -> Instruction | None:
+    """Where a backward pass begins whose forward pass read what another backward pass made."""
+    first = graph.descendants(computation, filter(takes_gradients, computation.instructions))
+    again = [i for i in computation.instructions if "jvp(" in i.op_name and not is_backward(i)]
+    behind = graph.descendants(computation, [i for i in again if not first.isdisjoint(i.operands)])
+    return next((i for i in computation.instructions if takes_gradients(i) and i in behind), None)

@@ -1,0 +1,144 @@
+"""Gives a loop over micro-batches that `unroll=` made of several an iteration for each.
+
+Before (N equal parts in an iteration):          After (i, g, ls as before; j and l are new):
+    while i < M / N:                                 while j < M:
+      g0, l0 = backward(w, xs[i][0])                   k = j % N
+      g1, l1 = backward(w, xs[i][1])                   gk, lk = backward(w, (xs[i][0], xs[i][1])[k])
+      g = g + g0 + g1                                  g = g + gk
+      ls[i] = l0, l1                                   l[k] = lk
+      i = i + 1                                        ls[i] = l, i = i + 1, where k is N - 1
+
+Contract
+    Consumes  a loop with a proved trip count, whose body is N equal parts (`equal_parts`), sums that the loop carries,
+              and little else: counters, slices of the batch, small results.
+    Makes     the loop above. What an iteration did beside its parts, all N of the new ones do, and the last one keeps.
+    Leaves    loops that do more, such as an update of parameters: these are steps, each with its own micro-batches.
+
+Why it is legal: iteration j computes what part j % N of iteration j / N did. Until the last of them the state that is
+no sum stays as it was, so what is read of it is the same.
+Cost: slices of N micro-batches in place of one, and of small elements of the state a selection.
+"""
+
+from __future__ import annotations
+
+from dhelix.passes.hlo import Builder, Computation, Instruction, WhileLoop, shapes
+from dhelix.passes.hlo.edit import copy_instructions, drop_dead, has_side_effect, read_through, replace_all_uses
+from dhelix.passes.hlo.graph import ancestors
+from dhelix.passes.hlo.stacks import read_slot, stack, static_slot, write_slot
+from dhelix.passes.strands.microbatches.written_out.equal_parts import Parts, is_heavy
+from dhelix.passes.strands.microbatches.written_out.loop_rolling import NAME, add, compute, counts_to, empty
+
+_LARGE = 16 * 2**20  # bytes of state that is selected in each iteration: less than a millisecond's traffic
+
+
+def flatten(loop: WhileLoop, parts: Parts) -> Instruction | None:
+    """Replaces `loop`, whose body holds the parts, and returns the new one; None where it must stay."""
+    trips = loop.trip_count
+    carried = _carried(loop, parts)
+    if not trips or carried is None or not _is_little(loop, parts, carried):
+        return None
+    computation, old = loop.instruction.computation, loop.instruction
+    outside = Builder(computation)
+    start = [outside.element(old.operands[0], k) for k in range(loop.size)]
+    start += [outside.scalar(0, shapes.S32), *(empty(outside, value, parts.count) for value in parts.kept)]
+    initial = outside.tuple(start)
+    body = _body(loop, parts, carried, initial)
+    condition = counts_to(
+        computation.module.new_computation(f"{NAME}_condition"), initial, loop.size, trips * parts.count
+    )
+    new = outside.while_loop(initial, body, condition, old, NAME)
+    replace_all_uses(computation, {old: outside.tuple([outside.element(new, k) for k in range(loop.size)])})
+    read_through(computation)
+    drop_dead(computation)
+    return new
+
+
+def _carried(loop: WhileLoop, parts: Parts) -> dict[int, int] | None:
+    """For each element of the state that is a sum over parts, the number of the sum; None where not all sums are."""
+    users, root = loop.body.users(), loop.body.root
+    found: dict[int, int] = {}
+    for n, one in enumerate(parts.sums):
+        if one.start is None or one.start not in loop.reads:
+            return None
+        element, result = loop.reads[one.start], one.chain.result
+        if root.operands[element] is not result or root.operands.count(result) > 1 or users[result] != [root]:
+            return None
+        found[element] = n
+    return found
+
+
+def _is_little(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> bool:
+    """Whether what is not of the parts is little enough to be done for each of them."""
+    others = [k for k in range(loop.size) if k not in carried and k not in loop.invariants]
+    if sum(shapes.byte_size(loop.instruction.shape.tuple_shapes[k]) for k in others) > _LARGE:
+        return False
+    if any(map(has_side_effect, loop.body.instructions)):
+        return False
+    sums = {read for read, k in loop.reads.items() if k in carried}
+    rest = _rest(loop, parts, carried)
+    read = {*_wanted(loop, parts, carried), *(operand for i in rest for operand in i.operands)}
+    return sums.isdisjoint(read) and not any(map(is_heavy, rest))
+
+
+def _wanted(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
+    """What the parts read, and the state behind the iteration, but for sums."""
+    read = [i for value in (*parts.inputs, *parts.shared) for i in value.instances]
+    return read + [value for k, value in enumerate(loop.body.root.operands) if k not in carried]
+
+
+def _rest(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
+    """What the iteration computes beside its parts and sums: what they read, and what follows from results."""
+    made = {result.instruction for result in parts.results}
+    needed = set(_wanted(loop, parts, carried))
+    for i in reversed(loop.body.instructions):
+        if i in needed and i not in made:
+            needed.update(i.operands)
+    return [i for i in loop.body.instructions if i in needed - made and i not in loop.reads and i.opcode != "parameter"]
+
+
+def _body(loop: WhileLoop, parts: Parts, carried: dict[int, int], initial: Instruction) -> Computation:
+    body = Builder(loop.body.module.new_computation(NAME))
+    parameter = body.parameter(0, initial.shape)
+    state = [body.element(parameter, k) for k in range(len(initial.operands))]
+    counter, stacks = state[loop.size], state[loop.size + 1 :]
+    number = body.scalar(parts.count, shapes.S32)
+    part = body.binary("remainder", counter, number)
+    copies = {read: state[k] for read, k in loop.reads.items()}
+    rest = _rest(loop, parts, carried)
+    before = ancestors(loop.body, [i for value in (*parts.inputs, *parts.shared) for i in value.instances])
+    copy_instructions(body, [i for i in rest if i in before], copies)
+    made = {v: copies[v.first] for v in parts.shared}
+    for value in parts.inputs:
+        whole = stack(body, [copies[i] for i in value.instances])
+        made[value] = read_slot(body, whole, part, value.first.shape)
+    compute(body, parts, made)
+    sums = {k: add(body, parts.sums[n], state[k], made) for k, n in carried.items()}
+    stacks = [write_slot(body, old, made[v], part) for v, old in zip(parts.kept, stacks, strict=True)]
+    whole = dict(zip(parts.kept, stacks, strict=True))
+    for result in parts.results:
+        copies[result.instruction] = static_slot(body, whole[result.value], result.part)
+    copy_instructions(body, rest, copies)
+    last = _equals(body, part, body.scalar(parts.count - 1, shapes.S32))
+    elements = []
+    for k, value in enumerate(loop.body.root.operands):
+        if k in carried:
+            elements.append(sums[k])
+        elif k in loop.invariants:
+            elements.append(state[k])
+        else:
+            elements.append(_select(body, last, copies[value], state[k]))
+    following = body.binary("add", counter, body.scalar(1, shapes.S32))
+    return body.finish(body.tuple([*elements, following, *stacks]))
+
+
+def _equals(builder: Builder, a: Instruction, b: Instruction) -> Instruction:
+    return builder.make("compare", shapes.scalar(shapes.PRED), [a, b], comparison_direction="EQ")
+
+
+def _select(builder: Builder, condition: Instruction, one: Instruction, other: Instruction) -> Instruction:
+    if one.shape.dimensions:
+        shape = type(one.shape)(element_type=shapes.PRED, dimensions=one.shape.dimensions)
+        if one.shape.HasField("layout"):
+            shape.layout.CopyFrom(one.shape.layout)
+        condition = builder.make("broadcast", shape, [condition])
+    return builder.make("select", one.shape, [condition, one, other])

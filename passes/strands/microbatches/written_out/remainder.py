@@ -1,0 +1,86 @@
+"""Joins micro-batches that stand behind a loop, where `unroll=` leaves some over, or before it, with those of the loop.
+
+    while i < 2: two micro-batches          g0, ..., g3 written out, g4          loop_rolling:
+    g = g + backward(w, x[4])          ->                                   ->   while k < 5: one micro-batch
+
+A loop is written out, and with what stands beside it put into one loop, if all of it is proved to be N times the same
+(`equal_parts`). If not, the loop stays.
+Why it is legal: a loop is its iterations, one after another. Cost: time for the program written out, while this runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dhelix.errors import PassRefusal
+from dhelix.passes.hlo import Builder, Computation, Instruction, WhileLoop, graph
+from dhelix.passes.hlo.edit import (
+    copy_computation,
+    copy_instructions,
+    drop_dead,
+    inline_calls,
+    read_through,
+    replace_all_uses,
+)
+from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, takes_gradients
+from dhelix.passes.strands.microbatches.written_out.equal_parts import Parts, Unequal, equal_parts
+
+_LARGEST = 20_000  # instructions of a loop that is written out: about a second
+
+
+def with_remainder(
+    computation: Computation, keep: Callable[[Instruction], bool], refusals: list[PassRefusal]
+) -> Parts | None:
+    """The micro-batches of a loop of `computation` and of what stands around it, as parts of a changed copy of it.
+
+    Why these are not the same goes to `refusals`.
+    """
+    places = [n for n, i in enumerate(computation.instructions) if i.opcode == "while"]
+    for place in places:
+        loop = computation.instructions[place]
+        trips = _trips(loop)
+        if not trips or not _goes_on(computation, loop) or is_backward(loop):
+            continue
+        trial = copy_computation(computation)
+        _write_out(trial.instructions[place])
+        inline_calls(trial, keep)
+        drop_dead(trial)
+        try:
+            parts = equal_parts(trial)
+        except Unequal as refusal:
+            why = f"what takes gradients beside the loop over micro-batches has no partner: {refusal.why}"
+            refusals.append(PassRefusal(why, loop))
+            continue
+        if parts is not None and parts.count > trips:
+            return parts
+    return None
+
+
+def _trips(instruction: Instruction) -> int | None:
+    """How often a loop runs that is small enough to be written out; None for others."""
+    try:
+        trips = WhileLoop(instruction).trip_count
+    except PassRefusal:
+        return None
+    size = sum(1 for _ in graph.walk(instruction.called[0]))
+    return trips if trips and trips * size <= _LARGEST else None
+
+
+def _goes_on(computation: Computation, loop: Instruction) -> bool:
+    """Whether both the loop and what stands beside it take gradients."""
+    inside = any(map(is_backward, graph.walk(loop.called[0])))
+    return inside and any(map(takes_gradients, computation.instructions))
+
+
+def _write_out(instruction: Instruction) -> None:
+    """One iteration after another, in the place of the loop."""
+    loop, builder = WhileLoop(instruction), Builder(instruction.computation)
+    state = [builder.element(instruction.operands[0], k) for k in range(loop.size)]
+    inside = [i for i in loop.body.instructions if i not in loop.reads and i.opcode != "parameter"]
+    for _ in range(loop.trip_count or 0):
+        copies = {read: state[k] for read, k in loop.reads.items()}
+        copy_instructions(builder, [i for i in inside if i is not loop.body.root], copies)
+        state = [copies[value] for value in loop.body.root.operands]
+    replace_all_uses(instruction.computation, {instruction: builder.tuple(state)})
+    read_through(instruction.computation)
+    drop_dead(instruction.computation)

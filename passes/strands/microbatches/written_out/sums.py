@@ -1,0 +1,128 @@
+"""Sums over parts of a program: `((y0 + y1) + y2) + y3`, on top of something or not, in one order of additions.
+
+u1 = op(y0, y1);  u2 = op(u1, y2);  ...         one chain: `op` is an addition, a maximum, ..., and each step may
+u0 = op(start, y0);  u1 = op(u0, y1);  ...      end in sharding constraints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.constraints import is_sharding_constraint
+from dhelix.passes.strands.microbatches.written_out.signatures import Signatures
+
+_COMBINING = ("add", "multiply", "maximum", "minimum")  # of numbers
+_LOGICAL = ("and", "or")
+type Labels = Mapping[Instruction, int]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The steps that take in the second part and all later ones.
+
+    Attributes:
+      order: numbers of the parts, as they are taken in.
+      steps: for each part but the first, the operation and the sharding constraints behind it.
+      slot: which operand of the operation is what the step before made.
+    """
+
+    order: tuple[int, ...]
+    steps: tuple[tuple[Instruction, ...], ...]
+    slot: int
+
+    @property
+    def path(self) -> tuple[Instruction, ...]:
+        return self.steps[0]
+
+    @property
+    def summands(self) -> list[Instruction]:
+        """Of each part but the first."""
+        return [step[0].operands[1 - self.slot] for step in self.steps]
+
+    @property
+    def result(self) -> Instruction:
+        return self.steps[-1][-1]
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        return [i for step in self.steps for i in step]
+
+    def first_summand(self, label: Labels, signatures: Signatures) -> tuple[Instruction | None, Instruction]:
+        """What the first part is added to, if anything, and what is added to it."""
+        operation, *constraints = self.path
+        value = operation.operands[self.slot]
+        begun, second = _bare(value), self.summands[0]
+        if _is_begun(operation, begun, self.slot, label) and not _is_begun(operation, second, self.slot, label):
+            return begun.operands[self.slot], begun.operands[1 - self.slot]
+        if constraints and signatures.of(value) == signatures.of(constraints[0]):
+            value = value.operands[0]
+        return None, value
+
+
+def chains(computation: Computation, label: Labels, count: int, signatures: Signatures) -> list[Chain]:
+    """Those that take in all parts; what a step makes is read by the next one alone."""
+    users = computation.users()
+    users[computation.root] = [computation.root, computation.root]  # the caller reads it
+    found = []
+    for i in computation.instructions:
+        if _combines(i) and all(label[o].bit_count() == 1 for o in i.operands) and label[i].bit_count() == 2:
+            chain = _follow(i, users, label, count, signatures)
+            if chain is not None:
+                found.append(chain)
+    return found
+
+
+def _follow(
+    first: Instruction,
+    users: Mapping[Instruction, list[Instruction]],
+    label: Labels,
+    count: int,
+    signatures: Signatures,
+) -> Chain | None:
+    steps = [[first]]
+    slot: int | None = None
+    while True:
+        at, complete = steps[-1][-1], len(steps) == count - 1
+        alone = len(users[at]) == 1 and users[at][0].operands.count(at) == 1
+        user = users[at][0] if alone else None
+        if user and is_sharding_constraint(user) and (not complete or len(steps[-1]) < len(steps[0])):
+            steps[-1].append(user)
+        elif complete:
+            break
+        elif user and user.opcode == first.opcode and label[user].bit_count() == len(steps) + 2:
+            place = user.operands.index(at)
+            if label[user.operands[1 - place]].bit_count() != 1 or slot not in (None, place):
+                return None
+            slot = place
+            steps.append([user])
+        else:
+            return None
+    if slot is None:  # two parts, and so no second step that tells
+        slot = next((k for k in (0, 1) if _is_begun(first, _bare(first.operands[k]), k, label)), 0)
+    path = [*map(signatures.of, steps[0])]
+    if any([*map(signatures.of, step)] != path[: len(step)] for step in steps):
+        return None
+    if any(len(step) < len(path) for step in steps[:-1]):  # what a loop hands on is often told nothing
+        return None
+    parts = [first.operands[slot], *(step[0].operands[1 - slot] for step in steps)]
+    return Chain(tuple(label[i].bit_length() - 1 for i in parts), tuple(map(tuple, steps)), slot)
+
+
+def _is_begun(operation: Instruction, value: Instruction, slot: int, label: Labels) -> bool:
+    """Whether `value` is a first summand on top of what belongs to no part."""
+    return value.opcode == operation.opcode and label[value.operands[slot]] == 0 != label[value.operands[1 - slot]]
+
+
+def _bare(value: Instruction) -> Instruction:
+    """What a constraint says nothing but the sharding of."""
+    return value.operands[0] if is_sharding_constraint(value) else value
+
+
+def _combines(instruction: Instruction) -> bool:
+    """Whether it is an operation with a neutral element that all of its type's kind hold."""
+    if instruction.shape.element_type == shapes.PRED:
+        return instruction.opcode in _LOGICAL
+    extremes = instruction.opcode in ("maximum", "minimum")
+    return instruction.opcode in _COMBINING and (shapes.is_floating(instruction.shape) or not extremes)

@@ -1,0 +1,1 @@
+"""What collective matmuls take, site by site and form by form."""

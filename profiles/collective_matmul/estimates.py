@@ -1,0 +1,78 @@
+"""What a collective matmul takes in one of its forms, measured or not, beside what its GEMM takes.
+
+    gemm = estimator.solo(gemm_key(site))              Estimate(seconds=0.00123, source=<Source.MEASURED>, ...)
+    estimate(site, form, times, gemm)                  Estimate(seconds=0.00123, ...): the gather is hidden
+
+Times of collective matmuls are of loops without a rest, at the clock that the GPUs' limit of power leaves; there cuBLAS
+takes 15 to 20 % longer than in a profile, which is of the full clock. Both tables have the GEMM, so what is taken of
+one is the ratio of a form's time to the GEMM's, from the first of these that there is:
+
+1. The site in this form: measured, if the GEMM is.
+2. The site in the same form with other tiles, the fastest of them: interpolated.
+3. Measured sites around it (`collective_matmul.around`), weighted in logarithms: interpolated.
+4. The nearest measured site of its family: a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from dhelix.profiles.collective_matmul.sites import KINDS, Form, Site, SiteTimes, Times, around, related
+from dhelix.profiles.estimates.estimator import Estimate, Source
+from dhelix.profiles.keys import CollectiveKey, OperatorKey
+from dhelix.profiles.profile import ALIKE
+
+_TYPES = {"bfloat16": ("bf16", 2), "float16": ("f16", 2), "float32": ("f32", 4)}
+_COLLECTIVES: dict[str, str] = dict(zip(KINDS, ("all-gather", "reduce-scatter", "all-reduce"), strict=True))
+
+
+def gemm_key(site: Site) -> OperatorKey | None:
+    """The key of the whole GEMM on one device, by cuBLAS, operands in place; None for types that have none."""
+    if site.dtype not in _TYPES or min(site.sizes) == 0:
+        return None
+    kind, width = _TYPES[site.dtype]
+    m, k, n = site.sizes
+    return OperatorKey(
+        "gemm", f"{kind},{kind}->{kind}:nn:cublaslt", (m, n, k), 2.0 * m * n * k, width * (m * k + k * n + m * n)
+    )
+
+
+def collective_key(site: Site) -> CollectiveKey | None:
+    """The key of the collective alone, by NCCL's kernels inside of a node; None where there is none for the GEMM."""
+    if gemm_key(site) is None:
+        return None
+    _, width = _TYPES[site.dtype]
+    side = site.contraction if site.kind == "all_gather_matmul" else site.columns
+    return CollectiveKey(_COLLECTIVES[site.kind], width * site.rows * side, site.axis_size)
+
+
+def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Estimate | None:
+    """Seconds of `site` in `form`, alone on its GPUs, where its GEMM takes `gemm`; None where nothing says it."""
+    if times is None:
+        return None
+    if site in times.sites and form in times.sites[site].forms:
+        here = times.sites[site]
+        source = Source.INTERPOLATED if here.forms[form].source == ALIKE else Source.MEASURED
+        return _scaled(gemm, here.forms[form].seconds / here.gemm.seconds, source)
+    ratio = _ratio(form, around(site, times))
+    if ratio is not None:
+        return _scaled(gemm, ratio, Source.INTERPOLATED)
+    ratio = _ratio(form, {other: (times.sites[other], 1.0) for other in related(site, times)[:1]})
+    return None if ratio is None else _scaled(gemm, ratio, Source.GUESS)
+
+
+def _ratio(form: Form, known: dict[Site, tuple[SiteTimes, float]]) -> float | None:
+    """The form's time over the GEMM's at `known` sites with weights; None if there are none, or one lacks the form."""
+    logarithm = 0.0
+    for times, weight in known.values():
+        fastest = times.fastest().get((form.name, form.chunks))
+        if fastest is None:
+            return None
+        logarithm += weight * math.log(fastest[1].seconds / times.gemm.seconds)
+    return math.exp(logarithm) if known else None
+
+
+def _scaled(gemm: Estimate, ratio: float, source: Source) -> Estimate:
+    source = max(source, gemm.source, key=lambda s: s.rank)
+    return replace(gemm, seconds=ratio * gemm.seconds, spread=ratio * gemm.spread, source=source)

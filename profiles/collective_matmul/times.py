@@ -1,0 +1,252 @@
+"""Times of collective matmuls as files, beside the profiles: `profiles/data/collective_matmul/h200-nvlink.json`.
+
+    times = find("H200", "nvlink")                     # shipped, then overridden by the user's own file
+    form = collective_matmul.choose(site, times)
+
+One fact a line, times in microseconds with five digits as [median, distance of the quartiles, samples]:
+
+    {
+    "schema": 1,
+    "hardware": "H200",
+    "link": "nvlink",
+    "setting": "default",
+    "measured_on": [
+    {"gpu": "NVIDIA H200", "gpus": 4, "date": "2026-01-31", "nccl": "2.28.9", ...}
+    ],
+    "sites": {
+    "all_gather_matmul bfloat16 8192x4096x1536 over 4": {
+    "gemm": [161.4, 0.3, 8],                           the whole local GEMM by cuBLAS, alone
+    "collective": [170.2, 0.9, 8],                     the collective by NCCL, alone
+    "forms": {
+    "monolithic": [338.1, 1.2, 8],
+    "mosaic:128x256x64,steps=4,wide=N,group=8,sms=132": [190.5, 0.6, 8]
+    }}
+    }
+    }
+
+Equal times give equal text. A file may come from a stranger: every field is checked when it is read, as those of
+profiles are. Files are read when they are asked for, once until they change. `benchmarks/collective_matmul.py`
+measures, `benchmarks/collective_matmul_tables.py --ship` writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from dhelix.errors import DhelixError
+from dhelix.profiles.collective_matmul.sites import FORMS, Form, Site, SiteTimes, Times, choose
+from dhelix.profiles.files import codec, storage
+from dhelix.profiles.files.codec import (
+    Count,
+    Kind,
+    Microseconds,
+    On,
+    ProfileFileError,
+    Row,
+    Text,
+    json_lines,
+    json_text,
+)
+from dhelix.profiles.files.profile_json import provenance
+from dhelix.profiles.hardware import describe
+from dhelix.profiles.profile import ALIKE, Timing
+
+SCHEMA = 1
+FOLDER = "collective_matmul"
+"""Of these files, in the folders that hold profiles."""
+
+_SHIPPED = storage.SHIPPED / FOLDER
+_FILE = Kind("file of collective matmuls' times", "measure again")
+
+
+class _Timing(Row, frozen=True):
+    median: Annotated[float, Meta(gt=0, le=1e12)]
+    spread: Microseconds
+    samples: Count
+
+
+class _Site(Struct):
+    gemm: _Timing
+    collective: _Timing
+    forms: dict[str, _Timing]
+
+
+class _File(Struct):
+    hardware: Text
+    link: Text
+    setting: Text = Text("default")
+    measured_on: list[On] = []
+    sites: dict[str, _Site] = {}
+
+
+def find(hardware: str, link: str) -> Times | None:
+    """All that is known of collective matmuls on this hardware over this link, or None.
+
+    Sites of the user's own file, beside `storage.users_file`, override those of the shipped one, and both those of a
+    GPU that is like this one, whose products and links are as fast (`alike`).
+
+    Raises:
+      ProfileFileError: a file cannot be read, or is of other hardware or another link than its name says.
+    """
+    name = storage.file_name(hardware, link)
+    like = describe(hardware, link).like
+    found = _as_on(find(like, link), hardware) if like else None
+    for path in (_SHIPPED / name, storage.users_file(hardware, link).parent / FOLDER / name):
+        if not path.exists():
+            continue
+        later = load(path)
+        if storage.file_name(later.hardware, later.link) != name:
+            raise ProfileFileError(
+                f"{path}: measured on {later.hardware} with link {later.link}: give this file the name"
+                f" {storage.file_name(later.hardware, later.link)}"
+            )
+        found = later if found is None else found.merged(later)
+    return found
+
+
+def _as_on(times: Times | None, hardware: str) -> Times | None:
+    if times is None:
+        return None
+
+    def marked(site: SiteTimes) -> SiteTimes:
+        forms = {form: replace(timing, source=ALIKE) for form, timing in site.forms.items()}
+        return replace(site, forms=forms)
+
+    return replace(times, hardware=hardware, sites={site: marked(here) for site, here in times.sites.items()})
+
+
+def load(path: Path) -> Times:
+    """The times in a file; read again only when the file has changed. Raises ProfileFileError."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > codec.MAX_BYTES:
+            raise ProfileFileError(f"{path}: no {_FILE.name}: check the path")
+        return _read(path.absolute(), status.st_mtime_ns, status.st_size)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileFileError(f"{path}: cannot be read ({error}): check the path") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _read(path: Path, _mtime_ns: int, _size: int) -> Times:
+    return loads(path.read_text(encoding="utf-8"), str(path))
+
+
+def save(times: Times, path: Path) -> None:
+    """Write a file as a whole or not at all. Raises DhelixError, ProfileFileError for what `loads` would not take."""
+    text = dumps(times)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise DhelixError(f"{path}: cannot be written ({error.strerror}): choose another place") from error
+
+
+def dumps(times: Times) -> str:
+    """The text of a file. Raises ProfileFileError for times that `loads` would not take, such as NaN."""
+    measured_on = (
+        json_text({f.name: getattr(on, f.name) for f in fields(on) if getattr(on, f.name) != ""})
+        for on in times.measured_on
+    )
+    sites = (f"{json_text(site.key)}: {_site_text(times.sites[site])}" for site in sorted(times.sites))
+    parts = [
+        f'"schema": {SCHEMA}',
+        f'"hardware": {json_text(times.hardware)}',
+        f'"link": {json_text(times.link)}',
+        f'"setting": {json_text(times.setting)}',
+        f'"measured_on": {json_lines("[", measured_on, "]")}',
+        f'"sites": {json_lines("{", sites, "}")}',
+    ]
+    text = "{\n" + ",\n".join(parts) + "\n}\n"
+    loads(text, "these times")
+    return text
+
+
+def _site_text(times: SiteTimes) -> str:
+    ordered = sorted(times.forms, key=lambda form: form.order)
+    forms = (f"{json_text(form.key)}: {_timing_text(times.forms[form])}" for form in ordered)
+    parts = [
+        f'"gemm": {_timing_text(times.gemm)}',
+        f'"collective": {_timing_text(times.collective)}',
+        f'"forms": {json_lines("{", forms, "}")}',
+    ]
+    return "{\n" + ",\n".join(parts) + "}"
+
+
+def _timing_text(timing: Timing) -> str:
+    return f"[{_microseconds(timing.seconds, 5)}, {_microseconds(timing.spread, 3)}, {timing.samples}]"
+
+
+def _microseconds(seconds: float, digits: int) -> str:
+    value = float(f"{1e6 * seconds:.{digits}g}")
+    return str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
+
+
+def loads(text: str, origin: str) -> Times:
+    """The times in the text of a file; errors call the text `origin`. Raises ProfileFileError for all unsound text."""
+    file = codec.decode(text, _File, origin, SCHEMA, _FILE)
+    measured_on = tuple(map(provenance, file.measured_on))
+    sites = {_parsed(Site, key, origin): _site_times(site, origin) for key, site in file.sites.items()}
+    return Times(str(file.hardware), str(file.link), str(file.setting), measured_on, sites)
+
+
+def _parsed[T: (Site, Form)](kind: type[T], key: str, origin: str) -> T:
+    """What has this key, written as dhelix writes it, so that no two keys mean the same."""
+    codec.names({key: None}, "sites", origin, _FILE)
+    try:
+        found = kind.parse(key)
+    except DhelixError as error:
+        raise ProfileFileError(f"{origin}: {error}") from None
+    if found.key != key:
+        raise ProfileFileError(f"{origin}: {key!r}: write {found.key!r}")
+    return found
+
+
+def _site_times(site: _Site, origin: str) -> SiteTimes:
+    forms = {_parsed(Form, key, origin): _timing(row) for key, row in site.forms.items()}
+    return SiteTimes(_timing(site.gemm), _timing(site.collective), forms)
+
+
+def _timing(row: _Timing) -> Timing:
+    return Timing(row.median / 1e6, row.spread / 1e6, row.samples)
+
+
+def share_table(times: Times, names: Mapping[Site, str]) -> list[tuple[str, ...]]:
+    """Rows of a table for people, head first: times of both sides, share of each form, and what `choose` takes.
+
+    A share is max(T_gemm, T_collective) / T_form, 1.0 where the shorter side is hidden altogether; of hybrids and
+    Mosaic kernels that of the fastest. Empty where a form was not measured.
+
+    Args:
+      names: the sites of the table, in its order, and what to call them.
+    """
+    head = ("layer", "M", "K", "N", "n", "GEMM µs", "collective µs", *(name.replace("_", " ") for name in FORMS))
+    rows: list[tuple[str, ...]] = [(*head, "chosen", "over monolithic")]
+    for site, name in names.items():
+        here, chosen = times.sites[site], choose(site, times)
+        best: dict[str, float] = {}
+        for form, timing in here.forms.items():
+            best[form.name] = min(timing.seconds, best.get(form.name, math.inf))
+        sizes = map(str, (*site.sizes, site.axis_size))
+        alone = (f"{1e6 * timing.seconds:.0f}" for timing in (here.gemm, here.collective))
+        shares = (f"{here.bound / best[form]:.2f}" if form in best else "" for form in FORMS)
+        taken = here.forms.get(chosen)
+        gain = f"{best['monolithic'] / taken.seconds:.2f}" if taken and "monolithic" in best else ""
+        rows.append((name, *sizes, *alone, *shares, chosen.name.replace("_", " ") + _variety(chosen), gain))
+    return rows
+
+
+def _variety(form: Form) -> str:
+    if form.tiles:
+        return f" {form.tiles.tile_m}x{form.tiles.tile_n}x{form.tiles.tile_k}"
+    return f", {form.chunks} chunks" if form.name == "hybrid" else ""

@@ -1,0 +1,194 @@
+"""Times alone of what was not measured, from measured relatives and the roofline.
+
+Collectives: AMSP section IV-A. A collective takes t(op, v, p0 x p1) = v / w(op, v, p0 x p1), where the effective
+bandwidth w is measured on a grid of sizes v and interpolated between them, here straight on log-log axes. Outside
+the grid the time follows the roofline's proportions: latency below, constant bandwidth above.
+
+    64 MiB 250 us, 256 MiB 950 us measured   ->   128 MiB is 487 us; 512 MiB is near 1900 us
+
+Operators: members of one family (`OperatorKey.family`: same types, layouts, library) differ in size only, and what
+sizes change beyond operations and bytes is smooth. So the time is the roofline's times a slowness, measured time by
+roofline time, averaged over the nearest measured members by inverse distance. It never leaves the range of what
+they show.
+
+Where no relative is near, farther ones still calibrate the roofline; `near` is False then, and the result a guess.
+"""
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dhelix.profiles.estimates import roofline
+from dhelix.profiles.hardware import Hardware
+from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
+from dhelix.profiles.profile import Timing
+
+# Farther than this factor from everything measured, in bytes or in sizes taken together, is a guess.
+REACH = 4.0
+_ROUNDING = 1e-9
+NEIGHBOURS = 8
+
+_WIDTH = re.compile(r"[a-z]+(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Interpolation:
+    """Seconds from measured relatives.
+
+    Attributes:
+      spread: like `Timing.spread`; what the relatives disagree by counts in.
+      near: whether a relative was measured within a factor `REACH`.
+    """
+
+    seconds: float
+    spread: float
+    near: bool
+
+
+def roofline_seconds(key: Key, hardware: Hardware) -> float:
+    """What `key` takes alone by counted operations and bytes; never 0."""
+    if isinstance(key, CollectiveKey):
+        seconds = roofline.collective_seconds(key.kind, key.bytes, key.group_size, key.nodes, hardware)
+    elif key.kind in ("gemm", "grouped-gemm"):
+        width = _WIDTH.match(key.family)
+        seconds = roofline.gemm_seconds(key.flops, key.bytes, hardware, int(width[1]) if width else 16)
+    elif key.kind in ("attention", "attention-backward"):
+        seconds = roofline.attention_seconds(key.flops, key.bytes, hardware)
+    else:
+        seconds = roofline.memory_seconds(key.bytes, hardware)
+    return max(seconds, 1e-9)
+
+
+class OperatorFamilies:
+    """Measured operators by family, to be asked for other sizes."""
+
+    def __init__(self, times: Mapping[OperatorKey, Timing], hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._families: dict[tuple[str, str, int], list[_Member]] = defaultdict(list)
+        slowness: dict[str, list[float]] = defaultdict(list)
+        for key in sorted(key for key, timing in times.items() if timing.seconds > 0.0):
+            member = _Member(_octaves(key), times[key].seconds / roofline_seconds(key, hardware), times[key])
+            self._families[key.kind, key.family, len(key.sizes)].append(member)
+            slowness[key.kind].append(member.slowness)
+        self._kinds = {kind: statistics.median(values) for kind, values in slowness.items()}
+
+    def at(self, key: OperatorKey) -> Interpolation | None:
+        """From the family; else the roofline, calibrated by operators of the kind; None if there are none."""
+        expected = roofline_seconds(key, self.hardware)
+        members = self._families.get((key.kind, key.family, len(key.sizes)))
+        if not members:
+            slowness = self._kinds.get(key.kind)
+            return None if slowness is None else Interpolation(expected * slowness, expected * slowness, False)
+        where = _octaves(key)
+        distances = np.array([np.linalg.norm(where - member.where) for member in members])
+        nearest = np.argsort(distances, kind="stable")[:NEIGHBOURS]
+        weights = 1.0 / np.maximum(distances[nearest], 1e-6) ** 2
+        weights /= weights.sum()
+        logs = np.log([members[n].slowness for n in nearest])
+        mean = float(weights @ logs)
+        seconds = expected * math.exp(mean)
+        closest = members[nearest[0]].timing
+        spread = float(weights @ np.abs(logs - mean)) + closest.spread / closest.seconds
+        return Interpolation(seconds, seconds * spread, bool(distances[nearest[0]] <= math.log2(REACH) + _ROUNDING))
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    where: np.ndarray
+    slowness: float
+    timing: Timing
+
+
+def _octaves(key: OperatorKey) -> np.ndarray:
+    return np.log2(np.maximum(np.array(key.sizes, dtype=float), 1.0))
+
+
+class CollectiveCurves:
+    """Measured collectives as curves over bytes, one per kind, mesh, number of groups and implementation."""
+
+    def __init__(self, times: Mapping[CollectiveKey, Timing], hardware: Hardware) -> None:
+        self.hardware = hardware
+        measured: dict[_Curve, list[tuple[CollectiveKey, Timing]]] = defaultdict(list)
+        for key in sorted(key for key, timing in times.items() if timing.seconds > 0.0 and key.bytes > 0):
+            measured[_curve(key)].append((key, times[key]))
+        self._points = {curve: _Points.of(points) for curve, points in measured.items()}
+
+    def at(self, key: CollectiveKey) -> Interpolation | None:
+        """From the curve of `key`, or the nearest other one in the roofline's proportion.
+
+        Another number of groups on the same mesh is as good where groups do not share links, inside a node. None
+        if nothing was measured over such links (inside a node, or across nodes).
+        """
+        curve = _curve(key)
+        candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1)]
+        if not candidates:
+            return None
+        nearest = min(candidates, key=lambda c: (_distances(c, curve), c))
+        there = CollectiveKey(
+            nearest.kind, key.bytes, nearest.gpus_per_node, nearest.nodes, nearest.groups, nearest.implementation
+        )
+        points = self._points[nearest]
+        seconds = points.seconds(there, self.hardware)
+        seconds *= roofline_seconds(key, self.hardware) / roofline_seconds(there, self.hardware)
+        other_implementation, other_kind, other_mesh, other_groups = _distances(nearest, curve)
+        same = not (other_implementation or other_kind or other_mesh or (other_groups and key.nodes > 1))
+        return Interpolation(seconds, seconds * points.spread(key.bytes), same and points.reach(key.bytes))
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class _Curve:
+    """What a curve holds for: a `CollectiveKey` without its bytes."""
+
+    kind: str
+    gpus_per_node: int
+    nodes: int
+    groups: int
+    implementation: str
+
+
+def _curve(key: CollectiveKey) -> _Curve:
+    return _Curve(key.kind, key.gpus_per_node, key.nodes, key.groups, key.implementation)
+
+
+def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float]:
+    """How unlike two curves are: in implementation first, then in kind, in mesh, and in groups."""
+    mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
+    return a.implementation != b.implementation, a.kind != b.kind, mesh, abs(math.log(a.groups / b.groups))
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """One curve: keys by rising size, and their times."""
+
+    keys: Sequence[CollectiveKey]
+    log_bytes: np.ndarray
+    log_seconds: np.ndarray
+    spreads: np.ndarray
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[CollectiveKey, Timing]]) -> "_Points":
+        keys, times = zip(*points, strict=True)
+        return cls(
+            keys,
+            np.log([key.bytes for key in keys]),
+            np.log([time.seconds for time in times]),
+            np.array([time.spread / time.seconds for time in times]),
+        )
+
+    def seconds(self, key: CollectiveKey, hardware: Hardware) -> float:
+        inside = math.exp(float(np.interp(math.log(max(key.bytes, 1)), self.log_bytes, self.log_seconds)))
+        if self.keys[0].bytes <= key.bytes <= self.keys[-1].bytes:
+            return inside
+        end = self.keys[0] if key.bytes < self.keys[0].bytes else self.keys[-1]
+        return inside * roofline_seconds(key, hardware) / roofline_seconds(end, hardware)
+
+    def spread(self, size: int) -> float:
+        return float(np.interp(math.log(max(size, 1)), self.log_bytes, self.spreads))
+
+    def reach(self, size: int) -> bool:
+        return bool(np.min(np.abs(self.log_bytes - math.log(max(size, 1)))) <= math.log(REACH) + _ROUNDING)

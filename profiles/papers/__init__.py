@@ -1,0 +1,1 @@
+"""What the papers published: clusters, numbers, and findings about overlap."""

@@ -1,0 +1,1 @@
+"""Between JAX and XLA: lowering to HLO and back, the compiler hook, deviceless and tuned compiles, memory needs."""

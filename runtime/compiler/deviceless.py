@@ -1,0 +1,150 @@
+"""Compiling for GPUs on a machine that has none.
+
+    deviceless.prepare_environment()                   # before JAX looks for devices
+    mesh = deviceless.mesh({"dp": 2, "tp": 4})         # 8 H200s that exist on paper
+    lowered = jax.jit(step).lower(jax.ShapeDtypeStruct(..., sharding=NamedSharding(mesh, ...)))
+    compiled = deviceless.compile(lowered)             # as_text(), memory_analysis(): those of the GPU
+
+The CUDA plugin compiles for a described target instead of an attached device. It runs no kernel, so it tunes
+nothing; what XLA's autotuner chose on a card, it reads from a file (`autotune_results`):
+
+                                       known there       unknown
+    matrix product                     as on the card    cuBLASLt, which algorithm is left to the library
+    another fusion, `compile`          not tuned         not tuned
+    another fusion, `tuned.compile`    as on the card    not tuned
+
+The target must agree with the card in what XLA's key of a device is made of (clock, memory bandwidth, L2 size),
+else nothing is found.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from dhelix.errors import DhelixError
+from dhelix.runtime.compiler import autotune_results
+
+_TARGETS = Path(__file__).parent
+_GPUS_PER_HOST = 8
+_INSTALL = "pip install 'dhelix[compile]'"
+_LOAD = "xla_gpu_load_autotune_results_from"
+COMPILER_OPTIONS: Mapping[str, str | int | bool] = {
+    # No device to time kernels on. Above 0, XLA would also ask for its choice for each other fusion, and compile
+    # those that nothing is known of one by one; and it would try untuned.pbtxt on library calls, and crash.
+    "xla_gpu_autotune_level": 0,
+    "xla_candidate_configs_file": str(autotune_results.SHIPPED / "untuned.pbtxt"),
+}
+
+
+class DevicelessError(DhelixError):
+    """This machine, or this environment, cannot compile for GPUs."""
+
+
+def prepare_environment() -> None:
+    """Let the CUDA plugin load without a GPU. To be called before JAX looks for devices; harmless with GPUs.
+
+    Without this, a plugin that is installed on a machine without GPUs reports missing libraries and is not
+    there to compile either. JAX_PLATFORMS=cpu has the same effect.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def targets() -> list[str]:
+    """Names of the GPUs that `topology` knows."""
+    return sorted(path.stem for path in _TARGETS.glob("*.pbtxt"))
+
+
+def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyDescription:
+    """GPUs that need not exist; `.devices` lists them, slice by slice and host by host.
+
+    Args:
+      target: one of `targets()`, or the path of a file with XLA's `GpuTargetConfigProto` in text form.
+      shape: slices x hosts per slice x GPUs per host. GPUs of a slice are joined by NVLink.
+
+    Raises:
+      DevicelessError: unknown target, malformed shape, or no CUDA plugin.
+    """
+    sizes = shape.split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise DevicelessError(f"shape is slices x hosts x GPUs, for example '1x1x4', not {shape!r}")
+    path = Path(target) if "." in target or "/" in target else _TARGETS / f"{target}.pbtxt"
+    if not path.is_file():
+        raise DevicelessError(f"no GPU called {target!r}: take one of {targets()} or a path")
+    return _topology(path.read_text(), shape)
+
+
+def mesh(
+    axes: Mapping[str, int],
+    target: str = "h200",
+    shape: str | None = None,
+    axis_type: AxisType = AxisType.Auto,
+) -> Mesh:
+    """A mesh over GPUs that need not exist, the last axis over neighbours.
+
+    Args:
+      axes: size of each axis by name, outermost first: `{"dp": 2, "tp": 4}`.
+      target: as in `topology`.
+      shape: as in `topology`; by default one slice of hosts of at most 8 GPUs.
+      axis_type: of all axes.
+    """
+    count = int(np.prod(list(axes.values())))
+    if shape is None:
+        per_host = min(count, _GPUS_PER_HOST)
+        shape = f"1x{-(-count // per_host)}x{per_host}"
+    devices = topology(target, shape).devices
+    if len(devices) != count:
+        raise DevicelessError(f"axes {dict(axes)} need {count} GPUs; topology {shape} has {len(devices)}")
+    grid = np.array(devices).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
+    """Compile a program lowered for devices of `topology`, its matrix products as on the card where that is known.
+
+    Args:
+      lowered: result of `.lower` with arguments sharded over a mesh of such devices.
+      options: XLA options without dashes, for example `xla_gpu_enable_latency_hiding_scheduler=True`. They
+        take the place of those in XLA_FLAGS and in COMPILER_OPTIONS.
+    """
+    return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
+
+
+def results_option() -> dict[str, str]:
+    """What loads what is known of the card, unless XLA_FLAGS load something else.
+
+    XLA heeds it in the first compile of a process that has it, and from then on in all compiles.
+    """
+    file = autotune_results.file()
+    return {} if file is None or _LOAD in os.environ.get("XLA_FLAGS", "") else {_LOAD: str(file)}
+
+
+@functools.cache
+def _topology(target_config: str, shape: str) -> topologies.TopologyDescription:
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = [] if plugins is None else plugins.submodule_search_locations
+    if not any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders)):
+        raise DevicelessError(f"compiling for GPUs needs JAX's CUDA plugin: {_INSTALL}")
+    prepare_environment()
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=target_config, topology=shape
+        )
+    except NotImplementedError:
+        raise DevicelessError(
+            "JAX looked for devices before and gave up its CUDA plugin: call"
+            " dhelix.runtime.compiler.deviceless.prepare_environment() at the start of the program"
+        ) from None
+    except jax.errors.JaxRuntimeError as error:
+        raise DevicelessError(f"the CUDA plugin refuses this target: {str(error).splitlines()[0]}") from error

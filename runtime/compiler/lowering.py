@@ -1,0 +1,141 @@
+"""Reading the HLO of a `jax.stages.Lowered`, and putting a changed program in its place.
+
+How a program comes back (`with_hlo`):
+1. HLO -> StableHLO by jaxlib's own converter, parsed into the MLIR context of the original module.
+2. Shardy's operations, which HLO holds as custom calls, are rebuilt (`dhelix.passes.hlo.shardy_import`).
+3. Graft. The converter loses what belongs to JAX rather than to the program: donation, shardings, memory
+   kinds and layouts of arguments and results, the number of partitions. They are attributes of the module and
+   of its `main`, and `main` may not change its signature, so they are taken over from the original.
+
+docs/lowering.md lists what a round trip keeps and what it does not; tests/runtime/compiler/test_lowering.py checks it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.extend.mlir import hlo_to_stablehlo
+from jax.interpreters.mlir import ir
+
+from dhelix.errors import DhelixError
+from dhelix.passes import jax_compat
+from dhelix.passes.hlo import HloModule
+from dhelix.passes.hlo.shardy_import import import_shardy, symbol_name
+
+
+class LoweringError(DhelixError):
+    """A changed HLO module cannot take the place of the lowered one."""
+
+
+def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
+    """The program of `lowered` as a serialized `HloModuleProto`, as XLA receives it (no XLA pass has run)."""
+    return jax_compat.stablehlo_to_hlo(jax_compat.refined(lowered))
+
+
+def module_name(lowered: jax.stages.Lowered) -> str:
+    """Name of the program, by which the compiler's hooks know it; in no time, where `hlo_bytes` converts all of it."""
+    return symbol_name(jax_compat.stablehlo_module(lowered).operation)
+
+
+def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
+    """The scheduled program that XLA made. Its text does not always parse again, its proto does.
+
+    Raises DhelixError for an executable that does not say its HLO (out of another runtime's cache, for example).
+    """
+    try:
+        executable: Any = compiled.runtime_executable()
+        return HloModule.from_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+    except (AttributeError, IndexError, TypeError, jax.errors.JaxRuntimeError) as error:
+        raise DhelixError(
+            f"the compiled step does not say its HLO ({error}); dump it with --xla_dump_to and inspect that"
+        ) from None
+
+
+def device_count(lowered: jax.stages.Lowered) -> int:
+    """How many devices the program runs on."""
+    attributes = jax_compat.stablehlo_module(lowered).operation.attributes
+    names = ("mhlo.num_partitions", "mhlo.num_replicas")
+    return math.prod(ir.IntegerAttr(attributes[name]).value for name in names if name in attributes)
+
+
+def with_hlo(lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None) -> jax.stages.Lowered:
+    """A `Lowered` that compiles the changed module and is otherwise like `lowered`, which stays as it was.
+
+    Args:
+      lowered: result of `jax.jit(f).lower(...)`.
+      new_bytes: serialized `HloModuleProto` with the same entry signature (types and order of parameters
+        and results). Sharding, donation, layout and memory kind of arguments and results come from `lowered`,
+        whatever the module says about them.
+      module_name: new name of the module, which HLO passes see and which is part of the key of JAX's
+        persistent compilation cache. None keeps the name.
+
+    Raises:
+      LoweringError: the bytes are not an HLO module, or the entry signature changed.
+      ShardyImportError: a shard_map was taken apart.
+    """
+    original = jax_compat.stablehlo_module(lowered)
+    with original.context, ir.Location.unknown(original.context):
+        changed = _parse(new_bytes)
+        import_shardy(changed)
+        _graft_attributes(original, changed)
+        _graft_meshes(original, changed)
+        if module_name is not None:
+            changed.operation.attributes["sym_name"] = ir.StringAttr.get(module_name)
+    return jax_compat.replace_stablehlo_module(lowered, changed, module_name)
+
+
+def _parse(proto: bytes) -> ir.Module:
+    """StableHLO module of a serialized `HloModuleProto`, in the current MLIR context."""
+    try:
+        return ir.Module.parse(hlo_to_stablehlo(proto))
+    except Exception as error:  # jaxlib raises several types; all of them mean the same to the caller
+        lines = str(error).strip().splitlines()
+        reason = next((line for line in lines if line.startswith("error:")), (*lines, type(error).__name__)[0])
+        raise LoweringError(f"the changed HLO cannot be turned back into StableHLO: {reason}") from error
+
+
+def _graft_attributes(original: ir.Module, changed: ir.Module) -> None:
+    """Give `changed` what `original` says of the module and of the arguments and results of `main`."""
+    old, new = original.operation, changed.operation
+    for name in _names(new.attributes):
+        del new.attributes[name]
+    for name in _names(old.attributes):
+        new.attributes[name] = old.attributes[name]
+
+    old_main, new_main = _main(original), _main(changed)
+    old_type, new_type = old_main.attributes["function_type"], new_main.attributes["function_type"]
+    if old_type != new_type:
+        raise LoweringError(f"a pass changed the signature of the program: {old_type} became {new_type}")
+    for name in ("arg_attrs", "res_attrs"):
+        if name in new_main.attributes:
+            del new_main.attributes[name]
+        if name in old_main.attributes:
+            new_main.attributes[name] = old_main.attributes[name]
+
+
+def _graft_meshes(original: ir.Module, changed: ir.Module) -> None:
+    """Take the meshes of `original`, which hold JAX's own notes, and keep those that only `changed` has."""
+    old = {symbol_name(op): op for op in _meshes(original)}
+    for op in _meshes(changed):
+        if symbol_name(op) in old:
+            op.erase()
+    start = ir.InsertionPoint.at_block_begin(changed.body)
+    for op in old.values():
+        op.clone(ip=start)
+
+
+def _meshes(module: ir.Module) -> list[ir.Operation]:
+    return [op.operation for op in module.body.operations if op.operation.name == "sdy.mesh"]
+
+
+def _main(module: ir.Module) -> ir.Operation:
+    for op in module.body.operations:
+        if op.operation.name == "func.func" and symbol_name(op.operation) == "main":
+            return op.operation
+    raise LoweringError("the module has no function called main")
+
+
+def _names(attributes: Any) -> list[str]:
+    return [attributes[index].name for index in range(len(attributes))]

@@ -1,0 +1,310 @@
+"""From a lowered program through the compiler: sessions, the hook, and reports that survive a cache hit.
+
+A `Session` is one lowered program on its way to an executable. The order of use:
+
+    session = Session(manager, module, "jit_step")  # fingerprints the inputs, registers the hook on first use
+    new = session.run_lowered()                     # LOWERED passes; None when they changed nothing
+    lowered = with_hlo(lowered, new or module, session.module_name)
+    with session.compiling():
+        executable = lowered.compile()              # XLA calls the hook: PRE_ and POST_SCHEDULER passes
+    session.report()
+
+The hook is global to the process: it is registered once per stage and platform for all sessions, finds its
+session by the marker in the module's name, and returns at once for modules without one. Registering starts
+JAX's backends, so nothing here runs at import or decoration: `jax.distributed.initialize()` works after both.
+
+The compilation cache knows nothing of passes. The marker in the name keeps two plans for one program apart in
+it, and the report is stored in its folder too, because after a hit no pass runs. (Local cache folders only.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+from absl import logging
+from jax.extend import xla
+
+from dhelix.errors import DhelixError
+from dhelix.passes.framework import fingerprint
+from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.framework.manager import PassManager, Stage, say_once
+from dhelix.passes.framework.report import FAILED, REFUSED, Report, StageReport
+from dhelix.runtime.compiler import beside_cache
+
+_HOOK_STAGES = {
+    Stage.PRE_SCHEDULER: xla.PipelineStage.PRE_SCHEDULER,
+    Stage.POST_SCHEDULER: xla.PipelineStage.POST_SCHEDULER,
+}
+GPU_PLATFORMS = ("cuda",)
+
+_lock = threading.RLock()
+_sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; a session lives as long as what it compiled
+_registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
+_temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # with what modules' names hold
+
+
+def enabled() -> bool:
+    """Whether dhelix may touch programs: the environment variable DHELIX is not "off"."""
+    value = os.environ.get("DHELIX", "on").strip().lower()
+    if value not in ("", "on", "1", "off", "0"):
+        raise DhelixError(f"DHELIX={value!r} means nothing; set it to on or off")
+    return value not in ("off", "0")
+
+
+def on() -> bool:
+    return not switched_off()
+
+
+def switched_off() -> str:
+    """What switches dhelix off, in words; "" where nothing does. Where JAX looks for NaNs it runs a step again,
+    operation by operation; it can do so of its own programs alone."""
+    config = jax.config
+    switches = {
+        "DHELIX=off": not enabled(),
+        "jax.disable_jit": config.jax_disable_jit,
+        "jax_debug_nans": config.jax_debug_nans,
+        "jax_debug_infs": config.jax_debug_infs,
+    }
+    found = [name for name, on in switches.items() if on]
+    return f"is switched off by {' and '.join(found)}" if found else ""
+
+
+class Session:
+    """One lowered program on its way to an executable.
+
+    Attributes:
+      marker: fingerprint of the inputs, 16 hex digits.
+      module_name: the name, marker included, under which the program must be compiled.
+      compiles: whether `compiling` is entered.
+    """
+
+    def __init__(
+        self,
+        manager: PassManager,
+        module: bytes,
+        name: str,
+        profile: object = None,
+        platforms: Sequence[str] = GPU_PLATFORMS,
+        played: Callable[[bytes], StepParts] | None = None,
+    ):
+        """
+        Args:
+          manager: the passes to run.
+          module: the lowered program as a serialized HloModuleProto, before any pass.
+          name: its name, such as "jit_step".
+          profile: what the passes' costs come from; goes into the fingerprint.
+          platforms: where the hook runs. On "cpu" POST_SCHEDULER only: PRE_SCHEDULER comes after copy
+            insertion there, and restructuring loops is unsafe.
+          played: says of a scheduled module what its time is made of, for the report.
+        """
+        self.manager = manager
+        self.marker = manager.fingerprint(module, profile)
+        self.module_name = fingerprint.mark(name, self.marker)
+        self._module = module
+        self._played = played
+        self._stages: dict[Stage, StageReport] = {}
+        self._error: Exception | None = None
+        self.compiles = False
+        with _lock:
+            _sessions.setdefault(self.marker, weakref.WeakSet()).add(self)
+        weakref.finalize(self, _forget, self.marker)
+        for stage in _HOOK_STAGES:
+            if manager.runs_at(stage) or (stage is Stage.POST_SCHEDULER and played is not None):
+                register(stage, platforms)
+
+    def run_lowered(self) -> bytes | None:
+        """Runs the LOWERED passes, once. Returns the new module, or None when nothing changed.
+
+        What they made of the same inputs, byte for byte, in an earlier process is taken from beside the compilation
+        cache, where it was stored if every pass did its work: what one refuses, each process says.
+        """
+        module, self._module = self._module, b""  # a program may hold constants of any size
+        name = f"{self.marker}_{fingerprint.of_all_but_id(module)}.lowered"
+        if self.manager.dump_to is None and (known := self._known_lowered(name)) is not None:
+            changed, self._stages[Stage.LOWERED] = known
+            return changed
+        changed, found = self.manager.run(Stage.LOWERED, module, self.module_name)
+        self._stages[Stage.LOWERED] = found
+        if changed is not None and not any(entry.outcome in (REFUSED, FAILED) for entry in found.passes):
+            beside_cache.write(f"{name}.hlo.pb", changed)
+            beside_cache.write(f"{name}.json", Report(self.module_name, self.marker, (found,)).to_json())
+        return changed
+
+    def _known_lowered(self, name: str) -> tuple[bytes, StageReport] | None:
+        try:
+            text, changed = beside_cache.read(f"{name}.json"), beside_cache.read_bytes(f"{name}.hlo.pb")
+            if text is None or changed is None:
+                return None
+            (stage,) = Report.from_json(text).stages
+        except (OSError, ValueError, DhelixError) as error:
+            logging.vlog(1, "what the passes made of %s is made anew: %s", self.module_name, error)
+            return None
+        return changed, dataclasses.replace(stage, stored=True)
+
+    def skip_lowered(self, reason: str) -> None:
+        """Records why the LOWERED passes do not run."""
+        self._stages[Stage.LOWERED] = self.manager.not_run(Stage.LOWERED, self.module_name, reason)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around `lowered.compile()`: with `strict`, a pass's own error, not the XLA error around it."""
+        self._error, self.compiles = None, True
+        try:
+            yield
+        except Exception:
+            if self._error is not None:
+                raise self._error from None
+            raise
+        finally:
+            self.compiles = False
+
+    def run_hook(self, stage: Stage, module: bytes) -> bytes | None:
+        """Called by the compiler. Raises only with `strict`."""
+        try:
+            changed, found = self.manager.run(stage, module, fingerprint.module_name(module))
+            if stage is Stage.POST_SCHEDULER:
+                found = self._with_parts(found, changed or module)
+            for session in _sessions_of(self.marker):  # the same inputs, so the same passes
+                session._stages[stage] = found
+            self._store()
+            return changed
+        except Exception as error:
+            if self.manager.strict:
+                self._error = error
+                raise
+            logging.vlog(1, "%s", traceback.format_exc())
+            reason = f"the {stage.value} passes failed: {type(error).__name__}: {error}"
+            name = fingerprint.unmark(self.module_name)
+            say_once(f"{name} keeps what XLA made: {reason}", (self.manager.step, reason))
+            return None
+
+    def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
+        """With what the scheduled step is predicted to take. What only predicts must not stop a job."""
+        if self._played is None:
+            return found
+        start = time.perf_counter()
+        try:
+            parts = self._played(module)
+        except Exception as error:
+            logging.vlog(1, "%s", traceback.format_exc())
+            say_once(f"times of {fingerprint.unmark(self.module_name)} are not predicted: {error}", ("played",))
+            return found
+        return dataclasses.replace(found, parts=parts, seconds=found.seconds + time.perf_counter() - start)
+
+    def report(self, collective_fingerprint: str | None = None) -> Report:
+        """What the passes did: in this process or, for an executable out of the cache, back then."""
+        stored = self._stored()
+        stages = []
+        for stage in Stage:
+            if stage in self._stages:
+                stages.append(self._stages[stage])
+            elif stage in stored:
+                stages.append(dataclasses.replace(stored[stage], stored=True))
+            elif any(p.stage is stage for p in self.manager.passes):
+                reason = "runs in the GPU compiler, which did not run here (or a cache had the step, but no report)"
+                stages.append(self.manager.not_run(stage, self.module_name, reason))
+        return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
+
+    def _store(self) -> None:
+        """Writes the hook stages' reports beside the compilation cache, if any."""
+        stages = tuple(self._stages[s] for s in _HOOK_STAGES if s in self._stages)
+        beside_cache.write(f"{self.marker}.json", Report(self.module_name, self.marker, stages).to_json())
+
+    def _stored(self) -> dict[Stage, StageReport]:
+        """What lies beside the compilation cache."""
+        name = f"{self.marker}.json"
+        try:
+            text = beside_cache.read(name)
+            if text is None:
+                return {}
+            report = Report.from_json(text)
+            if report.fingerprint != self.marker:
+                raise DhelixError("it is of another step")
+            return {Stage(s.stage): s for s in report.stages}
+        except (OSError, ValueError, DhelixError) as error:  # ValueError: no UTF-8, or a stage that does not exist
+            path = beside_cache.path_of(name)
+            say_once(f"the stored report {path} is left out: {' '.join(str(error).split())}", ("stored", str(path)))
+            return {}
+
+
+def _sessions_of(marker: str) -> list[Session]:
+    """Those of one program; first the one that compiles it, if any."""
+    with _lock:
+        return sorted(_sessions.get(marker, ()), key=lambda session: not session.compiles)
+
+
+def _forget(marker: str) -> None:
+    with _lock:
+        if not list(_sessions.get(marker, ())):
+            _sessions.pop(marker, None)
+
+
+def register(stage: Stage, platforms: Sequence[str]) -> None:
+    """Registers the hook for `stage`, once per process and platform; missing platforms are passed over."""
+    for platform in platforms:
+        if platform == "cpu" and stage is Stage.PRE_SCHEDULER:
+            continue
+        with _lock:
+            if (stage, platform) in _registered:
+                continue
+            try:
+                xla.register_hlo_module_transformation(
+                    partial(_hook, stage),
+                    name=_hook_name(stage),
+                    stage=_HOOK_STAGES[stage],
+                    platforms=platform,
+                )
+                _registered[stage, platform] = True
+            except jax.errors.JaxRuntimeError as error:  # no such plugin
+                logging.vlog(1, "no %s hook on %s: %s", stage.value, platform, error)
+                _registered[stage, platform] = False
+
+
+def clear() -> None:
+    """Takes the hook back from every platform and forgets all sessions."""
+    with _lock:
+        for (stage, platform), present in _registered.items():
+            if present:
+                xla.clear_hlo_module_transformation(_hook_name(stage), stage=_HOOK_STAGES[stage], platforms=platform)
+        _registered.clear()
+        _sessions.clear()
+
+
+@contextlib.contextmanager
+def temporary_hook(
+    transform: Callable[[Stage, bytes], bytes | None], module_name: str, platforms: Sequence[str] = GPU_PLATFORMS
+) -> Iterator[None]:
+    """Compilations inside go through `transform` if the module's name holds `module_name`, after the passes of its
+    session if any, and after hooks around this one. XLA is told nothing of it: to take a hook back while another thread
+    compiles crashes."""
+    for stage in _HOOK_STAGES:
+        register(stage, platforms)
+    entry = module_name, transform
+    _temporary.append(entry)
+    try:
+        yield
+    finally:
+        _temporary.remove(entry)
+
+
+def _hook(stage: Stage, module: bytes) -> bytes | None:
+    marker = fingerprint.marker_of(module)
+    sessions = [] if marker is None else _sessions_of(marker)
+    changed = sessions[0].run_hook(stage, module) if sessions and enabled() else None
+    name = fingerprint.module_name(module) if _temporary else ""
+    for transform in [transform for wanted, transform in list(_temporary) if wanted in name]:
+        changed = transform(stage, changed or module) or changed
+    return changed
+
+
+def _hook_name(stage: Stage) -> str:
+    return f"dhelix-{stage.value}"

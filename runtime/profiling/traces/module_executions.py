@@ -1,0 +1,98 @@
+"""Which instruction of a scheduled module each execution in a trace is.
+
+    times = by_instruction(module, executions)
+    times[instruction][3].seconds               # its fourth execution
+
+A kernel carries the name of its instruction, with these exceptions:
+
+  - An async pair runs under the name of what it wraps: `all-to-all-start.2` as `all-to-all.15.1`.
+  - What NCCL gives to copy engines carries none. Collectives run in the order of their launch, one at a time, so what
+    has no name belongs, in order, to the launches of those collectives that the trace does not name; each takes
+    the same number of pieces (two were seen: a barrier and the copies). If that does not come out even, it is left out.
+  - Control flow runs nothing itself. It lasts from the first execution inside to the last.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from dhelix.passes.analysis.collectives import find_collective, is_done
+from dhelix.passes.evaluation.instruction_costs import counted_trips, sequence_of
+from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
+from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.plans.plan_making import executions
+from dhelix.runtime.profiling.traces.executions import Execution
+
+
+def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instruction, list[Execution]]:
+    """Executions by their start; of the start where it is a pair. What did not run, and ends, have none.
+
+    Args:
+      module: the compiled step.
+      found: executions on one GPU.
+    """
+    names = _names(module)
+    times: dict[Instruction, list[Execution]] = {}
+    nameless = []
+    for execution in sorted(found, key=lambda e: (e.start, e.end)):
+        if execution.name in names:
+            times.setdefault(names[execution.name], []).append(execution)
+        elif not execution.name:
+            nameless.append(execution)
+    silent = [i for i in _launches(module.entry) if i not in times] * steps_in(module, times)
+    pieces, rest = divmod(len(nameless), len(silent) or 1)
+    if silent and pieces and not rest:
+        for number, instruction in enumerate(silent):
+            times.setdefault(instruction, []).append(_joined(nameless[number * pieces : (number + 1) * pieces]))
+    for computation in module.schedule:  # called ones come first
+        for instruction in sequence_of(computation):
+            if instruction.opcode in CONTROL_FLOW and (inside := _inside(instruction, times)):
+                times[instruction] = inside
+    return times
+
+
+def _names(module: HloModule) -> dict[str, Instruction]:
+    """Instructions by the names that their kernels carry."""
+    running = [i for computation in module.schedule for i in sequence_of(computation)]
+    names = {i.name: i for i in running}
+    for start in running:
+        if start.opcode == "async-start":
+            names.update((i.name, start) for called in start.called for i in called.instructions)
+    return names
+
+
+def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]) -> int:
+    """How many steps the trace holds, by what most instructions say."""
+    runs = executions(module)
+    counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if runs.get(i.computation))
+    return max(counts, key=lambda count: (counts[count], count), default=0)
+
+
+def _launches(computation: Computation) -> Iterator[Instruction]:
+    """Collectives in the order in which a step launches them; loops of unknown length count once."""
+    for instruction in sequence_of(computation):
+        if instruction.opcode in CONTROL_FLOW:
+            called = instruction.called[:1]
+            for _ in range(counted_trips(instruction)):
+                for inner in called:
+                    yield from _launches(inner)
+        elif not is_done(instruction) and find_collective(instruction) is not None:
+            yield instruction
+
+
+def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]]) -> list[Execution]:
+    """Executions of control flow, from those inside; all of them have run equally often per execution."""
+    count = counted_trips(instruction)
+    if not count:
+        return []
+    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
+    runs = [times[i] for c in called for i in sequence_of(c) if i in times]
+    often = max((len(run) for run in runs), default=0) // count
+    parts = (
+        [e for run in runs for e in run[n * len(run) // often : (n + 1) * len(run) // often]] for n in range(often)
+    )
+    return [_joined(part, instruction.name) for part in parts]
+
+
+def _joined(executions: Sequence[Execution], name: str = "") -> Execution:
+    begin, end = min(e.start for e in executions), max(e.end for e in executions)
+    return Execution(name, begin, end, sum(e.shared for e in executions))

@@ -1,0 +1,75 @@
+"""What the profiler trace of a real step says its operators cost.
+
+Best of all is the step compiled with XLA's latency-hiding scheduler off (`UNSCHEDULED`): its collectives run
+alone, so that nearly every execution is undisturbed, with the caches and the clocks of the real thing.
+
+    timings, gap = step_trace.timings(list(executions.record(run, module.name).values()), module, key_of)
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from dhelix.passes.hlo import HloModule, Instruction
+from dhelix.profiles.keys import CollectiveKey, Key
+from dhelix.profiles.profile import Timing
+from dhelix.runtime.profiling.traces.executions import Execution, gap_seconds
+
+UNSCHEDULED: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": False})
+"""Options for a step whose trace gives times alone."""
+ENOUGH = 3
+"""Undisturbed executions that make a time; an operator with fewer is to be run by itself."""
+
+
+def instruction_keys(module: HloModule, key_of: Callable[[Instruction], Key | None]) -> dict[str, Key]:
+    """Key of each instruction that takes time, by every name that a trace may call it: its own, and, of an
+    asynchronous one, that of what it is wrapped around."""
+    keys = {}
+    for computation in module.schedule:
+        for instruction in computation.instructions:
+            key = key_of(instruction)
+            if key is not None:
+                inner = instruction.called[0].root.name if instruction.opcode == "async-start" else instruction.name
+                keys[instruction.name] = keys[inner] = key
+    return keys
+
+
+def timings(
+    gpus: Sequence[Sequence[Execution]], module: HloModule, key_of: Callable[[Instruction], Key | None]
+) -> tuple[dict[Key, Timing], float]:
+    """Times alone by key, of keys with ENOUGH undisturbed executions, and the idle time between two of them.
+
+    Args:
+      gpus: executions by GPU, see `executions.of_trace`.
+      module: the compiled module that was traced.
+      key_of: see `instruction_keys`.
+    """
+    keys = instruction_keys(module, key_of)
+    samples: dict[Key, list[float]] = defaultdict(list)
+    for name, of_gpus in sorted(_by_instruction(gpus).items()):
+        key = keys.get(name)
+        if key is not None:
+            samples[key] += _samples(of_gpus, isinstance(key, CollectiveKey))
+    found = {key: Timing.of(seconds, "trace") for key, seconds in samples.items() if len(seconds) >= ENOUGH}
+    return found, statistics.median(gap_seconds(list(of_gpu)) for of_gpu in gpus)
+
+
+def _by_instruction(gpus: Sequence[Sequence[Execution]]) -> dict[str, list[list[Execution]]]:
+    """Executions by instruction and GPU."""
+    found: dict[str, list[list[Execution]]] = {}
+    for number, of_gpu in enumerate(gpus):
+        for execution in of_gpu:
+            found.setdefault(execution.name, [[] for _ in gpus])[number].append(execution)
+    return found
+
+
+def _samples(of_gpus: list[list[Execution]], collective: bool) -> list[float]:
+    """Undisturbed times. Of a collective those of the GPU that came last: the others waited for it."""
+    if not collective:
+        return [e.seconds for of_gpu in of_gpus for e in of_gpu if e.undisturbed]
+    together = zip(*of_gpus, strict=False)
+    last = (min(of_each, key=lambda e: e.seconds) for of_each in together)
+    return [e.seconds for e in last if e.undisturbed]

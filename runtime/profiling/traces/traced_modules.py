@@ -1,0 +1,70 @@
+"""The compiled programs that a profiler trace holds: XLA stores those whose kernels it may have seen.
+
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(train_step(state, batch))
+    (module,) = traced_modules.load(folder)              # as it ran, with its schedule
+
+They lie in a plane of the trace without times, `/host:metadata`, as descriptions of events that never happen, so
+`jax.profiler.ProfileData` does not show them. Of its file (tsl/profiler/protobuf/xplane.proto) this reads:
+
+    XSpace          planes 1
+    XPlane          name 2, event_metadata 4 (map), stat_metadata 5 (map)
+    XEventMetadata  stats 5
+    XStatMetadata   id 1, name 2
+    XStat           metadata_id 1, bytes_value 6: an xla.HloProto, whose field 1 is the module
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from dhelix.errors import DhelixError
+from dhelix.passes.hlo import HloModule
+from dhelix.runtime.profiling.traces import trace
+
+_PLANE, _STAT = b"/host:metadata", b"Hlo Proto"
+_VALUE = 2  # of an entry of a map
+
+
+def load(path: str | Path) -> list[HloModule]:
+    """The scheduled modules of a trace, each program once.
+
+    Args:
+      path: as of `trace.load`.
+
+    Raises:
+      DhelixError: no trace there, it cannot be read, or there is no module in it.
+    """
+    file = trace.find(path)
+    try:
+        planes = [_fields(plane) for plane in _fields(file.read_bytes())[1]]
+        found = dict.fromkeys(proto for plane in planes if plane[2] == [_PLANE] for proto in _modules(plane))
+    except DecodeError as error:
+        raise DhelixError(f"{file} is no profiler trace, or it is cut short: {error}") from None
+    modules = [module for module in map(HloModule.from_bytes, found) if module.is_scheduled]
+    if not modules:
+        raise DhelixError(f"{file} holds no compiled program; record with jax.profiler.trace in the job itself")
+    return modules
+
+
+def _modules(plane: dict[int, list[Any]]) -> list[bytes]:
+    """Serialized modules, in the order of the file."""
+    names = [_fields(_fields(entry)[_VALUE][0]) for entry in plane[5]]
+    numbers = {stat[1][0] for stat in names if stat[2] == [_STAT]}
+    events = [_fields(_fields(entry)[_VALUE][0]) for entry in plane[4]]
+    stats = [_fields(stat) for event in events for stat in event[5]]
+    return [_fields(stat[6][0])[1][0] for stat in stats if stat[1][0] in numbers and stat[6]]
+
+
+def _fields(message: bytes) -> dict[int, list[Any]]:
+    """Values of a serialized message by the number of their field: numbers, or bytes."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for field in UnknownFieldSet(Empty.FromString(message)):
+        found[field.field_number].append(field.data)
+    return found

@@ -1,0 +1,227 @@
+"""`dhelix train` as its user sees it: what it prints, what it leaves on disk, and what it refuses."""
+
+import io
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from dhelix.errors import DhelixError
+from dhelix.launch import cli
+from dhelix.launch.train import trainer
+from dhelix.launch.train.checkpoint import Checkpoints
+from dhelix.launch.train.command import say_resumed
+from dhelix.runtime.profiling.traces import traced_modules
+
+SMALL = ("--layers=2", "--seq=16", "--mesh=dp=2,tp=4", "--microbatches=2", "--steps=4", f"--data={__file__}")
+
+
+def status(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *arguments])
+    return stopped.value.code or 0  # type: ignore[return-value]
+
+
+def train(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], list[str]]:
+    """Results and progress lines."""
+    assert status(*SMALL, "--json", *arguments) == 0
+    captured = capsys.readouterr()
+    return json.loads(captured.out), captured.err.splitlines()
+
+
+def numbers(results: dict[str, Any]) -> list[tuple[float, float]]:
+    return [(step["loss"], step["grad_norm"]) for step in results["steps"]]
+
+
+def test_the_last_step_is_recorded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "")
+    results, _ = train(capsys, "--plain", "--microbatches=1", f"--trace={tmp_path}")
+    assert len(results["steps"]) == 4
+    assert "--xla_gpu_enable_command_buffer=" in os.environ["XLA_FLAGS"]  # else a trace names no instructions
+    assert "jit_train_step" in {module.name for module in traced_modules.load(tmp_path)}
+    assert status(*SMALL, "--steps=1", f"--trace={tmp_path}") != 0
+    assert "give --steps 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train(capsys, "--plain", "--peak_tflops=0.001")
+    interleaved, lines = train(capsys, "--interleave")
+    assert numbers(plain) == numbers(interleaved)
+    other_order, _ = train(capsys, "--schedule=round_robin")
+    assert numbers(plain) == numbers(other_order)
+    assert numbers(plain)[-1][0] < numbers(plain)[0][0]
+
+    assert lines[0].startswith("llama-demo: ") and "2 micro-batches, passes on; dp 2 x tp 4" in lines[0]
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 4 and steps[-1].startswith("step 4/4  loss ") and steps[-1].endswith("tokens/s")
+    assert any(line.startswith("jit_train_step: two strands over 2 layers, 2 micro-batches") for line in lines)
+    outcomes = {p["name"]: p["outcome"] for s in interleaved["passes"]["stages"] for p in s["passes"]}
+    assert outcomes["strand-duplication"] == "changed"
+
+    assert plain["passes"] is None
+    assert plain["mesh"] == {"dp": 2, "tp": 4}
+    assert plain["tokens_per_step"] == 4 * 16
+    assert plain["tokens_per_second"] == pytest.approx(64 / plain["step_seconds"])
+    flops = 64 * (6 * (plain["parameters"] - 256 * 128) + 12 * 2 * 8 * 16 * 16)
+    assert plain["mfu"] == pytest.approx(flops / (plain["step_seconds"] * 8 * 1e9))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = "--plain", f"--checkpoint_dir={tmp_path / 'run'}"
+    whole, _ = train(capsys, *run, "--save_every=2")
+    shutil.rmtree(tmp_path / "run" / "4")  # as if it had been stopped after step 2
+    rest, lines = train(capsys, *run, "--resume", "--warmup=1")
+    assert [step["number"] for step in rest["steps"]] == [3, 4]
+    assert numbers(rest) == numbers(whole)[2:]
+    assert f"resumed from step 2 in {tmp_path / 'run'}" in lines
+
+    # Each of these is one clear line, and leaves the checkpoints as they are.
+    before = sorted((tmp_path / "run").rglob("*"))
+    for arguments, says in (
+        ([], "holds checkpoints up to step 4; give --resume"),
+        (["--resume"], "holds step 4 already; give --steps more"),
+        (["--resume", "--layers=3"], "another model: model.layers is 2 there and 3 here"),
+        (
+            ["--resume", "--preset=llama-8b", "--seq=32"],
+            "holds checkpoints of llama-demo, and this run trains llama-8b; give --preset llama-demo",
+        ),
+    ):
+        assert status(*SMALL, *run, *arguments) == 1
+        error = capsys.readouterr().err
+        assert says in error and error.count("\n") == 1
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def fake_run(losses: list[float]) -> trainer.Run:
+    """A run whose step gives these losses and counts in its state."""
+    run = trainer.prepare(trainer.Options(layers=1, seq=16, steps=len(losses), save_every=1, data=__file__))
+
+    def step(state: Any, batch: Any) -> Any:
+        assert batch["tokens"].shape == (run.batch, 17)
+        return {"steps": state["steps"] + 1}, {"loss": losses[int(state["steps"])], "grad_norm": 1.0}
+
+    run.step, run.state = step, {"steps": jnp.int32(0)}
+    return run
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_is_not_saved(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        with pytest.raises(DhelixError, match="the loss of step 3 is nan; take a smaller --lr"):
+            trainer.train(fake_run([2.0, 1.0, float("nan"), 1.0]), checkpoints)
+    with Checkpoints(tmp_path, {}) as checkpoints:
+        assert checkpoints.latest_step == 2
+
+
+def test_what_changes_the_batches_of_a_resumed_run_is_said(tmp_path: Path) -> None:
+    run, text = fake_run([1.0]), io.StringIO()
+    with Checkpoints(tmp_path, {}, notes=trainer.notes(run) | {"seed": 5}) as checkpoints:
+        trainer.train(run, checkpoints)
+        run.first = 1
+        say_resumed(run, checkpoints, Console(file=text))
+    assert "note: seed was 5 and is 0, so the batches are not" in text.getvalue()
+    assert text.getvalue().count("note: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--plain", "--interleave"], "exclude each other"),
+        (["--plain", "--verify"], "leave out --plain or --verify"),
+        (["--plain", "--schedule=dp"], "leave out --plain or --schedule"),
+        (["--schedule=dp", "--plan=p.json"], "leave out --schedule or --plan"),
+        (["--plain", "--max_in_flight=1"], "leave out --plain or --max_in_flight"),
+        (["--pp=2", "--mesh=dp=1,tp=4", "--layers=4", "--microbatches=4", "--skew=1"], "by its own schedule"),
+        (["--plain", "--collective_matmul=ring"], "leave out --plain or --collective_matmul"),
+        (["--collective_matmul=rings"], "rings"),
+        (["--schedule=xla", "--max_in_flight=1"], "take another schedule"),
+        (["--plan=/nowhere.json"], "/nowhere.json"),
+        (["--profile=/nowhere.json"], "/nowhere.json: cannot be read"),
+        (["--vocab=100"], "the model has 100 tokens, and bytes need 256: give --vocab"),
+        (["--vocab=302"], "vocab = 302 does not divide by tp = 4"),
+        (["--resume"], "--resume needs --checkpoint_dir"),
+        (["--save_every=2"], "--save_every needs --checkpoint_dir"),
+        (["--process_id=0"], "means nothing without --distributed"),
+        (["corpus.txt"], "'corpus.txt' is no flag"),
+        (["--mesh=pp=2"], "give the axes dp and tp"),
+        (["--mesh=dp=4,tp=4"], "needs 16 devices, and there are 8; --cpu_devices"),
+        (["--mesh=dp=1,tp=8"], "kv_heads = 4 does not divide by tp = 8"),
+        (["--batch=6"], "a batch of 6 rows does not divide by 2 micro-batches x dp 2; use a multiple of 4"),
+        (["--seq=18"], "does not divide by tp 4"),
+        (["--data=/nowhere"], "no file or folder /nowhere"),
+        (["--seq=1000000"], "a row of --seq 1000000 needs 1000001"),
+        (["--remat=some"], "remat='some' is unknown"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, *arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("dhelix train: ") and says in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    one, _ = train(capsys)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
+    shared = ("--json", "--cpu_devices=4", "--distributed", coordinator, "--num_processes=2")
+    command = [sys.executable, "-c", "from dhelix.launch import cli; cli.main()", "train", *SMALL, *shared]
+    processes = [
+        subprocess.Popen([*command, f"--process_id={i}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    # Gloo, which connects CPU devices, writes lines of its own to stdout.
+    results = [output.decode().partition("{\n") for output, _ in outputs]
+    assert [start for _, start, _ in results] == ["{\n", ""]
+    both = numbers(json.loads("{" + results[0][2]))
+    assert both == [pytest.approx(step, rel=1e-5) for step in numbers(one)]
+
+
+@pytest.mark.slow
+def test_strands_that_are_apart_train_as_plain_does(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train(capsys, "--plain", "--layers=4", "--microbatches=4", "--batch=8")
+    apart, _ = train(capsys, "--skew=1", "--layers=4", "--microbatches=4", "--batch=8")
+    outcomes = {p["name"]: p["outcome"] for s in apart["passes"]["stages"] for p in s["passes"]}
+    assert outcomes["strand-ends"] == "changed"
+    assert numbers(apart) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["auto", "fsdp"])
+def test_automatic_sharding_trains_too(sharding: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, _ = train(capsys, "--plain", f"--sharding={sharding}")
+    interleaved, lines = train(capsys, f"--sharding={sharding}")
+    assert any(line.startswith("jit_train_step: two strands over 2 layers, 2 micro-batches") for line in lines)
+    assert numbers(interleaved) == [pytest.approx(step, rel=1e-6) for step in numbers(plain)]
+
+
+def test_interrupted_runs_say_what_is_kept_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, "train", interrupted)
+    assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}") == 130
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no whole one in")
+
+
+def test_resuming_from_no_folder_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}", "--resume") == 1
+    assert "leave out --resume to start a new run" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
