@@ -23,6 +23,7 @@ from types import ModuleType
 from absl import app, flags, logging
 
 from dhelix.errors import DhelixError
+from dhelix.launch.defaults import INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def _run(name: str, module: ModuleType, values: flags.FlagValues, positional: li
         return module.run(values, positional)
     except DhelixError as error:
         _fail(_one_line(error), name)
+    except KeyboardInterrupt:
+        _fail("interrupted", name, status=INTERRUPTED)
 
 
 def _no_global_flags(argv: Sequence[str]) -> list[str]:

@@ -33,6 +33,7 @@ from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timelin
 from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.evaluation.transfers import Transfer
+from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.profiles.hardware import Hardware
@@ -234,7 +235,7 @@ def inspect_module(
     )
     copied = {copy.instruction for copy in inspection.copies}
     picture = Picture(
-        title or module.name,
+        title or fingerprint.unmark(module.name),
         _summary(inspection, overlaps),
         tuple(_bars(timeline, instructions, parts, copied)),
         tuple(_windows(timeline, parts)),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
+from absl import flags, logging
 from rich.console import Console
 
 from dhelix.errors import DhelixError
@@ -66,11 +66,13 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     _check(chosen, arguments)
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
+    if not chosen["verbose"]:
+        logging.set_verbosity(logging.ERROR)  # what it warns of, such as guesses, the headline and the table say
     view = _make(chosen, arguments, console)
     if chosen["out"]:
         pairing_plan_json.save(view.best.plan, chosen["out"])
     if chosen["picture"]:
-        plan_picture.save_png(plan_picture.picture(view.best, view.plain), chosen["picture"])
+        plan_picture.save_png(plan_picture.picture(view.best, view.plain, view.gain), chosen["picture"])
     if chosen["json"]:
         print(json.dumps(view.to_json(), indent=1))
     else:
@@ -94,6 +96,8 @@ def _check_measured(chosen: dict[str, Any], arguments: list[str]) -> None:
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     if len(arguments) + bool(chosen["preset"]) != 1:
         raise DhelixError("give one step: --preset NAME, or a dump (a file or folder of --xla_dump_to)")
+    if arguments and not Path(arguments[0]).exists():
+        raise DhelixError(f"there is no file or folder {arguments[0]}; give a dump that exists, or --preset NAME")
     if arguments and Path(arguments[0]).suffix == ".json":
         raise DhelixError(f"{arguments[0]} may be a plan, but no dump: give --trace DIR, too, or a step to plan")
     if arguments and chosen["skew"]:
@@ -120,6 +124,8 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         for note in dump.notes:
             say(console, f"{dump.name}: {note}.")
     gpus = profile_step.gpus_of_options(options) if options else dump.gpus if dump else 0
+    if options and gpus == 1:
+        raise DhelixError("a step on one GPU has no communication to hide: give more GPUs by --mesh, or a dump of some")
     models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
     if options is None:
         assert dump is not None  # _check
@@ -280,7 +286,12 @@ def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Conso
 
 def _profile(chosen: dict[str, Any], gpu: str) -> Profile:
     if chosen["profile"]:
-        return storage.load(chosen["profile"])
+        found = storage.load(chosen["profile"])
+        if found.hardware.lower() != gpu.lower():
+            raise DhelixError(
+                f"{chosen['profile']} is of {found.hardware}, and the step is for {gpu}: give --hardware or another one"
+            )
+        return found
     found = storage.find(gpu, chosen["link"])
     if found is None:
         raise DhelixError(

@@ -30,6 +30,7 @@ from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.step_parts import loops_to_look_at
 from dhelix.passes.evaluation.timeline import evaluate, settled, simulate_module
+from dhelix.passes.framework.gain import Gain, milliseconds
 from dhelix.passes.hlo import Computation, HloModule
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.profiles.keys import CollectiveKey, Key
@@ -99,11 +100,12 @@ class PlanPicture:
     panels: tuple[Panel, ...]
 
 
-def picture(candidate: Candidate, plain: Program | None = None) -> PlanPicture:
+def picture(candidate: Candidate, plain: Program | None = None, gain: Gain | None = None) -> PlanPicture:
     """One iteration of the first body of a plan, or the middle of it if that is long, below the same work before.
 
     Args:
       plain: the plain step; None: what was planned, in the order that it had.
+      gain: of the whole step, of which the picture shows its loops alone.
 
     Raises DhelixError if the plan has no body.
     """
@@ -112,6 +114,9 @@ def picture(candidate: Candidate, plain: Program | None = None) -> PlanPicture:
         raise DhelixError("the plan leaves XLA's order everywhere, so there is no pairing to draw; leave out --picture")
     more = f" with {exchange.in_words(target.decomposed)} decomposed" if target.decomposed else ""
     more += f", {target.row_parts} row parts where one strand runs" if target.row_parts else ""
+    if gain is not None:
+        more += f"  ·  the whole step {gain.time()}, {milliseconds(gain.after.exposed)} of it exposed"
+        more += f"; assumed: {gain.after.assumed}" if gain.after.assumed else ""
     return PlanPicture(
         f"{plan.program}: predicted, nothing ran",
         f"{target.hardware}, link {target.link}, launch setting {target.setting}{more}",

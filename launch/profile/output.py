@@ -105,7 +105,8 @@ def _compared(profile: Profile, other: Profile) -> tuple[tuple[Agreement, ...], 
 def _print(job: Job, views: dict[str, profile_tables.StepView], chosen: dict[str, Any], console: Console) -> None:
     """Times alone hardly depend on the setting, so operators are listed once."""
     for number, (setting, step) in enumerate(job.steps.items()):
-        where = f"{profile_tables.setup(job.gpu, job.link, job.gpus)}; profile {job.path}"
+        known = f"profile {job.path}" if job.path.exists() else "shipped profiles; none of your own yet"
+        where = f"{profile_tables.setup(job.gpu, job.link, job.gpus)}; {known}"
         say(console, "" if number else f"\n{step.name}; {where}")
         profile_tables.print_view(views[setting], console, chosen["top"], operators=number == 0)
     if chosen["collectives"]:

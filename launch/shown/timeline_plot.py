@@ -38,6 +38,7 @@ _COLOURS = {
     "communication": ("#b59f6e", "communication"),
 }
 _WIDTH, _DPI = 12.0, 200  # inches; 1200 px wide on a page, twice that in the file
+_TITLE_CHARACTERS = 130  # title and summary beside each other
 _COLUMNS = 240  # of a whole-step panel: wide enough to even out single operators
 
 
@@ -208,7 +209,8 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
             axis.fill_between(edges[:-1], bottom, top, step="post", color=_COLOURS[key][0], lw=0, rasterized=True)
             bottom = top
     _finish(axis, picture, span)
-    axis.set_title(picture.title, loc="left", fontweight="bold", fontsize=11.5)
+    long = 1.25 * len(picture.title) + len(picture.summary) > _TITLE_CHARACTERS
+    axis.set_title(f"{picture.title}{'\n' * long}", loc="left", fontweight="bold", fontsize=11.5)
     axis.set_title(picture.summary, loc="right", fontsize=9.5)
     for window in picture.zoom:
         axis.axvspan(window.start, window.end, facecolor="none", edgecolor=INK, lw=0.9, zorder=5)

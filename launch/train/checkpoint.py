@@ -76,7 +76,7 @@ class Checkpoints:
         """Which checkpoint is whole, in words; what is being written has another name until it is."""
         whole = [int(path.name) for path in self.folder.glob("*") if path.name.isdecimal()]
         if not whole:
-            return f"there is no whole one in {self.folder}"
+            return f"there is no whole checkpoint in {self.folder}"
         return f"the newest one there is of step {max(whole)}, from which --resume goes on"
 
     @property

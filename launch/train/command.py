@@ -54,6 +54,8 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
                 f"Interrupted; {'no checkpoint was asked for' if checkpoints is None else checkpoints.newest()}",
             )
             return INTERRUPTED
+    if chosen["trace"]:
+        say(console, f"wrote a profiler trace of step {options.steps} to {chosen['trace']}")
     if chosen["json"]:
         results = trainer.results(prepared, steps)
         if not quiet:

@@ -140,8 +140,12 @@ def milliseconds(seconds: float) -> str:
     return f"{ms:.{0 if ms >= 1000 else 1 if ms >= 1 else 3}f} ms"
 
 
-def mebibytes(count: int) -> str:
-    return f"{count / 2**20:.3g} MiB"
+def size_words(count: int) -> str:
+    """Three digits: 64 MiB, 1.5 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
 
 
 def gibibytes(count: float) -> str:

@@ -6,7 +6,7 @@
       what is left: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms)
       peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
       times by the profile of H200 with link nvlink, launch setting default
-      to try: start with CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_CTA_POLICY=2 ..., mostly the fastest over nvlink
+      to try: another launch setting: over nvlink mostly CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_CTA_POLICY=2 ...
       first step: compiled in 14.9 s, of which dhelix took 5.0 s
 
 Where a side is not known, it says so.
@@ -79,10 +79,14 @@ def _to_try(gain: Gain) -> Iterator[str]:
     if gain.ratio >= 1.0:
         advice.append("DHELIX=off, as nothing is gained")
     best = SETTINGS.get(FASTEST.get(after.link, ""))
-    if best is not None and best.name != after.setting:
+    if best is not None and best.name != after.setting and not after.assumed:  # between nodes another may be faster
         flags = f" XLA_FLAGS='{' '.join(best.training_flags)}'" if best.training_flags else ""
         start = " ".join(f"{name}={value}" for name, value in best.environment.items())
-        advice.append(f"start with {start}{flags}, mostly the fastest over {after.link}")
+        advice.append(
+            f"another launch setting: over {after.link} mostly {start}{flags} (`dhelix plan DUMP` compares them)"
+        )
+    if after.assumed:
+        advice.append("`dhelix profile` over two nodes, which measures what is assumed")
     if max(after.guessed, after.guessed_overlap) > MANY_GUESSES:
         advice.append("`dhelix profile` of this step, which measures what is guessed")
     if advice:

@@ -87,7 +87,7 @@ def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Predictio
         1e6 * timeline.compute,
         1e6 * timeline.communication,
         timeline.hidden / timeline.communication if timeline.communication else 1.0,
-        predict(module, costs).shares[Source.GUESS],
+        predict(module, costs.at_clock(1.0)).shares[Source.GUESS],
         guessed_overlap(timeline, costs),
     )
 

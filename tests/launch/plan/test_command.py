@@ -289,8 +289,8 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
     [
         ((), "give one step"),
         (("a", "--preset=llama-8b"), "give one step"),
-        (("missing",), "no such file"),
-        (("plan.json",), "may be a plan, but no dump: give --trace DIR, too"),
+        (("missing",), "there is no file or folder missing"),
+        (("plan.json",), "there is no file or folder plan.json"),
         (("DUMP", "--memory_limit=1", "--setting=default"), "does not say how much memory its arguments take"),
         (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
         (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),

@@ -218,7 +218,7 @@ def test_interrupted_runs_say_what_is_kept_in_one_line(
 
     monkeypatch.setattr(trainer, "train", interrupted)
     assert status(*SMALL, f"--checkpoint_dir={tmp_path / 'run'}") == 130
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no whole one in")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Interrupted; there is no whole checkpoint in")
 
 
 def test_resuming_from_no_folder_makes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,7 +156,7 @@ def test_an_option_without_text_form_is_refused() -> None:
 
 def test_another_process_finds_the_same() -> None:
     script = (
-        "from tests.passes.test_fingerprint import *\n"
+        "from tests.passes.framework.test_fingerprint import *\n"
         "print(fingerprint.input_fingerprint([Options()], module(), {'y': 1, 'x': {'b', 'a'}}))"
     )
     here = fingerprint.input_fingerprint([Options()], module(), {"x": {"a", "b"}, "y": 1})

@@ -90,7 +90,10 @@ def test_the_headline_says_what_was_gained_against_what_and_how_sure_that_is() -
 def test_the_headline_says_what_to_set_where_another_launch_setting_is_mostly_faster() -> None:
     measured = dataclasses.replace(GAIN.after, link="no-p2p", setting="default", guessed=0.0)
     said = rendered(dataclasses.replace(REPORT, gain=dataclasses.replace(GAIN, after=measured)))
-    assert "to try: start with CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_MIN_NCHANNELS=16" in said and "profile`" not in said
+    assert (
+        "to try: another launch setting: over no-p2p mostly CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_MIN_NCHANNELS=16" in said
+        and "profile`" not in said
+    )
     fastest = dataclasses.replace(measured, setting="small-buffers")
     assert "to try" not in rendered(dataclasses.replace(REPORT, gain=dataclasses.replace(GAIN, after=fastest)))
 

@@ -131,7 +131,7 @@ def test_missing_plugin_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 def test_environment_is_prepared_before_devices_are_looked_for() -> None:
     program = (
         "import sys, jax\n"
-        "from dhelix.runtime import deviceless\n"
+        "from dhelix.runtime.compiler import deviceless\n"
         "if sys.argv[1] == 'late': jax.devices()\n"
         "print(len(deviceless.topology().devices))\n"
     )

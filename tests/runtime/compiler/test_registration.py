@@ -179,9 +179,9 @@ def test_dhelix_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distributed_initialize_still_works_after_import_and_decoration() -> None:
     script = """
 import jax
-from dhelix.runtime import lowering, registration
+from dhelix.runtime.compiler import lowering, registration
 from dhelix.runtime.processes import agreement
-from tests.runtime.test_registration import Look, compile_step
+from tests.runtime.compiler.test_registration import Look, compile_step
 from dhelix.passes.framework.manager import PassManager
 PassManager([Look()])
 jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
@@ -202,7 +202,7 @@ import jax
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-from tests.runtime.test_registration import CALLS, Look, compile_step
+from tests.runtime.compiler.test_registration import CALLS, Look, compile_step
 found = []
 for option, size in json.loads(sys.argv[2]):
     CALLS.clear()

@@ -70,7 +70,8 @@ _PROCESS = """
 import sys
 import jax
 from dhelix.profiles.hardware import H200
-from dhelix.runtime.profiling import collective_tables, nodes
+from dhelix.runtime.processes import nodes
+from dhelix.runtime.profiling import collective_tables
 
 nodes.emulated_nodes(2, 2, int(sys.argv[2]))[int(sys.argv[1])].initialize()
 keys = collective_tables.tables(jax.devices(), kinds=["all-reduce", "collective-permute"], sizes=(1024,))
