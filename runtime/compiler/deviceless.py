@@ -23,7 +23,7 @@ import functools
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,11 @@ def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
         take the place of those in XLA_FLAGS and in COMPILER_OPTIONS.
     """
     return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
+
+
+def are_attached(devices: Sequence[Any]) -> bool:
+    """Whether a process can run on these devices, so that they are not such as `topology` lists."""
+    return bool(devices) and devices[0] in jax.devices()
 
 
 def results_option() -> dict[str, str]:

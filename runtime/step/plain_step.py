@@ -19,12 +19,13 @@ import msgspec
 from absl import logging
 
 from dhelix.errors import DhelixError
+from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.hlo import HloModule
-from dhelix.runtime.compiler import beside_cache, broken_off, memory_need
+from dhelix.runtime.compiler import beside_cache, broken_off, deviceless, memory_need
 from dhelix.runtime.compiler.memory_need import MemoryNeed
 
 
@@ -63,12 +64,14 @@ class PlainStep:
             self._program = b""  # it may hold constants of any size
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
-            if (
-                found is None
-                and (module := broken_off.scheduled(self._lowered, program, "plain", tuned=True)) is not None
-            ):
-                found = of_scheduled(HloModule.from_bytes(module), costs)
-                beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
+            if found is None:
+                # Without GPUs nothing is tuned, so the options of the step itself cost nothing. On GPUs tuning would
+                # take as long as the step's own: products are cuBLAS's there, Triton's too.
+                tuned = not deviceless.are_attached(jax_compat.devices(self._lowered))
+                module = broken_off.scheduled(self._lowered, program, "plain", tuned=tuned)
+                if module is not None:
+                    found = of_scheduled(HloModule.from_bytes(module), costs)
+                    beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
             return found
         finally:
             self.seconds = time.perf_counter() - start

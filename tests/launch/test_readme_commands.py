@@ -30,7 +30,8 @@ RUNS: dict[str, tuple[str, int, str]] = {
     "dhelix plan --skew 0,1": ("dhelix plan --skew 0,1", 1, "give one step"),
     "dhelix plan plan.json --trace DIR": ("dhelix plan plan.json --trace .", 1, "record one with jax.profiler.trace"),
     "dhelix train --trace DIR": (
-        "dhelix train --cpu_devices 2 --mesh dp=1,tp=2 --layers 1 --steps 3 --trace trace", 0, "trace of step 3 to trace",
+        "dhelix train --cpu_devices 2 --mesh dp=1,tp=2 --layers 1 --steps 3 --trace trace", 0,
+        "wrote a profiler trace of step 3 to trace",
     ),
     "dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg": ("", 0, "wrote fold.svg"),
 }  # fmt: skip
