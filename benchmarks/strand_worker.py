@@ -152,8 +152,9 @@ class Worker:
         self, variant: Variant, options: dict[str, Any], example: Any
     ) -> tuple[Any, dict[str, str], float]:
         """What users get who leave to the decorator what it can choose."""
+        order: Any = variant.order
         step = strand_interleave(
-            self.training.train_step, schedule=variant.order, profile=self.setting.costs().profile,
+            self.training.train_step, schedule=order, profile=self.setting.costs().profile,
             collective_matmul=variant.collective_matmul, strict=True, donate_argnums=0, compiler_options=options,
         )  # fmt: skip
         return self.compile_step(step, options, example)

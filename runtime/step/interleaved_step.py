@@ -62,7 +62,7 @@ def _through_front[M: Callable[..., Any]](method: M) -> M:
 _numbers = itertools.count(1)  # of steps
 
 
-class InterleavedStep:
+class InterleavedStep[**P, R]:
     """A train step to call in place of the function that it wraps."""
 
     __name__: str
@@ -123,7 +123,7 @@ class InterleavedStep:
         )  # fmt: skip
 
     @_through_front
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             if registration.on():
                 reason = "is called inside another transformation of JAX, and becomes part of it as it is"

@@ -20,7 +20,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 
@@ -39,23 +39,24 @@ from dhelix.runtime.step.frameworks.fixed_leaves import FixedLeavesFront
 from dhelix.runtime.step.frameworks.nnx_front import NnxFront, is_nnx_jitted
 from dhelix.runtime.step.gradients.microbatch_loop import check_reduction
 from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.option_types import Decorator, Options, Reduce, Schedule
 from dhelix.runtime.step.schedules import AUTO, DEFAULT, Choice, collective_matmul_of
 
 _JIT_OPTIONS = frozenset(inspect.signature(jax.jit).parameters) - {"fun"}
 
 
 @overload
-def strand_interleave(function: Callable[..., Any], /, **options: Any) -> InterleavedStep: ...
+def strand_interleave[**P, R](function: Callable[P, R], /, **options: Unpack[Options]) -> InterleavedStep[P, R]: ...
 @overload
-def strand_interleave(**options: Any) -> Callable[[Callable[..., Any]], InterleavedStep]: ...
+def strand_interleave(**options: Unpack[Options]) -> Decorator: ...
 @decorating()
 def strand_interleave(
     function: Callable[..., Any] | None = None,
     /,
     *,
     microbatches: int | None = None,
-    reduce: str = "mean",
-    schedule: str = DEFAULT,
+    reduce: Reduce = "mean",
+    schedule: Schedule = DEFAULT,
     profile: str | Path | Profile | None = AUTO,
     plan: str | Path | PairingPlan | None = None,
     memory_limit: int | None = None,
@@ -71,6 +72,11 @@ def strand_interleave(
     **jit_options: Any,
 ) -> Any:
     """Decorates a train step, plain or already jitted.
+
+        @strand_interleave(microbatches=4, donate_argnums=0)
+        def train_step(state, batch):
+            loss, grads = value_and_grad(loss_fn)(state.params, batch)
+            ...
 
     Args:
       function: the step.
@@ -108,6 +114,10 @@ def strand_interleave(
 
     Returns:
       An `InterleavedStep`, or without `function` a decorator that makes one.
+
+    Raises:
+      DhelixError: options that mean nothing or do not fit each other; at the first call, with `strict`, a step that
+        would be left alone, and with `verify`, one that computes something else.
     """
     if function is None:
         return functools.partial(

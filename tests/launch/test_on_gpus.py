@@ -74,7 +74,7 @@ def changed(report: Report) -> set[str]:
 @pytest.mark.parametrize(
     ("sharding", "schedule"), [*(("shard_map", s) for s in SCHEDULES), ("auto", "dp"), ("fsdp", "dp")]
 )
-def test_five_steps_are_the_plain_steps(sharding: str, schedule: str) -> None:
+def test_five_steps_are_the_plain_steps(sharding: str, schedule: Any) -> None:
     training = training_of(sharding)
     step = strand_interleave(training.train_step, donate_argnums=0, schedule=schedule)
     found = numbers(training, step)

@@ -69,7 +69,7 @@ def test_five_steps_are_those_without_a_pipeline(
     state, expected = training.init(jax.random.key(0)), plain.init(jax.random.key(0))
     for number in range(5):
         shape = (2 * microbatches * dp, config.seq + 1)
-        batch = {"tokens": np.random.default_rng(number).integers(0, config.vocab, shape).astype(np.int32)}
+        batch: Any = {"tokens": np.random.default_rng(number).integers(0, config.vocab, shape).astype(np.int32)}
         state, metrics = step(state, batch)
         expected, expected_metrics = plain_step(expected, batch)
         for name, value in expected_metrics.items():

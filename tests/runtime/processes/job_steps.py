@@ -87,7 +87,8 @@ def decorated(
         return w - 0.1 * gradients, loss, last(batch["x"])
 
     step.__name__ = name
-    return strand_interleave(**{"microbatches": 2, **options})(step)
+    given: Any = {"microbatches": 2, **options}
+    return strand_interleave(**given)(step)
 
 
 def two_collectives(gather_first: bool) -> Callable[[jax.Array], jax.Array]:

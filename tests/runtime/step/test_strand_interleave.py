@@ -64,7 +64,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _sine(**options: Any) -> InterleavedStep:
-    return strand_interleave(lambda x: jnp.sin(x) + 1, **{"passes": [Replace()], **options})
+    given: Any = {"passes": [Replace()], **options}
+    return strand_interleave(lambda x: jnp.sin(x) + 1, **given)
 
 
 def _array(*shape: int) -> jax.Array:
@@ -144,7 +145,8 @@ def test_options_of_jit_are_kept() -> None:
     result = step(state, {"a": jnp.ones(3)})
     np.testing.assert_allclose(result, expected, rtol=1e-6)
     assert result.sharding == rows and state.is_deleted()
-    assert step(np.ones((8, 8), np.float32), {"a": jnp.ones(3)}).sharding == rows
+    other: Any = np.ones((8, 8), np.float32)
+    assert step(other, {"a": jnp.ones(3)}).sharding == rows
     abstract = jax.ShapeDtypeStruct((8, 8), jnp.float32), {"a": jax.ShapeDtypeStruct((3,), jnp.float32)}
     assert len(jax.tree.leaves(step.lower(*abstract).args_info)) == 2
 

@@ -63,7 +63,7 @@ def squared_rows(w: jax.Array, data: dict[str, jax.Array]) -> jax.Array:
         (_masked, "weighted", None),
     ],
 )
-def test_reduction_that_does_not_fit_the_loss(loss: Any, reduce: str, message: str | None) -> None:
+def test_reduction_that_does_not_fit_the_loss(loss: Any, reduce: Any, message: str | None) -> None:
     weigh = (lambda w, data: data["mask"].sum()) if reduce == "weighted" else None
     gradients = value_and_grad(loss, weights=weigh)
 

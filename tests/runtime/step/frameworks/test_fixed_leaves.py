@@ -217,7 +217,7 @@ class Counting(eqx.Module):
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
-def test_one_update_of_state_a_step(reduce: str) -> None:
+def test_one_update_of_state_a_step(reduce: Any) -> None:
     def loss(w: jax.Array, x: jax.Array, state: eqx.nn.State) -> Any:
         x, state = model(x * w, state)
         return x.sum(), state

@@ -248,4 +248,4 @@ def test_captured_objects_are_named() -> None:
         (bound, (metrics,), "captures .argument 0 of functools.partial, argument 1 of functools.partial."),
     ):
         with pytest.raises(DhelixError, match=names):
-            strand_interleave(step)(*args, batch())
+            strand_interleave(step)(*args, batch())  # pyright: ignore[reportArgumentType, reportCallIssue]
