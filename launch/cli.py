@@ -44,6 +44,9 @@ COMMANDS = {
     ),
 }
 
+_EXTRAS = {"flax": "train", "optax": "train", "orbax": "train", "ortools": "plan"}
+"""Of packages that some commands need, the extra that brings them."""
+
 _PYTHON_WORDS = (
     (r"invalid literal for int\(\) with base \d+: (.*)", r"\1 is not a whole number"),
     (r"could not convert string to float: (.*)", r"\1 is not a number"),
@@ -81,7 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not COMMANDS[name].needs_device:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: no search for accelerators
     values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{name}.flags"), rest)
-    module = importlib.import_module(f"dhelix.launch.{name}.command")
+    try:
+        module = importlib.import_module(f"dhelix.launch.{name}.command")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        _fail(f"needs the package {package}: pip install 'dhelix[{_EXTRAS[package]}]'", name)
     app.run(lambda _: _run(name, module, values, positional), argv=["dhelix"], flags_parser=_no_global_flags)
 
 

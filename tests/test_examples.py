@@ -1,0 +1,28 @@
+"""Every example runs as its README says, and its steps become strands, or stages of a pipeline."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "examples"
+EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SAYS = {"collective_matmuls": r"difference to one device: \d\.\de-0\d", "pipeline": "runs in the GPU compiler"}
+
+
+def test_the_readme_lists_them_all() -> None:
+    assert sorted(re.findall(r"^\| `(\w+)\.py`", (FOLDER / "README.md").read_text(), re.MULTILINE)) == EXAMPLES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "HOME": str(tmp_path)}
+    command = [sys.executable, str(FOLDER / f"{name}.py")]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert re.search(SAYS.get(name, "two strands over [48] layers, 4 micro-batches"), said)
+    losses = [float(loss) for loss in re.findall(r"^loss (.*)", said, re.MULTILINE)]
+    assert not losses or losses[-1] < losses[0]
