@@ -12,7 +12,7 @@ import dhelix
 
 ROOT = Path(__file__).parent.parent
 NOT_OURS = {"third_party", "build", "dist", "demo-output"}
-NOT_INSTALLED = {("tests",), ("benchmarks",)}
+NOT_INSTALLED = {("tests",), ("benchmarks",), ("examples",)}
 
 # Imports point from later to earlier ones; `models` stands apart.
 ORDER = ("errors", "profiles", "passes", "runtime", "launch")

@@ -24,7 +24,7 @@ people and for `dhelix train --plan` or strand_interleave(plan=...).
 
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
 
-_SCHEDULES = ["dp", "list", "round_robin"]  # of `schedule_names`, those that order two strands
+_SCHEDULES = ["dp", "list", "round_robin"]  # of `option_types`, those that order two strands
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -8,7 +8,7 @@ from absl import flags
 
 from dhelix.launch.train import step_flags
 from dhelix.launch.train.options import Options
-from dhelix.runtime.step.schedule_names import SCHEDULES
+from dhelix.runtime.step.option_types import SCHEDULES
 
 USAGE = """\
 usage: dhelix train [flags]

@@ -1,24 +1,29 @@
 """Types of the options of `strand_interleave`, for type checkers: what does not exist is an error before anything runs.
 
-The docstring of `strand_interleave` says what options mean.
+`strand_interleave` says what options mean, `schedules.py` what schedules are. Nothing here imports jax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
-
-from dhelix.passes.plans.pairing_plan import PairingPlan
-from dhelix.profiles.collective_matmul.sites import Form
-from dhelix.profiles.profile import Profile
-from dhelix.runtime.pipeline.fold import Fold
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
 if TYPE_CHECKING:
+    from dhelix.passes.plans.pairing_plan import PairingPlan
+    from dhelix.profiles.collective_matmul.sites import Form
+    from dhelix.profiles.profile import Profile
+    from dhelix.runtime.pipeline.fold import Fold
     from dhelix.runtime.step.interleaved_step import InterleavedStep
 
 Reduce = Literal["mean", "sum", "weighted"]
 Schedule = Literal["dp", "list", "xla", "round_robin", "forward_forward", "backward_backward", "intra_batch"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+DEFAULT: Schedule = "dp"
+LIMITED = ("dp", "list")
+"""Schedules that take no more memory than the plain step and 3 %; the others are to be compared with, as they are."""
+SKEWED = ("dp", "list", "xla", "round_robin")
+"""Schedules that pair forward with backward, whose strands can be kept some layers apart."""
 
 
 class JitOptions(TypedDict, total=False):

@@ -65,8 +65,8 @@ from dhelix.runtime.processes import launch_settings
 from dhelix.runtime.processes.nodes import gpus_per_node
 from dhelix.runtime.step.collective_matmul_choice import Weighing
 from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes, times_on
+from dhelix.runtime.step.option_types import DEFAULT, LIMITED, SCHEDULES, SKEWED
 from dhelix.runtime.step.plain_step import PlainStep
-from dhelix.runtime.step.schedule_names import DEFAULT, LIMITED, SCHEDULES, SKEWED
 from dhelix.runtime.step.target import gpu_of, hardware_of, unlike
 
 AUTO = "auto"

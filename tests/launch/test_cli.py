@@ -1,5 +1,6 @@
 """The command line as its user sees it: what is printed where, and the exit status."""
 
+import importlib
 import subprocess
 import sys
 from types import ModuleType
@@ -142,3 +143,29 @@ def test_help_needs_no_jax() -> None:
 def test_the_package_is_a_program() -> None:
     command = [sys.executable, "-m", "dhelix", "--help"]
     assert "usage: dhelix" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_a_missing_package_names_the_extra_that_brings_it(
+    greet: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.import_module
+
+    def without_flax(name: str) -> ModuleType:
+        if name.endswith("greet.command"):
+            raise ModuleNotFoundError("No module named 'flax.nnx'", name="flax.nnx")
+        return find(name)
+
+    monkeypatch.setattr(cli.importlib, "import_module", without_flax)
+    assert status("greet", "me") == 1
+    assert capsys.readouterr().err == "dhelix greet: needs the package flax: pip install 'dhelix[train]'\n"
+
+
+def test_an_interrupted_command_ends_in_one_line(
+    greet: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(greet, "run", interrupted)
+    assert status("greet", "me") == 130
+    assert capsys.readouterr().err == "dhelix greet: interrupted\n"

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import dhelix
-from dhelix.runtime.step import option_types, schedule_names
+from dhelix.runtime.step import option_types
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 PROGRAM = """
@@ -37,7 +37,7 @@ def test_options_are_those_of_the_function_and_of_jit() -> None:
     jits = list(inspect.signature(jax.jit).parameters)[1:]
     assert sorted(option_types.JitOptions.__annotations__) == sorted(jits)
     assert sorted(option_types.Options.__annotations__) == sorted([*ours, *jits])
-    assert typing.get_args(option_types.Schedule) == schedule_names.SCHEDULES
+    assert typing.get_args(option_types.Schedule) == option_types.SCHEDULES
 
 
 @pytest.mark.slow
