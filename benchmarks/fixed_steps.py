@@ -54,6 +54,16 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the st
 }
 
 
+_LEFT_OUT = (  # the marker, sources, and numbers of a process: the hash of all that, and where Python's callbacks lie
+    r"__dhelix_[0-9a-f]{16}",
+    r", metadata=\{[^}]*\}",
+    r", stack_frame_id=\d+",
+    r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d+ .*\n)*",
+    r'fingerprint_before_lhs="[^"]*"',
+    r'(?<=custom_call_target="CustomSPMDPartitioning").*',
+)
+
+
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, help="write digests to this file")
@@ -84,7 +94,9 @@ def digests(options: dict[str, Any], interleaving: dict[str, Any]) -> dict[str, 
 
 def _digest(module: HloModule) -> str:
     """Of what it computes, in the order in which it stands there."""
-    text = re.sub(r", metadata=\{[^}]*\}|__dhelix_[0-9a-f]{16}|, stack_frame_id=\d+", "", str(module.to_text()))
+    text = str(module.to_text())
+    for left_out in _LEFT_OUT:
+        text = re.sub(left_out, "", text, flags=re.MULTILINE)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
