@@ -64,17 +64,21 @@ class PlainStep:
             self._program = b""  # it may hold constants of any size
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
-            if found is None:
-                # Without GPUs nothing is tuned, so the options of the step itself cost nothing. On GPUs tuning would
-                # take as long as the step's own: products are cuBLAS's there, Triton's too.
-                tuned = not deviceless.are_attached(jax_compat.devices(self._lowered))
-                module = broken_off.scheduled(self._lowered, program, "plain", tuned=tuned)
-                if module is not None:
-                    found = of_scheduled(HloModule.from_bytes(module), costs)
-                    beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
+            if found is None and (module := self._scheduled(program, tuned=False)) is not None:
+                need, parts = of_scheduled(HloModule.from_bytes(module), costs)
+                if not deviceless.are_attached(jax_compat.devices(self._lowered)):
+                    # Nothing is tuned without GPUs, so the options that the step itself is compiled with cost nothing.
+                    # On GPUs tuning would take as long as the step's own: products are cuBLAS's there, Triton's too.
+                    module = self._scheduled(program, tuned=True) or module
+                    parts = of_scheduled(HloModule.from_bytes(module), costs)[1]
+                found = need, parts
+                beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
             return found
         finally:
             self.seconds = time.perf_counter() - start
+
+    def _scheduled(self, program: bytes, tuned: bool) -> bytes | None:
+        return broken_off.scheduled(self._lowered, program, "plain", tuned=tuned)
 
     def _fingerprint(self, program: bytes, costs: Costs) -> str:
         """Of the program, of XLA's options, and of all that costs follow from."""

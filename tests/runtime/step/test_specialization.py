@@ -128,8 +128,8 @@ def test_what_the_plain_step_needs_is_known_before_it_is_compiled(training: Trai
     program = lowering.hlo_bytes(lowered)
     plain, again = (Choice().plain_step(lowered, program) for _ in range(2))
     assert plain is not None and again is not None and plain.known is not None
-    (found, parts), exact = plain.known, memory_need.of_compiled(lowered.compile())
-    assert found.arguments == exact.arguments and parts.memory == found.arguments + found.beside
-    assert found.beside == pytest.approx(exact.beside, rel=0.015)
+    (found, parts), exact = plain.known, memory_need.of_compiled(deviceless.compile(lowered))
+    assert found.arguments == exact.arguments and parts.memory > found.arguments
+    assert found.beside == pytest.approx(exact.beside, rel=0.01)
     assert plain.known == again.known and parts.seconds > 0 and plain.seconds > 0
     assert found.allowed() == int(1.025 * (found.arguments + found.beside)) - found.arguments
