@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.errors import DhelixError
+from dhelix.launch.defaults import NO_EFFECT
 from dhelix.launch.inspect import dumps, targets
 from dhelix.launch.inspect.flags import AUTO, NONE
 from dhelix.launch.inspect.inspection import CollectiveReport, Inspection, inspect_module, unknown_text
@@ -35,7 +36,6 @@ from dhelix.profiles.files import storage
 from dhelix.runtime.compiler.lowering import compiled_module
 
 ROOFLINE = "roofline"
-NO_EFFECT = "--inter_bandwidth changes nothing: no collective goes between nodes, or the profile says what these take"
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
@@ -117,24 +117,24 @@ def inspect_dump(
     """
     found = dumps.read(path)
     gpu, notes = targets.choose(found.file, found.module, _hardware(hardware) if hardware else None)
-    if inter_bandwidth:
-        gpu = dataclasses.replace(gpu, inter_bandwidth=1e9 * inter_bandwidth)
     on_cpu = targets.read(found.file, found.module).backend == "CPU"
-    costs, cost_model = _costs(found.module, gpu, NONE if on_cpu else profile, setting)
+    costs, cost_model = _costs(found.module, gpu, NONE if on_cpu else profile, setting, 1e9 * inter_bandwidth)
     memory, told = dumps.read_memory(found.file), (*found.notes, *notes)
     return inspect_module(found.module, costs, cost_model, memory, str(found.file), title, told, not on_cpu)
 
 
-def _costs(module: HloModule, gpu: gpus.Hardware, profile: str, setting: str) -> tuple[Costs, str]:
-    """Costs, and where they come from in words."""
+def _costs(
+    module: HloModule, gpu: gpus.Hardware, profile: str, setting: str, inter_bandwidth: float = 0.0
+) -> tuple[Costs, str]:
+    """Costs, and where they come from in words. `inter_bandwidth`: bytes per second; 0: what is usual."""
     if profile not in (AUTO, NONE):
         known = storage.load(profile)
     else:
         link = next((link for link in gpus.LINKS if gpu.name.endswith(f"-{link}")), gpus.LINKS[0])
         known = storage.find(gpu.name.removesuffix(f"-{link}"), link) if profile == AUTO else None
         if known is None or setting not in known.sections:
-            return Costs(gpu), ROOFLINE
-    costs = CostModel(known, setting, inter_bandwidth=gpu.inter_bandwidth).costs()
+            return Costs(dataclasses.replace(gpu, inter_bandwidth=inter_bandwidth or gpu.inter_bandwidth)), ROOFLINE
+    costs = CostModel(known, setting, inter_bandwidth=inter_bandwidth).costs()
     guessed = predict(module, costs).shares[Source.GUESS]
     name = storage.file_name(known.hardware, known.link).removesuffix(".json")
     return costs, f"profile {name} (launch setting {setting}, {guessed:.0%} guessed)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from absl import flags
 
-from dhelix.launch.defaults import DEFAULT_GPU
+from dhelix.launch.defaults import DEFAULT_GPU, define_inter_bandwidth
 from dhelix.profiles import hardware as gpus
 from dhelix.profiles.profile import SETTINGS
 
@@ -40,8 +40,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum(
         "setting", "default", list(SETTINGS), "the launch setting of the profile that counts", flag_values=values
     )
-    network = "GB/s of each GPU between nodes, where the profile has nothing of them (default: usual for the GPU)"
-    flags.DEFINE_float("inter_bandwidth", None, network, lower_bound=1e-3, flag_values=values)
+    define_inter_bandwidth(values)
     flags.DEFINE_bool("json", False, "print everything as JSON instead of tables", flag_values=values)
     flags.DEFINE_string("png", None, "write the timeline as a picture to this file", flag_values=values)
     flags.DEFINE_string("perfetto", None, "write the timeline for ui.perfetto.dev", flag_values=values)

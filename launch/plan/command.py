@@ -24,8 +24,7 @@ from absl import flags, logging
 from rich.console import Console
 
 from dhelix.errors import DhelixError
-from dhelix.launch.defaults import DEFAULT_GPU
-from dhelix.launch.inspect.command import NO_EFFECT
+from dhelix.launch.defaults import DEFAULT_GPU, NO_EFFECT
 from dhelix.launch.inspect.dumps import Memory
 from dhelix.launch.plan import measured as plan_measured
 from dhelix.launch.plan import picture as plan_picture

@@ -6,7 +6,7 @@ import functools
 
 from absl import flags
 
-from dhelix.launch.defaults import DEFAULT_GPU
+from dhelix.launch.defaults import DEFAULT_GPU, define_inter_bandwidth
 from dhelix.launch.train import step_flags
 from dhelix.profiles import hardware
 from dhelix.profiles.profile import SETTINGS
@@ -36,8 +36,7 @@ def define_flags(values: flags.FlagValues) -> None:
     choice("link", hardware.LINKS[0], list(hardware.LINKS), "how the GPUs reach each other")
     choice("hardware", None, hardware.GPUS, f"which GPUs (default: the dump's, or {DEFAULT_GPU})")
     number("gpus_per_node", None, "GPUs of a node (default: 8; with --link two-nodes half of the step's)")
-    network = "GB/s of each GPU between nodes, where the profile has nothing of them (default: usual for the GPUs)"
-    flags.DEFINE_float("inter_bandwidth", None, network, lower_bound=1e-3, flag_values=values)
+    define_inter_bandwidth(values)
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
     )

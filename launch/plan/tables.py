@@ -14,9 +14,9 @@ from dhelix.launch.inspect.dumps import Memory
 from dhelix.launch.plan.program import Program
 from dhelix.launch.plan.search import Candidate, MemoryLimit, microseconds
 from dhelix.launch.shown.progress import say
-from dhelix.launch.shown.units import bytes_text
 from dhelix.passes.communication import exchange
 from dhelix.passes.framework.gain import Gain, guesses
+from dhelix.passes.framework.words import bytes_text
 from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment, PlanTarget
 from dhelix.profiles.hardware import LINKS, describe
 

@@ -1,8 +1,9 @@
-"""Times and bytes in the unit that suits them: one unit for all numbers that are compared, or each for itself.
+"""Times and bytes in the unit that suits them: one unit for all numbers that are compared, or each for itself (bytes:
+`passes/framework/words.py`).
 
 unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, by the largest
 unit.text(512 * 2**20)                         # '0.50 GiB'
-bytes_text(512 * 2**20)                        # '512 MiB'
+time_text(0.0000412)                           # '41.2 µs'
 """
 
 from __future__ import annotations
@@ -38,12 +39,6 @@ def time_unit(milliseconds: Iterable[float | None]) -> Unit:
 def size_unit(sizes: Iterable[float | None]) -> Unit:
     """Of the largest number of bytes; None counts as nothing."""
     return _unit(_SIZES, sizes)
-
-
-def bytes_text(count: int) -> str:
-    """Three digits: 64 MiB, 1.5 GiB."""
-    unit = next((unit for unit in _SIZES if count >= unit.size), _SIZES[-1])
-    return f"{count / unit.size:.3g} {unit.name}"
 
 
 def time_text(seconds: float) -> str:

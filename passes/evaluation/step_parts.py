@@ -14,7 +14,8 @@ from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.step_time import executions, predict
 from dhelix.passes.evaluation.timeline import guessed_overlap, simulate_module
-from dhelix.passes.framework.gain import StepParts, size_words
+from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.framework.words import bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates.estimator import Source
 
@@ -60,7 +61,7 @@ def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float],
     instructions = {i.name: i for computation in module.schedule for i in computation.instructions}
     for one in played.collectives:
         sent = find_collective(instructions[one.instruction])
-        words = f"{sent.kind} {size_words(sent.size)}" if sent else "messages"
+        words = f"{sent.kind} {bytes_text(sent.size)}" if sent else "messages"
         found[words] = found.get(words, 0.0) + one.exposed
     least = played.seconds / 500
     ordered = sorted(found.items(), key=lambda item: (-item[1], item[0]))

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dhelix.passes.framework.words import gibibytes, milliseconds
+
 MANY_GUESSES = 0.1  # a share that is said
 _SAME_WORK = 0.01  # by which a step's floating point operations may differ: what is fused is not counted alike
 _CAUSES = {
@@ -132,24 +134,6 @@ def guesses(step: StepParts) -> str:
     if step.assumed:
         said.append(f"assumed: {step.assumed}")
     return "; ".join(said)
-
-
-def milliseconds(seconds: float) -> str:
-    """To a millisecond of long times, to a microsecond of short ones."""
-    ms = 1e3 * seconds
-    return f"{ms:.{0 if ms >= 1000 else 1 if ms >= 1 else 3}f} ms"
-
-
-def size_words(count: int) -> str:
-    """Three digits: 64 MiB, 1.5 GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
-
-
-def gibibytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _signed(seconds: float) -> str:

@@ -40,9 +40,9 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from dhelix.errors import DhelixError
 from dhelix.passes.communication import exchange
@@ -58,13 +58,14 @@ from dhelix.passes.plans.pairing_plan import (
 )
 from dhelix.profiles import keys
 from dhelix.profiles.files import codec
-from dhelix.profiles.files.codec import Bytes, Count, Kind, Microseconds, Share, Text, json_lines, json_text
+from dhelix.profiles.files.codec import Bytes, Count, Kind, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
 SCHEMA = 1
 
 _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # of a whole step
 
 
 class _MadeFor(Struct, forbid_unknown_fields=True):
@@ -87,9 +88,9 @@ class _StartWith(Struct, forbid_unknown_fields=True):
 
 
 class _Prediction(Struct, forbid_unknown_fields=True):
-    makespan_us: Microseconds = 0.0
-    compute_us: Microseconds = 0.0
-    communication_us: Microseconds = 0.0
+    makespan_us: _Microseconds = 0.0
+    compute_us: _Microseconds = 0.0
+    communication_us: _Microseconds = 0.0
     hidden_fraction: Share = 0.0
     guessed_fraction: Share = 0.0
     guessed_overlap_fraction: Share = 0.0
@@ -97,8 +98,8 @@ class _Prediction(Struct, forbid_unknown_fields=True):
 
 class _Segment(Struct, forbid_unknown_fields=True):
     run: list[Text]
-    predicted_us: Microseconds = 0.0
-    measured_us: Microseconds | None = None
+    predicted_us: _Microseconds = 0.0
+    measured_us: _Microseconds | None = None
     guessed: Share = 0.0
 
 
@@ -161,15 +162,16 @@ def dumps(plan: PairingPlan) -> str:
     }
     start_with = {"environment": dict(target.environment), "xla_flags": list(target.xla_flags)}
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
-    parts = [
-        f'"schema": {SCHEMA}',
-        f'"program": {json_text(plan.program)}',
-        f'"made_for": {json_text(made_for)}',
-        f'"start_with": {json_text(start_with)}',
-        f'"predicted": {json_text(predicted)}',
-        f'"bodies": {json_lines("[", map(_body_text, plan.bodies), "]")}',
-    ]
-    text = "{\n" + ",\n".join(parts) + "\n}\n"
+    text = codec.document(
+        {
+            "schema": str(SCHEMA),
+            "program": json_text(plan.program),
+            "made_for": json_text(made_for),
+            "start_with": json_text(start_with),
+            "predicted": json_text(predicted),
+            "bodies": json_lines("[", map(_body_text, plan.bodies), "]"),
+        }
+    )
     loads(text, "this plan")
     return text
 

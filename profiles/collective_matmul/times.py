@@ -36,7 +36,7 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -55,8 +55,9 @@ from dhelix.profiles.files.codec import (
     Text,
     json_lines,
     json_text,
+    microseconds_text,
 )
-from dhelix.profiles.files.profile_json import provenance
+from dhelix.profiles.files.profile_json import provenance, provenance_text
 from dhelix.profiles.hardware import describe
 from dhelix.profiles.profile import ALIKE, Timing
 
@@ -69,7 +70,7 @@ _FILE = Kind("file of collective matmuls' times", "measure again")
 
 
 class _Timing(Row, frozen=True):
-    median: Annotated[float, Meta(gt=0, le=1e12)]
+    median: Annotated[float, Meta(gt=0, le=1e10)]
     spread: Microseconds
     samples: Count
 
@@ -154,20 +155,17 @@ def save(times: Times, path: Path) -> None:
 
 def dumps(times: Times) -> str:
     """The text of a file. Raises ProfileFileError for times that `loads` would not take, such as NaN."""
-    measured_on = (
-        json_text({f.name: getattr(on, f.name) for f in fields(on) if getattr(on, f.name) != ""})
-        for on in times.measured_on
-    )
     sites = (f"{json_text(site.key)}: {_site_text(times.sites[site])}" for site in sorted(times.sites))
-    parts = [
-        f'"schema": {SCHEMA}',
-        f'"hardware": {json_text(times.hardware)}',
-        f'"link": {json_text(times.link)}',
-        f'"setting": {json_text(times.setting)}',
-        f'"measured_on": {json_lines("[", measured_on, "]")}',
-        f'"sites": {json_lines("{", sites, "}")}',
-    ]
-    text = "{\n" + ",\n".join(parts) + "\n}\n"
+    text = codec.document(
+        {
+            "schema": str(SCHEMA),
+            "hardware": json_text(times.hardware),
+            "link": json_text(times.link),
+            "setting": json_text(times.setting),
+            "measured_on": json_lines("[", map(provenance_text, times.measured_on), "]"),
+            "sites": json_lines("{", sites, "}"),
+        }
+    )
     loads(text, "these times")
     return text
 
@@ -184,12 +182,7 @@ def _site_text(times: SiteTimes) -> str:
 
 
 def _timing_text(timing: Timing) -> str:
-    return f"[{_microseconds(timing.seconds, 5)}, {_microseconds(timing.spread, 3)}, {timing.samples}]"
-
-
-def _microseconds(seconds: float, digits: int) -> str:
-    value = float(f"{1e6 * seconds:.{digits}g}")
-    return str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
+    return f"[{microseconds_text(timing.seconds)}, {microseconds_text(timing.spread, 3)}, {timing.samples}]"
 
 
 def loads(text: str, origin: str) -> Times:

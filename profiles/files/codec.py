@@ -15,6 +15,7 @@ Rows are Structs with `array_like=True`: what a later version puts behind their 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Row(Struct, array_like=True, frozen=True, gc=False):
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Bytes = Annotated[int, Meta(ge=0, le=2**62)]
 Position = Annotated[int, Meta(ge=0)]
-Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
+Microseconds = Annotated[float, Meta(ge=0, le=1e10)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -86,6 +87,21 @@ def json_lines(opening: str, items: Iterable[str], closing: str) -> str:
     """A list or an object with an item on each line, so that files can be read, edited and compared."""
     text = ",\n".join(items)
     return f"{opening}\n{text}\n{closing}" if text else opening + closing
+
+
+def document(fields: Mapping[str, str]) -> str:
+    """The text of a file, a field after the other; values are JSON already."""
+    return "{\n" + ",\n".join(f"{json_text(name)}: {value}" for name, value in fields.items()) + "\n}\n"
+
+
+def microseconds_text(seconds: float, digits: int = 5) -> str:
+    """As files have it: five digits of a time, three of a spread."""
+    value = seconds * 1e6
+    return number_text(float(f"{value:.{digits}g}") if math.isfinite(value) else value)
+
+
+def number_text(value: float) -> str:
+    return str(int(value)) if math.isfinite(value) and value == int(value) else repr(float(value))
 
 
 def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE) -> T:

@@ -38,7 +38,6 @@ version may add some; what it must not misread gets a higher `schema`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +49,19 @@ from msgspec import Meta, Struct, structs
 from dhelix.errors import DhelixError
 from dhelix.profiles import keys
 from dhelix.profiles.files import codec
-from dhelix.profiles.files.codec import Bytes, Count, Microseconds, On, Position, Row, Text, json_lines, json_text
+from dhelix.profiles.files.codec import (
+    Bytes,
+    Count,
+    Microseconds,
+    On,
+    Position,
+    Row,
+    Text,
+    json_lines,
+    json_text,
+    microseconds_text,
+    number_text,
+)  # fmt: skip
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Provenance, Section, Timing
 
@@ -110,15 +121,16 @@ def dumps(profile: Profile) -> str:
     sections = [
         f"{json_text(name)}: {{\n{_section_text(profile.sections[name], index)}}}" for name in sorted(profile.sections)
     ]
-    parts = [
-        f'"schema": {SCHEMA}',
-        f'"hardware": {json_text(profile.hardware)}',
-        f'"link": {json_text(profile.link)}',
-        f'"measured_on": {json_lines("[", map(_provenance_text, profile.measured_on), "]")}',
-        f'"keys": {json_lines("[", map(_key_text, table), "]")}',
-        f'"sections": {json_lines("{", sections, "}")}',
-    ]
-    text = "{\n" + ",\n".join(parts) + "\n}\n"
+    text = codec.document(
+        {
+            "schema": str(SCHEMA),
+            "hardware": json_text(profile.hardware),
+            "link": json_text(profile.link),
+            "measured_on": json_lines("[", map(provenance_text, profile.measured_on), "]"),
+            "keys": json_lines("[", map(_key_text, table), "]"),
+            "sections": json_lines("{", sections, "}"),
+        }
+    )
     loads(text, "this profile")
     return text
 
@@ -148,7 +160,7 @@ def _section_text(section: Section, index: Mapping[Key, int]) -> str:
     alone = {index[key]: timing for part in (section.operators, section.collectives) for key, timing in part.items()}
     pairs = {(index[pair.first], index[pair.second]): timing for pair, timing in section.pairs.items()}
     failures = (f"{json_text(key)}: {json_text(_one_line(why))}" for key, why in sorted(section.failures.items()))
-    parts = [] if section.gap_seconds is None else [f'"gap_us": {_microseconds(section.gap_seconds)}']
+    parts = [] if section.gap_seconds is None else [f'"gap_us": {microseconds_text(section.gap_seconds)}']
     parts += [
         f'"alone": {json_lines("[", (_timing_text(i, alone[i]) for i in sorted(alone)), "]")}',
         f'"pairs": {json_lines("[", (_pair_text(*ij, pairs[ij]) for ij in sorted(pairs)), "]")}',
@@ -158,13 +170,13 @@ def _section_text(section: Section, index: Mapping[Key, int]) -> str:
 
 
 def _timing_text(key: int, timing: Timing) -> str:
-    seconds, spread = _microseconds(timing.seconds), _microseconds(timing.spread, 3)
+    seconds, spread = microseconds_text(timing.seconds), microseconds_text(timing.spread, 3)
     return f"[{key}, {seconds}, {spread}, {timing.samples}, {json_text(timing.source)}]"
 
 
 def _pair_text(first: int, second: int, timing: PairTiming) -> str:
-    times = ", ".join(_microseconds(t) for t in _pair_times(timing))
-    return f"[{first}, {second}, {times}, {_microseconds(timing.spread, 3)}, {timing.samples}]"
+    times = ", ".join(microseconds_text(t) for t in _pair_times(timing))
+    return f"[{first}, {second}, {times}, {microseconds_text(timing.spread, 3)}, {timing.samples}]"
 
 
 def _pair_times(timing: PairTiming) -> tuple[float, ...]:
@@ -173,22 +185,13 @@ def _pair_times(timing: PairTiming) -> tuple[float, ...]:
 
 def _key_text(key: Key) -> str:
     if isinstance(key, OperatorKey):
-        return f"[{json_text(str(key))}, {_number(key.flops)}, {key.bytes}]"
+        return f"[{json_text(str(key))}, {number_text(key.flops)}, {key.bytes}]"
     return f"[{json_text(str(key))}]"
 
 
-def _provenance_text(provenance: Provenance) -> str:
+def provenance_text(provenance: Provenance) -> str:
     values = {field.name: getattr(provenance, field.name) for field in fields(provenance)}
     return json_text({name: value for name, value in values.items() if value != ""})
-
-
-def _microseconds(seconds: float, digits: int = 5) -> str:
-    value = seconds * 1e6
-    return _number(float(f"{value:.{digits}g}") if math.isfinite(value) else value)
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if math.isfinite(value) and value == int(value) else repr(float(value))
 
 
 def _one_line(reason: str) -> str:

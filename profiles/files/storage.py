@@ -72,18 +72,26 @@ def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None
       ProfileFileError: a file cannot be read, or is of other hardware or another link than its place says.
       DhelixError: a folder or file that is asked for does not exist.
     """
-    files = [path for folder in (SHIPPED, *_search_path(), *extra) for path in _files_of(folder)]
-    changed = tuple((path, status.st_mtime_ns, status.st_size) for path in files if (status := path.stat()))
-    return _find(hardware, link, tuple(extra), changed)
+    files = (path for place in (SHIPPED, *_search_path(), *extra) for path in _files_of(place))
+    return _find(hardware, link, tuple(extra), tuple(map(_state, files)))
 
 
-def _files_of(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.json")) if folder.is_dir() else [folder] if folder.exists() else []
+def _files_of(place: Path) -> list[Path]:
+    return sorted(place.glob("*.json")) if place.is_dir() else [place]
+
+
+def _state(path: Path) -> tuple[Path, int, int]:
+    """What changes when the file does; of one that is not there, or is a link to nothing, no time and no size."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path, 0, 0
+    return path, status.st_mtime_ns, status.st_size
 
 
 @functools.lru_cache(maxsize=8)
-def _find(hardware: str, link: str, extra: Sequence[Path], _changed: object) -> Profile | None:
-    """`_changed`: which files there are and when they changed; one found before is found again until then."""
+def _find(hardware: str, link: str, extra: Sequence[Path], _states: object) -> Profile | None:
+    """`_states`: of all files that count; what was found once is found again until one of them changes."""
     profile = _over_one_link(hardware, link, extra)
     like = describe(hardware, link).like
     other = find(like, link) if like else None

@@ -65,13 +65,12 @@ class PlainStep:
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
             if found is None and (module := self._scheduled(program, tuned=False)) is not None:
-                need, parts = of_scheduled(HloModule.from_bytes(module), costs)
+                need = memory_need.of_module(HloModule.from_bytes(module))
                 if not deviceless.are_attached(jax_compat.devices(self._lowered)):
                     # Nothing is tuned without GPUs, so the options that the step itself is compiled with cost nothing.
                     # On GPUs tuning would take as long as the step's own: products are cuBLAS's there, Triton's too.
                     module = self._scheduled(program, tuned=True) or module
-                    parts = of_scheduled(HloModule.from_bytes(module), costs)[1]
-                found = need, parts
+                found = need, of_scheduled(HloModule.from_bytes(module), costs)
                 beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
             return found
         finally:
@@ -88,10 +87,10 @@ class PlainStep:
         return fingerprint.input_fingerprint((), program, {**given, "measured": measured})
 
 
-def of_scheduled(module: HloModule, costs: Costs) -> tuple[MemoryNeed, StepParts]:
-    """Bytes that a scheduled step needs by live ranges, and what its time is made of."""
+def of_scheduled(module: HloModule, costs: Costs) -> StepParts:
+    """What the time of a scheduled step is made of, and the bytes that it needs by live ranges."""
     need = memory_need.of_module(module)
-    return need, step_parts(module, costs, need.arguments + need.beside)
+    return step_parts(module, costs, need.arguments + need.beside)
 
 
 def _stored(name: str) -> tuple[MemoryNeed, StepParts] | None:

@@ -160,7 +160,7 @@ class Specialization:
         return registration.Session(choice.manager(self.original), module, name, played=played)
 
     def _played(self, choice: Choice, scheduled: bytes) -> StepParts:
-        return plain_step.of_scheduled(HloModule.from_bytes(scheduled), choice.costs(self.original))[1]
+        return plain_step.of_scheduled(HloModule.from_bytes(scheduled), choice.costs(self.original))
 
     @contextlib.contextmanager
     def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:
