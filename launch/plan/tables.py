@@ -229,8 +229,8 @@ def _memory(view: PlanView) -> list[str]:
         return [f"Memory: {bytes_text(view.best.bytes)} beside the arguments, by estimate; the dump says no more."]
     line = f"Memory on a GPU: {bytes_text(view.memory.peak)}"
     if view.plain_memory is not None:
-        more = view.memory.peak / view.plain_memory.peak - 1.0
-        line += f", plain {bytes_text(view.plain_memory.peak)} ({more:+.1%})"
+        more = round(100.0 * (view.memory.peak / view.plain_memory.peak - 1.0), 1)
+        line += f", plain {bytes_text(view.plain_memory.peak)} ({f'{more:+.1f} %' if more else 'as much'})"
     if view.limit.bytes is None:
         return [f"{line}."]
     over = view.memory.peak > view.limit.bytes

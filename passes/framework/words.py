@@ -11,8 +11,8 @@ def bytes_text(count: int) -> str:
     """Three digits: 64 MiB, 1.5 GiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.3g} B"
+            return f"{count / size:{'.3g' if count < 999.5 * size else '.0f'}} {unit}"
+    return f"{count:,} B"
 
 
 def gibibytes(count: float) -> str:

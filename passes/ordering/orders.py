@@ -23,6 +23,7 @@ from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.evaluation.timeline import guessed_overlap, simulate, simulate_module
 from dhelix.passes.framework.manager import PassContext, say_once
+from dhelix.passes.framework.words import bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
@@ -252,8 +253,8 @@ def _check_memory(
     if needed > limit:
         module.schedule.update(original)
         raise MemoryRefusal(
-            f"no order was found that needs at most memory_limit={limit} bytes beside the arguments; the smallest "
-            f"limit that would do is {needed}",
+            f"no order was found that keeps to the limit of {bytes_text(limit)} beside the arguments; the smallest "
+            f"needs {bytes_text(needed)}",
             needed,
         )
 

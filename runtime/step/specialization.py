@@ -19,6 +19,7 @@ from dhelix.passes.framework import fingerprint, report
 from dhelix.passes.framework.gain import Gain, StepParts
 from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
+from dhelix.passes.framework.words import bytes_text
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
@@ -137,19 +138,24 @@ class Specialization:
             return self.plan()
         whole = self._session.report(self._order)
         stages = (*whole.stages, *filter(None, [self._refused]))
+        gain = self._gain(stages)
         return dataclasses.replace(
             whole,
             stages=stages,
             left_alone=self._why if self.left_alone else "",
-            gain=self._gain(stages),
+            gain=gain,
             compile_seconds=self._seconds if self._compiled is not None else 0.0,
             plain_seconds=0.0 if self._plain is None else self._plain.seconds,
         )
 
     def _gain(self, stages: Sequence[StageReport]) -> Gain | None:
         after = next((stage.parts for stage in stages if stage.parts is not None), None)
-        known = None if self._plain is None or after is None else self._plain.known
-        return None if known is None or after is None else Gain(known[1], after)
+        if self._plain is None or after is None:
+            return None
+        start = time.perf_counter()
+        known = self._plain.known  # with a memory limit of the user's, nobody asked before
+        self._seconds += time.perf_counter() - start
+        return None if known is None else Gain(known[1], after)
 
     def _begin(self, choice: Choice, program: bytes | None = None) -> registration.Session:
         module = lowering.hlo_bytes(self.original) if program is None else program
@@ -248,9 +254,9 @@ class Specialization:
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
         reason = (
-            f"as two strands it was not found to keep within {limit} bytes beside its arguments"
-            f"{'' if self._limit_given else ', which is the plain step and 3 %'}; the smallest limit that would do is"
-            f" memory_limit={would_do}"
+            f"two strands need more than {bytes_text(limit)} beside its arguments"
+            f"{'' if self._limit_given else ' (the plain step and 3 %)'}; the smallest limit that would do is"
+            f" {bytes_text(would_do)}: memory_limit={would_do}"
         )
         if self._strict:
             raise DhelixError(f"{self._name}: {reason}")

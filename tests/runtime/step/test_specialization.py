@@ -9,7 +9,7 @@ import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
-from dhelix.passes.framework import manager
+from dhelix.passes.framework import manager, words
 from dhelix.passes.framework.report import CHANGED, REFUSED
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
 from dhelix.profiles.keys import CollectiveKey
@@ -101,8 +101,9 @@ def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog:
     assert "the plain step and 3 %" in said
     would_do = int(said.rpartition("memory_limit=")[2])
     allowed = memory_need.of_compiled(plain).allowed()
-    kept = int(said.partition("keep within ")[2].split()[0])
+    kept = float(said.partition("more than ")[2].split()[0]) * 2**20
     assert kept == pytest.approx(allowed, rel=0.01) and would_do > kept  # an estimate of the plain step's need
+    assert f"would do is {words.bytes_text(would_do)}: " in said
     step, arguments = greedy(schedule="dp", profile=None, memory_limit=would_do)
     interleaved = compiled(step, arguments)
     assert is_interleaved(interleaved)
@@ -114,9 +115,9 @@ def test_a_limit_that_is_too_small_is_said_or_raised(training: Training, caplog:
     step, arguments = decorated(training, memory_limit=1000)
     assert not is_interleaved(compiled(step, arguments))
     (said,) = (r.getMessage() for r in caplog.records if "runs as it is" in r.getMessage())
-    assert "within 1000 bytes beside its arguments; the smallest limit that would do is memory_limit=" in said
+    assert "more than 1,000 B beside its arguments; the smallest limit that would do is " in said
     step, arguments = decorated(training, memory_limit=1000, strict=True)
-    with pytest.raises(DhelixError, match="the smallest limit that would do"):
+    with pytest.raises(DhelixError, match="the smallest needs"):
         compiled(step, arguments)
 
 
