@@ -63,15 +63,17 @@ def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
 def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
     """Seconds of a step of 8 layers and 4 micro-batches under `schedule="intra_batch"` with these options."""
     from dhelix.runtime.processes.launch_settings import NO_GRAPHS
-    from dhelix.runtime.step import collective_matmul_choice
-    from dhelix.runtime.step.schedules import AUTO, Choice
+    from dhelix.runtime.step import step_passes
+    from dhelix.runtime.step.collective_matmuls import weighing
+    from dhelix.runtime.step.options import StepOptions
+    from dhelix.runtime.step.target import Target
 
     lowered = lower(tp, sharding, 8, 4)
-    choice = Choice.of("intra_batch", AUTO, None, None, None, None, compiler_options=dict(NO_GRAPHS), **options)
-    model = choice.model(lowered)
-    if model is None:
+    chosen = StepOptions(schedule="intra_batch", compiler_options=dict(NO_GRAPHS), **options)
+    target = Target.of(lowered, chosen)
+    if target is None or target.model is None:
         raise SystemExit("nothing was measured on these GPUs that a prediction could rest on")
-    return collective_matmul_choice.predicted(lowered, choice.manager(lowered), model)
+    return weighing.predicted(lowered, step_passes.pass_manager(chosen, target, lowered), target.model)
 
 
 def partitioned(tp: int, sharding: str) -> bytes:

@@ -8,15 +8,14 @@ this process has; predictions are the evaluator's, by a profile of these operato
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import jax
 
-    from dhelix.passes.evaluation.costs import CostModel
     from dhelix.passes.framework.manager import PassManager
-    from dhelix.runtime.step.schedules import Choice
+    from dhelix.runtime.step.options import StepOptions
+    from dhelix.runtime.step.target import Target
 
 FORM = "auto"
 
@@ -37,30 +36,38 @@ def lowered_step(options: argparse.Namespace) -> "jax.stages.Lowered":
     return jax.jit(training.train_step, donate_argnums=0).lower(training.abstract_state(), batch)
 
 
-def rows(lowered: "jax.stages.Lowered", choice: "Choice") -> Iterator[tuple[str, "PassManager"]]:
+def rows(
+    lowered: "jax.stages.Lowered", options: "StepOptions", target: "Target"
+) -> Iterator[tuple[str, "PassManager"]]:
     """Names of programs, and the passes that make them."""
     from dhelix.passes import jax_compat
     from dhelix.passes.framework.manager import PassManager
-    from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes
+    from dhelix.runtime.step.collective_matmuls.jax_forms import collective_matmul_passes
+    from dhelix.runtime.step.step_passes import pass_manager, weighed
 
-    matmuls = collective_matmul_passes(jax_compat.devices(lowered), FORM, options=choice.compiler_options)
+    matmuls = collective_matmul_passes(jax_compat.devices(lowered), FORM, options=options.xla)
     yield "plain", PassManager(())
     yield "plain, collective matmuls", PassManager(matmuls)
-    yield "strands, dp", replace(choice, collective_matmul=OFF).manager(lowered)
-    yield "strands, dp, collective matmuls at all sites", choice.manager(lowered)
-    chosen = choice.weighed(lowered)
-    yield f"strands, dp, chosen: all but {len(chosen.paired)} patterns at a place", chosen.manager(lowered)
-    for placed in chosen.paired:
+    yield "strands, dp", pass_manager(options.but(collective_matmul="off"), target, lowered)
+    yield "strands, dp, collective matmuls at all sites", pass_manager(options, target, lowered)
+    paired = weighed(options, target, lowered, None)
+    yield (
+        f"strands, dp, chosen: all but {len(paired)} patterns at a place",
+        pass_manager(options, target, lowered, paired=paired),
+    )
+    for placed in paired:
         print(f"stays: {placed.key}")
 
 
-def model_of(lowered: "jax.stages.Lowered", choice: "Choice") -> "CostModel":
+def target_of(lowered: "jax.stages.Lowered", options: "StepOptions") -> "Target":
+    """With measured costs. Raises DhelixError where there are none."""
     from dhelix.errors import DhelixError
+    from dhelix.runtime.step.target import Target
 
-    model = choice.model(lowered)
-    if model is None:
+    target = Target.of(lowered, options)
+    if target is None or target.model is None:
         raise DhelixError("no profile of these GPUs under this launch setting: give --profile")
-    return model
+    return target
 
 
 def main() -> None:
@@ -72,16 +79,18 @@ def main() -> None:
     options = parser.parse_args()
     lowered = lowered_step(options)
 
+    from dhelix.profiles.files import storage
     from dhelix.runtime.processes.launch_settings import NO_GRAPHS
-    from dhelix.runtime.step.collective_matmul_choice import predicted
-    from dhelix.runtime.step.schedules import Choice
+    from dhelix.runtime.step.collective_matmuls.weighing import predicted
+    from dhelix.runtime.step.options import AUTO, StepOptions
 
-    choice = Choice.of(
-        "dp", options.profile, None, None, None, None, compiler_options=dict(NO_GRAPHS), collective_matmul=FORM
-    )
-    model = model_of(lowered, choice)
+    profile = options.profile if options.profile == AUTO else storage.load(options.profile)
+    chosen = StepOptions(profile=profile, compiler_options=dict(NO_GRAPHS), collective_matmul=FORM)
+    target = target_of(lowered, chosen)
+    model = target.model
+    assert model is not None  # `target_of`
     print(f"launch setting {model.setting}, {model.profile.hardware} with link {model.profile.link}; predicted ms")
-    for name, manager in rows(lowered, choice):
+    for name, manager in rows(lowered, chosen, target):
         print(f"{1e3 * predicted(lowered, manager, model):8.1f}  {name}", flush=True)
 
 

@@ -27,6 +27,7 @@ from dhelix.launch.profile import step as profile_step  # noqa: E402
 from dhelix.launch.train import trainer  # noqa: E402
 from dhelix.passes.hlo import HloModule  # noqa: E402
 from dhelix.runtime.compiler import lowering  # noqa: E402
+from dhelix.runtime.step.options import StepOptions  # noqa: E402
 
 _SMALL = {"preset": "llama-demo", "layers": 4, "seq": 128, "batch": 16, "microbatches": 4, "dtype": "bfloat16"}
 _LARGE = {"preset": "llama-8b", "layers": 2, "microbatches": 4}
@@ -86,7 +87,7 @@ def digests(options: dict[str, Any], interleaving: dict[str, Any]) -> dict[str, 
     """Of a step after the lowered passes, and compiled."""
     chosen = trainer.Options(**options)
     training, batch = profile_step.deviceless_training(chosen, "h200")
-    step: Any = trainer.make_step(training, False, **interleaving)
+    step: Any = trainer.make_step(training, False, StepOptions(**interleaving))
     lowered = step.lower(training.abstract_state(), training.abstract_batch(batch))
     compiled = lowering.compiled_module(deviceless.compile(lowered))
     return {"lowered": _digest(HloModule.from_bytes(lowering.hlo_bytes(lowered))), "compiled": _digest(compiled)}

@@ -89,12 +89,12 @@ def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
     from dhelix.models import preset
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import make_train_step
-    from dhelix.runtime.step.schedules import default_passes
+    from dhelix.runtime.step.pass_lists import strand_passes
 
     mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)
     config = preset(preset_name, **{"seq": 8192, **model})
     training = make_train_step(config, mesh, optax.adamw(1e-4), microbatches=microbatches)
-    structure = default_passes("xla")  # the step as XLA schedules it
+    structure = strand_passes()  # the step as XLA schedules it
     step = strand_interleave(training.train_step, passes=structure, strict=True, donate_argnums=0)
     return step.lower(training.abstract_state(), training.abstract_batch(microbatches))
 

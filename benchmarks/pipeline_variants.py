@@ -26,7 +26,8 @@ from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.framework.manager import Stage
 from dhelix.passes.pipeline_fold import LOCKSTEP
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.pass_lists import default_passes
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def training_of(
 def options_of(variant: Variant, training: Training, setting: Setting) -> dict[str, Any]:
     """For `strand_interleave`: those that make the variant, with the costs of the setting."""
     model = setting.costs()
-    passes = () if variant.kind == XLA else default_passes(variant.order, model, hardware=setting.hardware)
+    order = StepOptions(schedule=variant.order)  # pyright: ignore[reportArgumentType]
+    passes = () if variant.kind == XLA else default_passes(order, model=model, hardware=setting.hardware)
     if not isinstance(training, PipelinedTraining):
         return {"passes": passes}
     passes = [one for one in passes if one.stage is not Stage.LOWERED]  # as the decorator does: the strands are there

@@ -119,12 +119,12 @@ def compiled(step: Any, arguments: tuple[Any, ...], gpu: str, mesh: Any, strands
     from dhelix.passes.framework.manager import Stage
     from dhelix.runtime.compiler import registration, tuned
     from dhelix.runtime.processes.launch_settings import NO_GRAPHS
-    from dhelix.runtime.step.schedules import default_passes
+    from dhelix.runtime.step.pass_lists import strand_passes
 
     options: dict[str, Any] = {"donate_argnums": 0, "compiler_options": dict(NO_GRAPHS)}
     run: Any = jax.jit(step, **options)
     if strands:
-        run = strand_interleave(step, passes=default_passes("xla"), strict=True, **options)
+        run = strand_interleave(step, passes=strand_passes(), strict=True, **options)
     modules: dict[Stage, bytes] = {}
     with registration.temporary_hook(modules.__setitem__, _NAME):
         memory = dumps.memory_of(tuned.compile(run.lower(*arguments)))
@@ -143,6 +143,7 @@ def rows_of(options: argparse.Namespace, tp: int, link: str, setting: str) -> li
     from dhelix.passes.hlo import HloModule
     from dhelix.profiles.files import storage
     from dhelix.runtime.compiler import deviceless
+    from dhelix.runtime.step.options import StepOptions
 
     profile = storage.find(options.gpu, link)
     if profile is None or setting not in profile.sections:
@@ -157,7 +158,7 @@ def rows_of(options: argparse.Namespace, tp: int, link: str, setting: str) -> li
         both, merged = compiled(step, arguments, options.gpu, mesh, strands=True)
         module, costs = HloModule.from_bytes(plain.module), model.costs()
         alone = simulate_module(module, costs.hardware, costs)
-        ordered = plan_search.search(both, model, "dp", plan_search.MemoryLimit.of(None, plain))
+        ordered = plan_search.search(both, model, StepOptions(), plan_search.MemoryLimit.of(None, plain))
         for strands, program, timeline in ((False, plain, alone), (True, both, ordered.timeline)):
             step_ms, sent, exposed = (
                 round(1e3 * s, 2) for s in (timeline.seconds, timeline.communication, timeline.exposed)

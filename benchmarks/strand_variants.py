@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dhelix.benchmarks.no_communication import NoCommunication
+from dhelix.benchmarks.round_robin import RoundRobin
 from dhelix.errors import DhelixError
 from dhelix.passes.communication.all_gather_decomposition import AllGatherDecomposition
 from dhelix.passes.communication.gradient_reduction import GradientReduction
@@ -21,14 +22,14 @@ from dhelix.passes.communication.reduce_scatter_decomposition import ReduceScatt
 from dhelix.passes.communication.row_partition import RowPartition
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
-from dhelix.passes.ordering.reference_orders import IntraBatch, RoundRobin
+from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.profiles import profile
 from dhelix.profiles.hardware import Hardware, describe
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs
-from dhelix.runtime.step.collective_matmul_pass import OFF, collective_matmul_passes
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.collective_matmuls.jax_forms import OFF, collective_matmul_passes
+from dhelix.runtime.step.pass_lists import strand_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 GPU = "H200"
@@ -261,7 +262,7 @@ SCHEDULES = (
 """Every schedule that a user can choose, and what a plan can add: for checks of results. What users call intra_batch
 has best matmuls and no graphs; "plain, intra_batch" is its order alone."""
 
-_STRANDS = default_passes("xla")  # what the decorator runs, and the order left to XLA
+_STRANDS = strand_passes()  # what the decorator runs, and the order left to XLA
 
 
 def _less(name: str) -> tuple[Any, ...]:
@@ -275,7 +276,7 @@ def _paired(pairing: str) -> tuple[Any, ...]:
 _STRUCTURES: dict[str, tuple[Any, ...]] = {
     "": (),
     "strands": _STRANDS,
-    **{f"skewed {k}": default_passes("xla", skew=k) for k in _SKEWS},
+    **{f"skewed {k}": strand_passes(k) for k in _SKEWS},
     "not in lockstep": _less("strand-lockstep"),
     "gradients stacked": _less("gradient-accumulation"),
     "two buffers": _less("activation-sharing"),

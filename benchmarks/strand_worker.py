@@ -162,7 +162,7 @@ class Worker:
     def compile_step(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
         compiled = self.xla(step.lower(*example), options)
         on_gpus = self.training.mesh.devices.flat[0].platform == "gpu"
-        report = step.report(*example) if on_gpus else step.plan(*example)
+        report = step.report(*example) if on_gpus else step.preview(*example)
         outcomes = {entry.name: entry.outcome for entry in report}
         return compiled, outcomes, sum(stage.seconds for stage in report.stages)
 

@@ -110,9 +110,9 @@ def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "St
     """The step as two strands, and what the passes say. Raises DhelixError where a pass refuses."""
     from dhelix.passes.framework.manager import PassManager, Stage
     from dhelix.runtime.compiler import lowering
-    from dhelix.runtime.step.schedules import default_passes
+    from dhelix.runtime.step.pass_lists import strand_passes
 
-    manager = PassManager(default_passes("xla"), strict=True)
+    manager = PassManager(strand_passes(), strict=True)
     module = lowering.hlo_bytes(lowered)
     changed, report = manager.run(Stage.LOWERED, module)
     return lowering.with_hlo(lowered, changed or module), report

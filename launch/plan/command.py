@@ -48,8 +48,10 @@ from dhelix.profiles.files import storage
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.step.options import StepOptions
 
 _Alternative = tuple[tuple[CollectiveKey, ...], int, int]
+_ORDERING = ("dp", "list")  # schedules that order two strands
 _AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
 
 
@@ -105,6 +107,9 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
         raise DhelixError(f"--skew {','.join(chosen['skew'])}: give numbers of layers, such as 0,2")
     if chosen["pp"] > 1 and any(map(int, chosen["skew"])):
         raise DhelixError("a pipeline pairs micro-batches by its own schedule; leave out --pp or --skew")
+    if chosen["schedule"] not in (None, *_ORDERING):
+        raise DhelixError(f"--schedule {chosen['schedule']} plans nothing; take one of {', '.join(_ORDERING)}")
+    _order_options(chosen)
     for name in filter(None, (chosen["out"], chosen["picture"])):
         if not Path(name).absolute().parent.is_dir():
             raise DhelixError(f"cannot write {name}: name a file in a folder that exists")
@@ -140,11 +145,10 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
                 for skew in skews
             ]
         programs = [pair for whole in wholes for pair in _with_alternatives(options, whole, models, console)]
-    limit = MemoryLimit.of(chosen["memory_limit"], plain)
+    asked = _order_options(chosen)
+    limit = MemoryLimit.of(asked.most_bytes, plain)
     with _Work(console, len(programs) + (options is not None)) as work:
-        find = functools.partial(
-            search, schedule=chosen["schedule"], limit=limit, max_in_flight=chosen["max_in_flight"]
-        )
+        find = functools.partial(search, options=asked, limit=limit)
         candidates = _candidates(programs, find, work, console)
         if options is None:
             best = min(candidates, key=Candidate.rank)
@@ -161,6 +165,12 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     if chosen["inter_bandwidth"] and not gain.after.assumed:
         say(console, NO_EFFECT)
     return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit)
+
+
+def _order_options(chosen: dict[str, Any]) -> StepOptions:
+    """What the flags say of the order. Raises DhelixError for what orders no strands."""
+    names = ("schedule", "memory_limit", "max_in_flight")
+    return StepOptions(**{name: chosen[name] for name in names if chosen[name] is not None})
 
 
 def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:

@@ -24,8 +24,6 @@ people and for `dhelix train --plan` or strand_interleave(plan=...).
 
 DUMP is a file of XLA_FLAGS=--xla_dump_to=DIR (*after_optimizations.hlo.pb or .txt), or its folder."""
 
-_SCHEDULES = ["dp", "list", "round_robin"]  # of `option_types`, those that order two strands
-
 
 def define_flags(values: flags.FlagValues) -> None:
     """The flags, on `values`; those of the step are those of `dhelix train`."""
@@ -40,11 +38,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
     )
-    choice("schedule", "dp", _SCHEDULES, "how the order is found")
-    text("profile", None, "the profile's file (default: the shipped one and the user's own)")
-    limit = "GiB that the step may need on a GPU, arguments and all (default: what the plain step needs, and 3 %)"
-    flags.DEFINE_float("memory_limit", None, limit, lower_bound=0.0, flag_values=values)
-    number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)")
+    step_flags.define_options(values, ("schedule", "profile", "memory_limit", "max_in_flight"))
     flags.DEFINE_list(
         "skew", [], "layers that the strands are apart, each number one more try (default: 0)", flag_values=values
     )

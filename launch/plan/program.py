@@ -34,7 +34,8 @@ from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.compiler import memory_need, registration, tuned
-from dhelix.runtime.step.schedules import alternatives, default_passes, planned_passes
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.pass_lists import alternatives, planned_passes, strand_passes
 
 _NAME = "jit_train_step"
 
@@ -100,7 +101,7 @@ def of_preset(
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    structure = *default_passes("xla", skew=skew), *alternatives(decomposed, row_parts, reduced)
+    structure = *strand_passes(skew), *alternatives(decomposed, row_parts, reduced)
     passes = () if options.plain else structure
     found = _compile(options, passes, target, strict=True, like=like)
     name = profile_step.name_of(options, found.training)
@@ -138,7 +139,8 @@ def _compile(
     example = training.abstract_state(), training.abstract_batch(batch)
     if isinstance(training, PipelinedTraining):  # its strands are there already
         passes = [one for one in passes if one.stage is not Stage.LOWERED]
-    step: Any = trainer.make_step(training, not passes, **({"passes": passes, "strict": strict} if passes else {}))
+    chosen = StepOptions(passes=passes, strict=strict) if passes else StepOptions()
+    step: Any = trainer.make_step(training, not passes, chosen)
     lowered = step.lower(*example)
     modules: dict[Stage, bytes] = {}
     with _recorded(modules):

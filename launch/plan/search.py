@@ -9,7 +9,6 @@ the search found: plans keep operators, and what travels with them may come to s
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,13 +25,15 @@ from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.step_time import StepTime, predict
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassContext, Stage
+from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.orders import MemoryRefusal
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.passes.plans.plan_making import executions, make_plan
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.pass_lists import default_passes
 
 SLACK = 0.03
 _DECOMPOSED = 1.01
@@ -79,10 +80,10 @@ class Candidate:
 
     def with_memory(self, counted: Counted) -> Candidate:
         """With a plan that may take what the compiler has counted, which is more than live ranges."""
-        needed, target = counted.peak - counted.arguments, self.plan.target
-        if not target.memory_limit or needed <= target.memory_limit:
+        target = self.plan.target
+        if not target.memory_limit or counted.peak <= target.memory_limit:
             return self
-        return replace(self, plan=replace(self.plan, target=replace(target, memory_limit=needed)))
+        return replace(self, plan=replace(self.plan, target=replace(target, memory_limit=counted.peak)))
 
     @cached_property
     def step_time(self) -> StepTime:
@@ -162,10 +163,10 @@ class MemoryLimit:
     gaps: int | None = None
 
     @classmethod
-    def of(cls, gib: float | None, plain: Program | None) -> MemoryLimit:
+    def of(cls, given: int | None, plain: Program | None) -> MemoryLimit:
         """What the user says, or 3 % more than the plain step needs (DHelix section 6)."""
-        if gib is not None:
-            return cls(int(gib * 2**30), given=True)
+        if given is not None:
+            return cls(given, given=True)
         return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
 
     def with_gaps_of(self, candidate: Candidate, memory: Counted) -> MemoryLimit:
@@ -179,8 +180,8 @@ class MemoryLimit:
         beside = program.memory.peak - program.memory.arguments
         return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
 
-    def beside_arguments(self, program: Program) -> int | None:
-        """Bytes for a scheduler, whose estimates leave out arguments and the gaps between buffers.
+    def of_program(self, program: Program) -> int | None:
+        """Bytes for a scheduler, whose estimates leave out the gaps between buffers.
 
         Raises DhelixError: the user gave a limit, and what the arguments of a dump take is not known.
         """
@@ -191,54 +192,51 @@ class MemoryLimit:
             )
         if self.bytes is None or program.memory is None:
             return None
-        return max(self.bytes - program.memory.arguments - self.gaps_of(program), 0)
+        module = HloModule.from_bytes(program.module)
+        counted_more = program.memory.arguments - Memory(module).arguments  # such as what XLA aligns
+        return max(self.bytes - counted_more - self.gaps_of(program), 0)
 
 
 class OverLimitError(DhelixError):
     """No order of a program keeps within the limit. `needed`: bytes on a GPU that would do."""
 
     def __init__(self, program: Program, limit: MemoryLimit, needed: int):
-        allowed = "memory" if limit.bytes is None else f"--memory_limit={_gib(limit.bytes)}"
+        allowed = "memory" if limit.bytes is None else f"--memory_limit={bytes_option(limit.bytes)}"
         if limit.bytes is not None and not limit.given:
-            allowed = f"{_gib(limit.bytes)}, what the plain step needs and {SLACK:.0%}"
+            allowed = f"{bytes_text(limit.bytes)}, what the plain step needs and {SLACK:.0%}"
         super().__init__(
             f"no order of {program.name} was found that keeps within {allowed}; the smallest limit that would do is"
-            f" --memory_limit={_gib(needed)} (GiB on a GPU, arguments and all)"
+            f" --memory_limit={bytes_option(needed)} (on a GPU, arguments and all)"
         )
         self.needed = needed
 
 
-def search(
-    program: Program, model: CostModel, schedule: str, limit: MemoryLimit, max_in_flight: int | None = None
-) -> Candidate:
-    """The plan that a schedule, one of `schedules.SCHEDULES`, gives with these costs.
-
-    `max_in_flight`: collectives of one lane that may be under way at once; None: as many as are fastest.
+def search(program: Program, model: CostModel, options: StepOptions, limit: MemoryLimit) -> Candidate:
+    """The plan that a schedule gives with these costs; `options` say which, and how many collectives may be in flight.
 
     Raises OverLimitError: no order fits the limit; the message says which would do.
     """
-    memory_limit = limit.beside_arguments(program)
+    memory_limit = limit.of_program(program)
     try:
-        return _search(program, model, schedule, memory_limit, max_in_flight)
+        return _search(program, model, options, memory_limit)
     except MemoryRefusal as refusal:
         arguments = program.memory.arguments if program.memory else 0
-        raise OverLimitError(program, limit, arguments + refusal.needed + limit.gaps_of(program)) from None
+        counted_more = arguments and arguments - Memory(HloModule.from_bytes(program.module)).arguments
+        raise OverLimitError(program, limit, refusal.needed + counted_more + limit.gaps_of(program)) from None
 
 
-def _search(
-    program: Program, model: CostModel, schedule: str, memory_limit: int | None, max_in_flight: int | None
-) -> Candidate:
-    """`memory_limit`: bytes beside the arguments; None: what XLA's order needs, and 3 %."""
+def _search(program: Program, model: CostModel, options: StepOptions, memory_limit: int | None) -> Candidate:
+    """`memory_limit`: bytes, arguments and all; None: what XLA's order needs, and 3 %."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     original = dict(module.schedule)
     before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
     begun = time.perf_counter()
-    for one in default_passes(schedule, model, memory_limit, max_in_flight=max_in_flight):
+    for one in default_passes(options, model=model, memory_limit=memory_limit):
         if one.stage is Stage.POST_SCHEDULER:
             one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
     profile = model.profile
-    made_for = profile.hardware, profile.link, model.setting, program.decomposed, memory_limit, max_in_flight
+    made_for = profile.hardware, profile.link, model.setting, program.decomposed, memory_limit, options.max_in_flight
     structure = {"skew": program.skew, "row_parts": program.row_parts, "reduced": program.reduced}
     target = PlanTarget.of(*made_for, **structure, gpus_per_node=model.hardware.gpus_per_node)
     found = make_plan(module, original, model, target, program.name)
@@ -262,8 +260,3 @@ def _bytes(module: HloModule) -> int:
 
 def microseconds(seconds: float) -> float:
     return round(1e6 * seconds, 2)
-
-
-def _gib(count: int) -> str:
-    """Rounded up, so that it does as a limit."""
-    return f"{math.ceil(1000 * count / 2**30) / 1000:g}"

@@ -144,8 +144,8 @@ def gpus_of(module: HloModule) -> int:
 def _lower(
     options: trainer.Options, training: Training, batch: int, costs: Profile | None = None
 ) -> jax.stages.Lowered:
-    interleaving = {} if costs is None or options.plain else {"profile": costs}
-    step = trainer.make_step(training, options.plain, **interleaving)
+    chosen = options.step if costs is None else options.step.but(profile=costs)
+    step = trainer.make_step(training, options.plain, chosen)
     return step.lower(training.abstract_state(), training.abstract_batch(batch))
 
 

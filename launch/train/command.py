@@ -16,7 +16,7 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import INTERRUPTED
 from dhelix.launch.shown.progress import Progress, say
-from dhelix.launch.train import trainer
+from dhelix.launch.train import step_flags, trainer
 from dhelix.launch.train.checkpoint import Checkpoints
 from dhelix.launch.train.pipelined import PipelinedTraining
 from dhelix.launch.train.trainer import Options, Run, Step
@@ -24,6 +24,7 @@ from dhelix.passes.framework import headline
 from dhelix.passes.framework.report import Report
 from dhelix.runtime.compiler import deviceless, registration
 from dhelix.runtime.processes.launch_settings import without_graphs
+from dhelix.runtime.step.options import StepOptions
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
@@ -31,8 +32,9 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     if arguments:
         raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix train --help`")
     chosen: dict[str, Any] = values.flag_values_dict()
-    options = Options(**{field.name: chosen[field.name] for field in dataclasses.fields(Options)})
     _check(chosen)
+    named = {field.name: chosen[field.name] for field in dataclasses.fields(Options) if field.name != "step"}
+    options = Options(**named, step=StepOptions(**step_flags.given(chosen)))
     _prepare_devices(chosen)
     quiet = jax.process_index() > 0
     console = Console(stderr=chosen["json"], quiet=quiet)
@@ -74,8 +76,8 @@ def _check(chosen: dict[str, Any]) -> None:
             "--verify compares with the step without strands, and a pipeline has none; leave out --verify, and compare "
             "losses with those of a run without --pp"
         )
-    for name in ("plan", "schedule", "profile", "max_in_flight", "skew", "collective_matmul"):
-        if chosen["plain"] and chosen[name]:
+    for name in step_flags.given(chosen):
+        if chosen["plain"]:
             raise DhelixError(f"--{name} is for interleaved strands; leave out --plain or --{name}")
     if chosen["plan"] and chosen["schedule"]:
         raise DhelixError("a plan is an order already; leave out --schedule or --plan")

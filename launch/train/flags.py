@@ -8,7 +8,6 @@ from absl import flags
 
 from dhelix.launch.train import step_flags
 from dhelix.launch.train.options import Options
-from dhelix.runtime.step.option_types import SCHEDULES
 
 USAGE = """\
 usage: dhelix train [flags]
@@ -26,7 +25,6 @@ def define_flags(values: flags.FlagValues) -> None:
     number = functools.partial(flags.DEFINE_integer, flag_values=values)
     real = functools.partial(flags.DEFINE_float, lower_bound=0.0, flag_values=values)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
-    choice = functools.partial(flags.DEFINE_enum, flag_values=values)
     switch = functools.partial(flags.DEFINE_bool, default=False, flag_values=values)
     default = Options()
     step_flags.define(values, default.preset, "all there are")
@@ -36,13 +34,7 @@ def define_flags(values: flags.FlagValues) -> None:
     number("seed", default.seed, "of the initial parameters and of the batches", 0)
     switch("plain", help="without the passes")
     switch("interleave", help="with interleaved strands (the default)")
-    switch("verify", help="compare the first step with the plain one")
-    choice("schedule", None, list(SCHEDULES), "who orders operators on GPUs (default: dp)")
-    text("profile", None, "file of measured costs (default: the shipped one and the user's own)")
-    text("plan", None, "order operators as this file says, which `dhelix plan` wrote")
-    number("max_in_flight", None, "collectives of one lane that may be under way at once (default: what is fastest)", 1)
-    number("skew", None, "layers that the strands are apart, so that both ends of the step overlap, too", 0)
-    text("collective_matmul", None, "for collectives beside products: auto, off or a form (default: the schedule's)")
+    step_flags.define_options(values)
     text("data", None, "file or folder to train on (default: the Python standard library)")
     text("trace", None, "record the last step in this folder, without CUDA graphs; see `dhelix plan --trace`")
     text("checkpoint_dir", None, "folder for checkpoints (default: none)")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+from dhelix.runtime.step.options import StepOptions
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What to train and how; the flags of `dhelix train` by name.
 
     `batch` counts the sequences of one optimizer step: micro-batches x micro-batch size x dp. None leaves a
-    choice to the preset, or to the number of devices.
+    choice to the preset, or to the number of devices. `step`: how micro-batches are interleaved.
     """
 
     preset: str = "llama-demo"
@@ -32,13 +34,7 @@ class Options:
     warmup: int | None = None
     seed: int = 0
     plain: bool = False
-    verify: bool = False
-    schedule: str | None = None
-    profile: str | None = None
-    plan: str | None = None
-    max_in_flight: int | None = None
-    skew: int | None = None
-    collective_matmul: str | None = None
+    step: StepOptions = StepOptions()
     data: str | None = None
     trace: str | None = None
     checkpoint_dir: str | None = None

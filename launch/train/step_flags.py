@@ -1,9 +1,13 @@
-"""Flags that say which train step: `dhelix train`, `dhelix plan` and `dhelix profile` have them in common."""
+"""Flags that say which train step, and how it is interleaved: those that several commands have in common.
+
+Which step: `dhelix train`, `dhelix plan` and `dhelix profile`. How: all that `StepOptions` has a flag for in
+`dhelix train`, and what concerns the order in `dhelix plan`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from absl import flags
@@ -11,6 +15,8 @@ from absl import flags
 from dhelix.launch.train.options import Options
 from dhelix.models.config import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
+from dhelix.runtime.step import options as step_options
+from dhelix.runtime.step.options import StepOptions
 
 _NAMES = (
     "preset", "layers", "seq", "vocab", "dtype", "remat", "microbatches", "mesh", "sharding", "pp", "pipeline",
@@ -48,6 +54,27 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
         flag_values=values,
     )
     number("batch", None, "sequences per step (default: one per micro-batch and dp shard)")
+
+
+def define_options(values: flags.FlagValues, names: Collection[str] | None = None) -> None:
+    """A flag for each option of a step that has one (`StepOptions`), or for those of `names`. None stands for what the
+    step has by default, so that a command can tell what was said."""
+    for name, flag in step_options.flags().items():
+        if names is not None and name not in names:
+            continue
+        if flag.choices:
+            flags.DEFINE_enum(name, None, list(flag.choices), flag.help, flag_values=values)
+        elif flag.least is not None:
+            flags.DEFINE_integer(name, None, flag.help, lower_bound=flag.least, flag_values=values)
+        elif isinstance(getattr(StepOptions, name), bool):
+            flags.DEFINE_bool(name, None, flag.help, flag_values=values)
+        else:
+            flags.DEFINE_string(name, None, flag.help, flag_values=values)
+
+
+def given(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a step that flags of `define_options` name."""
+    return {name: chosen[name] for name in step_options.flags() if chosen.get(name) is not None}
 
 
 def options(chosen: Mapping[str, Any], plain: bool = False) -> Options:

@@ -1,7 +1,7 @@
 """Training a Llama on text: what `dhelix train` and the demo do.
 
 The model knows nothing of the passes, and the passes nothing of the model; they meet in `prepare`, where the
-plain train step goes to `jax.jit` or to `strand_interleave`.
+plain train step goes to `jax.jit` or to `interleaved`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, Training, TrainState, make_mesh, make_train_step, preset
 from dhelix.passes.framework.report import Report
 from dhelix.profiles import hardware
-from dhelix.runtime.step.strand_interleave import strand_interleave
+from dhelix.runtime.step import options as step_options
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.strand_interleave import interleaved
 
 # What a checkpoint's arrays and their meaning depend on; the rest of a configuration may change on resume.
 _MODEL_FIELDS = (
@@ -109,7 +111,7 @@ def prepare(options: Options) -> Run:
     corpus = data.load(options.data)
     corpus.check(config.seq)
     training, batch = make_training(options, config, jax.devices())
-    return Run(options, training, corpus, batch, _step(training, options))
+    return Run(options, training, corpus, batch, make_step(training, options.plain, options.step))
 
 
 def configuration(options: Options) -> LlamaConfig:
@@ -153,28 +155,19 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
     )
 
 
-def make_step(training: Training, plain: bool, **interleaving: Any) -> Any:
+def make_step(training: Training, plain: bool, options: StepOptions | None = None) -> Any:
     """The train step to call: as it was written, or interleaved. Either way it takes over its state. A pipeline is
     one either way, since only its schedule says how its stages work together; plain, it is left to XLA.
 
-    Args:
-      interleaving: options of `strand_interleave`.
-
     Raises DhelixError for options that mean nothing, such as a `plan` that is none.
     """
+    options = options or StepOptions()
     if isinstance(training, PipelinedTraining):
-        interleaving |= {"microbatches": training.microbatches, "pipeline": training.fold}
-        interleaving |= {"passes": ()} if plain else {}
+        passes = () if plain else options.passes
+        options = options.but(microbatches=training.microbatches, pipeline=training.fold, passes=passes)
     elif plain:
         return jax.jit(training.train_step, donate_argnums=0)
-    return strand_interleave(training.train_step, donate_argnums=0, **interleaving)
-
-
-def _step(training: Training, options: Options) -> Any:
-    names = ("schedule", "profile", "plan", "max_in_flight", "skew", "collective_matmul")
-    given = {name: getattr(options, name) for name in names}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return make_step(training, options.plain, verify=options.verify, **chosen)
+    return interleaved(training.train_step, options.but(donate_argnums=0))
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:
@@ -274,7 +267,7 @@ def results(run: Run, steps: list[Step]) -> dict[str, Any]:
     seconds = step_seconds(steps)
     report = run.report()
     return {
-        "options": dataclasses.asdict(run.options),
+        "options": _said(run.options),
         "model": dataclasses.asdict(run.training.config),
         "parameters": run.training.config.parameter_count,
         "devices": run.training.mesh.devices.flat[0].device_kind,
@@ -287,6 +280,12 @@ def results(run: Run, steps: list[Step]) -> dict[str, Any]:
         "mfu": utilization(run, seconds),
         "passes": None if report is None else json.loads(report.to_json()),
     }
+
+
+def _said(options: Options) -> dict[str, Any]:
+    """Options by their flags' names, as JSON values."""
+    own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name != "step"}
+    return own | {name: getattr(options.step, name) for name in step_options.flags()}
 
 
 def identity(run: Run) -> dict[str, Any]:

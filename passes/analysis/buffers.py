@@ -221,13 +221,18 @@ class Memory:
     """Peak memory of sequences of a module's computations, in bytes: what lives at once, callees included.
 
     An estimate of what XLA's buffer assignment will need beside the arguments; gaps between buffers, which
-    make the compiled program take a little more, are left out.
+    make the compiled program take a little more, are left out. `arguments`: bytes of the module's own.
     """
 
     def __init__(self, module: HloModule) -> None:
         bodies = {i.called[0] for c in module.computations for i in c.instructions if i.opcode == "while"}
         self.buffers = {c: Buffers(c, c in bodies) for c in module.schedule}
+        self.arguments = sum(shapes.byte_size(parameter.shape) for parameter in module.entry.parameters)
         self._peaks: dict[Computation, int] = {}
+
+    def needed(self, module: HloModule) -> int:
+        """By the module in the order of its schedule, arguments and all."""
+        return self.arguments + self.peak(module.entry, module.schedule[module.entry])
 
     def forget(self) -> None:
         """To be called when the module's schedule has changed."""

@@ -1,5 +1,15 @@
 """Times and bytes in words, each in the unit that suits it."""
 
+from __future__ import annotations
+
+import math
+import re
+
+from dhelix.errors import DhelixError
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_BYTES = re.compile(r"(\d+(?:\.\d*)?) ?(GiB|MiB|KiB)")
+
 
 def milliseconds(seconds: float) -> str:
     """To a millisecond of long times, to a microsecond of short ones."""
@@ -9,7 +19,7 @@ def milliseconds(seconds: float) -> str:
 
 def bytes_text(count: int) -> str:
     """Three digits: 64 MiB, 1.5 GiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in _UNITS.items():
         if count >= size:
             return f"{count / size:{'.3g' if count < 999.5 * size else '.0f'}} {unit}"
     return f"{count:,} B"
@@ -17,3 +27,19 @@ def bytes_text(count: int) -> str:
 
 def gibibytes(count: float) -> str:
     return f"{count / 2**30:.2f} GiB"
+
+
+def bytes_option(count: int) -> str:
+    """As `parse_bytes` reads it, rounded up to three decimals so that it does as a limit: 14.168GiB."""
+    unit, size = next(((unit, size) for unit, size in _UNITS.items() if count >= size), ("KiB", 2**10))
+    return f"{math.ceil(1000 * count / size) / 1000:g}{unit}"
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """A number of bytes, or text with a unit: "60GiB". Raises DhelixError, which calls it `name`."""
+    found = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is not None:
+        return int(float(found[1]) * _UNITS[found[2]])
+    if isinstance(value, int) and value >= 0:
+        return value
+    raise DhelixError(f"{name}={value!r}: give bytes as a number, or with a unit (GiB, MiB, KiB), such as 60GiB")

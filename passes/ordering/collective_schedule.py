@@ -46,8 +46,8 @@ class CollectiveSchedule:
 
     Attributes:
       hardware: whose costs and rates count where there is no `model`.
-      memory_limit: bytes of temporaries and results that the module may need by the pass's own estimate; by
-        default what the order it got needs and `memory_slack` of that.
+      memory_limit: bytes that the module may need, arguments and all, by the pass's own estimate; by default what the
+        order it got needs and `memory_slack` of what that is beside the arguments.
       memory_slack: 3 %, which is what all passes together may cost (DHelix section 6).
       min_gain: share of what overlap could save at most that a new order must be predicted to save, as of
         `orders.apply_order`, where costs were measured (`orders.least_gain`). Less is within their error.

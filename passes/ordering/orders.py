@@ -197,6 +197,8 @@ def apply_order(
     Callees come before their callers, so that a loop's body is settled when the loop is placed.
 
     Args:
+      memory_limit: bytes that the module may need, arguments and all, by the estimate of live ranges. None: what it
+        needs in XLA's order, and `memory_slack` of what that is beside the arguments.
       min_gain: share of what overlap could save at most that an order must save: of a computation's own compute or
         communication, whichever is less. None takes every order that fits, also where it is predicted to be slower: a
         baseline.
@@ -214,16 +216,17 @@ def apply_order(
     memory, bodies = Memory(module), {}
     original = dict(module.schedule)
     before = simulate_module(module, costs.hardware, costs).seconds
-    needed = memory.peak(module.entry, module.schedule[module.entry])
+    needed = memory.needed(module)
     if memory_limit is None:
-        memory_limit = int(needed * (1.0 + memory_slack))
+        memory_limit = needed + int((needed - memory.arguments) * memory_slack)
     crowded = max_in_flight is not None and any(most_in_flight(original[c], costs) > max_in_flight for c in chosen)
     for computation in chosen:
         memory.forget()
-        limits = Limits(costs.hardware, memory_limit - memory.beside(computation), memory, bodies, max_in_flight)
+        allowed = memory_limit - memory.arguments - memory.beside(computation)
+        limits = Limits(costs.hardware, allowed, memory, bodies, max_in_flight)
         _improve(computation, order, costs, limits, min_gain, context)
     memory.forget()
-    _check_memory(module, memory_limit, memory.peak(module.entry, module.schedule[module.entry]), original)
+    _check_memory(module, memory_limit, memory.needed(module), original)
     if all(module.schedule[c] == original[c] for c in chosen):
         return False
     played = simulate_module(module, costs.hardware, costs)
@@ -253,8 +256,8 @@ def _check_memory(
     if needed > limit:
         module.schedule.update(original)
         raise MemoryRefusal(
-            f"no order was found that keeps to the limit of {bytes_text(limit)} beside the arguments; the smallest "
-            f"needs {bytes_text(needed)}",
+            f"no order was found that keeps to the limit of {bytes_text(limit)}, arguments and all; the smallest needs "
+            f"{bytes_text(needed)}",
             needed,
         )
 

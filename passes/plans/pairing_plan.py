@@ -105,7 +105,7 @@ class PlanTarget:
       collectives: how they run (`profiles.keys.IMPLEMENTATIONS`).
       decomposed: collectives that others take the place of (`exchange.INSTEAD`).
       environment, xla_flags: the setting, spelled out.
-      memory_limit: bytes beside the arguments that were allowed; 0: what XLA's order needs, and 3 %.
+      memory_limit: bytes on a GPU that were allowed, arguments and all; 0: what XLA's order needs, and 3 %.
       max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
       skew: layers that the strands are apart.
       row_parts: parts that chains from a gather to a scatter are computed in where one strand runs

@@ -30,6 +30,7 @@ from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.framework.manager import PassContext, Stage
+from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.ordering.orders import MemoryRefusal, predecessors
@@ -45,8 +46,8 @@ class PlannedOrder:
     """Carries out a plan.
 
     Attributes:
-      memory_limit: bytes beside the arguments; more is refused. None: what the plan was allowed when it was made, or
-        what XLA's order needs and `memory_slack`, whichever is more.
+      memory_limit: bytes, arguments and all; more is refused. None: what the plan was allowed when it was made, or what
+        XLA's order needs and `memory_slack` of what that is beside the arguments, whichever is more.
     """
 
     plan: PairingPlan
@@ -58,7 +59,7 @@ class PlannedOrder:
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         memory = Memory(module)
-        before = memory.peak(module.entry, module.schedule[module.entry])
+        before = memory.needed(module)
         original = dict(module.schedule)
         found: dict[str, Collection[str]] = {}
         refused: list[tuple[PassRefusal, PlanBody, Computation, PlanOperators]] = []
@@ -73,7 +74,7 @@ class PlannedOrder:
             self._order(module, body, computation, operators, memory, context, refusal)
         self._check_complete(found, context)
         memory.forget()
-        self._check_memory(memory.peak(module.entry, module.schedule[module.entry]), before)
+        self._check_memory(memory.needed(module), before + int((before - memory.arguments) * self.memory_slack))
         return any(module.schedule[c] != order for c, order in original.items())
 
     def _order(
@@ -112,14 +113,14 @@ class PlannedOrder:
         if bodies or operators:
             context.note("the rest of the plan is not in this program", bodies=bodies, operators=operators)
 
-    def _check_memory(self, needed: int, before: int) -> None:
+    def _check_memory(self, needed: int, usual: int) -> None:
         limit = self.memory_limit
         if limit is None:
-            limit = max(int(before * (1.0 + self.memory_slack)), self.plan.target.memory_limit)
+            limit = max(usual, self.plan.target.memory_limit)
         if needed > limit:
             raise MemoryRefusal(
-                f"the plan needs {needed} bytes of temporaries by estimate, and {limit} are allowed: give memory_limit="
-                f"{needed} or more, or a plan that needs less",
+                f"the plan needs {bytes_text(needed)} by estimate, arguments and all, and {bytes_text(limit)} are "
+                f"allowed: give memory_limit={bytes_option(needed)!r} or more, or a plan that needs less",
                 needed,
             )
 

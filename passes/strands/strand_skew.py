@@ -46,16 +46,16 @@ Copies = dict[Instruction, Instruction]
 
 @dataclass(frozen=True)
 class StrandSkew:
-    """layers: how many the strands are apart, at least one."""
+    """skew: how many layers the strands are apart, at least one."""
 
-    layers: int
+    skew: int
 
     name = "strand-skew"
     stage = Stage.LOWERED
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise DhelixError(f"strands cannot be {self.layers} layers apart; give at least 1, or leave the pass out")
+        if self.skew < 1:
+            raise DhelixError(f"strands cannot be {self.skew} layers apart; give at least 1, or leave the pass out")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
         """Raises PassRefusal where the strands of some loop cannot be kept apart; then all stays."""
@@ -66,13 +66,13 @@ class StrandSkew:
         for computation, parts in found:
             if sum(other is computation for other, _ in found) > 1:
                 raise PassRefusal("several loops over micro-batches stand side by side", parts.loop.instruction)
-            forward, backward = _loops_over_layers(parts, self.layers)
+            forward, backward = _loops_over_layers(parts, self.skew)
             body, layers = parts.loop.body, WhileLoop(forward).trip_count
             accumulate(body, context)
-            _split(body, forward, backward, self.layers)
+            _split(body, forward, backward, self.skew)
             drop_dead(body)
             _start_ahead(computation, parts.loop.instruction)
-            context.note("strands are kept apart", layers=self.layers, of=layers)
+            context.note("strands are kept apart", layers=self.skew, of=layers)
         return True
 
 

@@ -1,8 +1,8 @@
 """What a step needs on one GPU, known before it is compiled, or said by the compiler.
 
     plain = memory_need.of_module(scheduled)       # the plain step, as XLA schedules it (`step/plain_step.py`)
-    limit = plain.allowed()                        # bytes beside the arguments: 2.5 % more than it needs altogether
-    memory_need.of_compiled(compiled).beside       # of the interleaved step, to be compared with that
+    limit = plain.allowed()                        # 2.5 % more than it needs, arguments and all
+    memory_need.of_compiled(compiled).total        # of the interleaved step, to be compared with that
 
 The promise is that interleaving takes no more than 3 % of the plain step's memory (DHelix section 6), and what the
 plain step takes is XLA's to say. To compile all of it would cost as much again as the step itself. Its schedule
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.hlo import HloModule, shapes
+from dhelix.passes.hlo import HloModule
 
 SLACK = 0.025
 """Of the plain step's memory, that a step may need more: 3 % (DHelix section 6), less what is lost in gaps."""
@@ -30,15 +30,19 @@ class MemoryNeed:
     arguments: int
     beside: int
 
+    @property
+    def total(self) -> int:
+        return self.arguments + self.beside
+
     def allowed(self, slack: float = SLACK) -> int:
-        """Bytes beside the arguments, if altogether it may be `slack` more than this."""
-        return int((1.0 + slack) * (self.arguments + self.beside)) - self.arguments
+        """Bytes altogether, if they may be `slack` more than this."""
+        return int((1.0 + slack) * self.total)
 
 
 def of_module(module: HloModule) -> MemoryNeed:
     """By live ranges in the order of a schedule; gaps between buffers are left out."""
-    arguments = sum(shapes.byte_size(p.shape) for p in module.entry.parameters)
-    return MemoryNeed(arguments, Memory(module).peak(module.entry, module.schedule[module.entry]))
+    memory = Memory(module)
+    return MemoryNeed(memory.arguments, memory.peak(module.entry, module.schedule[module.entry]))
 
 
 def of_compiled(compiled: jax.stages.Compiled) -> MemoryNeed:

@@ -3,9 +3,11 @@
     strand_interleave.py   the decorator
     interleaved_step.py    the step that it makes
     frameworks/            arguments that are objects of Flax NNX or modules of Equinox
-    schedules.py           which passes a step goes through
-    collective_matmul_*.py  what it does to collectives beside matrix products
-    value_and_grad.py      JAX's, or over micro-batches: microbatch_loop.py, batch_arguments.py, combining.py
+    options.py             what can be said of a step; a new option starts here
+    target.py              the GPUs that a program is for, and what operators cost there
+    pass_lists.py          which passes a step goes through, as data; step_passes.py makes them for one program
+    collective_matmuls/    what it does to collectives beside matrix products
+    gradients/             `value_and_grad`: JAX's, or over micro-batches
     specialization.py      one program: lowered, transformed, compiled
     plain_step.py          what it is compared with
     verification.py        one step against another

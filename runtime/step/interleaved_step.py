@@ -24,7 +24,6 @@ from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report
 from dhelix.profiles.profile import Profile
 from dhelix.runtime.compiler import registration
-from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import FirstRun
 from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
@@ -32,8 +31,9 @@ from dhelix.runtime.step import verification
 from dhelix.runtime.step.argument_keys import leaf_key
 from dhelix.runtime.step.frameworks import fronts
 from dhelix.runtime.step.gradients.value_and_grad import Microbatching, microbatching
-from dhelix.runtime.step.schedules import Choice
+from dhelix.runtime.step.options import JitOptions, StepOptions
 from dhelix.runtime.step.specialization import Specialization
+from dhelix.runtime.step.step_passes import pass_manager
 
 
 class _PlainJit:
@@ -63,7 +63,7 @@ _numbers = itertools.count(1)  # of steps
 
 
 class InterleavedStep[**P, R]:
-    """A train step to call in place of the function that it wraps."""
+    """A train step to call in place of the function that it wraps. `options`: as they were given."""
 
     __name__: str
     __qualname__: str
@@ -72,13 +72,7 @@ class InterleavedStep[**P, R]:
     def __init__(
         self,
         function: Callable[..., Any],
-        microbatches: int | None,
-        reduce: str,
-        choice: Choice,
-        verify: bool,
-        jit_options: dict[str, Any],
-        even_on_one_device: bool = False,
-        pipeline: Fold | None = None,
+        options: StepOptions,
         *,
         front: type[fronts.Front] | None = None,
         jit: fronts.Jit = _PLAIN,
@@ -94,40 +88,32 @@ class InterleavedStep[**P, R]:
             named = named.func
         self.__name__ = getattr(named, "__name__", type(named).__name__)
         self._number = next(_numbers)
-        self._choice = dataclasses.replace(choice, step=f"{self.__name__} {self._number}")
-        self._manager = choice.manager()  # of no program yet; what it refuses is said at decoration
-        self._verify = verify
-        self._even_on_one_device = even_on_one_device
-        self._microbatches = microbatches
-        self._reduce = reduce
+        self._label = f"{self.__name__} {self._number}"  # what tells it from other steps in the log
+        self.options = options
+        self._manager = pass_manager(options)  # of no program yet; what it refuses is said at decoration
         self._function = function
-        self._jit_options = jit_options
-        self._pipeline = pipeline
         self._front_kind = front
         self._fronts: dict[type[fronts.Front], fronts.Front] = {}
         self._jit = jit
-        if front is not None:  # which makes the function to run; of this one static arguments are asked for
-            jit_options = {name: value for name, value in jit_options.items() if name.startswith("static")}
-        self._jitted = jit(function if microbatches is None else self._traced(microbatches), **jit_options)
+        # A front makes the function to run; of this one static arguments are asked for.
+        own = {name: value for name, value in options.jit.items() if front is None or name.startswith("static")}
+        self._jitted = jit(function if options.microbatches is None else self._traced(options.microbatches), **own)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
-        self._hosts = FirstRun(self.__name__, self._options(choice))
+        self._hosts = FirstRun(self.__name__, self._asked())
         self._splits = False  # whether it is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
 
     def with_jit(self, jit: fronts.Jit) -> InterleavedStep:
         """The same step of what another `jit` makes of its function, for a front."""
-        return InterleavedStep(
-            self._function, self._microbatches, self._reduce, self._choice, self._verify, self._jit_options,
-            self._even_on_one_device, self._pipeline, jit=jit,
-        )  # fmt: skip
+        return InterleavedStep(self._function, self.options, jit=jit)
 
     @_through_front
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             if registration.on():
                 reason = "is called inside another transformation of JAX, and becomes part of it as it is"
-                say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._choice.step, reason))
+                say_once(f"{self.__name__} {reason}; decorate the outermost step", (self._label, reason))
             return self._plain(args, kwargs)
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
@@ -136,7 +122,7 @@ class InterleavedStep[**P, R]:
                 chosen.compile()
         if chosen is None:
             return self._plain(args, kwargs)
-        if self._verify and not chosen.verified:
+        if self.options.verify and not chosen.verified:
             self._compare(chosen, args, kwargs)
             chosen.verified = True
         return self._call(chosen, args, kwargs)
@@ -159,11 +145,11 @@ class InterleavedStep[**P, R]:
         return self._jitted.eval_shape(*args, **kwargs)
 
     @_through_front
-    def plan(self, *args: Any, **kwargs: Any) -> Report:
-        """What the passes decide for these arguments, without compiling: the LOWERED stage."""
+    def preview(self, *args: Any, **kwargs: Any) -> Report:
+        """What the passes decide for these arguments before XLA compiles: the LOWERED stage."""
         if not registration.on():
             return self._report_off()
-        return self._specialize(self._key(args, kwargs), args, kwargs).plan()
+        return self._specialize(self._key(args, kwargs), args, kwargs).preview()
 
     @_through_front
     def report(self, *args: Any, **kwargs: Any) -> Report:
@@ -208,7 +194,7 @@ class InterleavedStep[**P, R]:
         if front is not None:
             options = {"out": out, "link": link, "pairs": pairs, "again": again, "progress": progress}
             return front.run("profile", args, kwargs, options)
-        process = in_process.this_process(link, self._jit_options.get("compiler_options"))
+        process = in_process.this_process(link, self.options.xla)
         lowered, compiled = self._compiled(args, kwargs)
         _, arguments = self._separate(args, kwargs)
         return in_process.profile(process, lowered, compiled, arguments, out, pairs, again, progress)
@@ -224,13 +210,12 @@ class InterleavedStep[**P, R]:
             compiled = chosen.compile() or chosen.original.compile()
             return chosen.lowered, compiled  # in this order: what does not compile is left alone
 
-    def _options(self, choice: Choice) -> dict[str, object]:
+    def _asked(self) -> dict[str, object]:
         """What was asked for, as other processes must have been asked, too."""
-        asked = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
-        for name in ("dump_to", "compiler_options", "paired", "pipelined", "step"):  # a host's own, or said otherwise
-            del asked[name]
-        more = {"microbatches": self._microbatches, "reduce": self._reduce, "pipeline": self._pipeline}
-        return {**more, **asked, "verify": self._verify}
+        a_hosts_own = {"dump_to", *(field.name for field in dataclasses.fields(JitOptions))}
+        names = (field.name for field in dataclasses.fields(self.options) if field.name not in a_hosts_own)
+        asked: dict[str, object] = {name: getattr(self.options, name) for name in names}
+        return {**asked, "collective_matmul": self.options.matmuls}
 
     def clear_cache(self) -> None:
         """Forgets the programs that were compiled for the arguments so far, and frees their memory."""
@@ -275,7 +260,7 @@ class InterleavedStep[**P, R]:
 
         @functools.wraps(self._function)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            with microbatching(microbatches, self._reduce, self._pipeline, self._number) as active:
+            with microbatching(microbatches, self.options.reduce, self.options.pipeline, self._number) as active:
                 output = self._function(*args, **kwargs)
             self._check_used(active)
             if results and len(active.results) < max(active.calls, 1):
@@ -283,7 +268,7 @@ class InterleavedStep[**P, R]:
                     "verify= compares micro-batches with the whole batch only where the step itself calls"
                     " dhelix.value_and_grad, not inside of a shard_map, jax.jit or scan: that part is left out"
                 )
-                say_once(f"{self.__name__}: {reason}", (self._choice.step, reason))
+                say_once(f"{self.__name__}: {reason}", (self._label, reason))
             return active.results if results else output
 
         traced.__name__ = self.__name__  # a functools.partial has none
@@ -292,7 +277,7 @@ class InterleavedStep[**P, R]:
     def _results(self, microbatches: int) -> Callable[..., Any]:
         """What value_and_grad returned, as a function of the step's arguments, which it leaves alone."""
         dropped = {"donate_argnums", "donate_argnames", "out_shardings"}
-        options = {k: v for k, v in self._jit_options.items() if k not in dropped}
+        options = {k: v for k, v in self.options.jit.items() if k not in dropped}
         return self._jit.results(self._traced(microbatches, results=True), **options)
 
     def _check_used(self, active: Microbatching) -> None:
@@ -300,9 +285,9 @@ class InterleavedStep[**P, R]:
         if self._splits:  # or did so in a function that JAX has traced for this step before
             return
         reason = "microbatches= has no effect: the step does not call dhelix.value_and_grad"
-        if self._choice.strict:
+        if self.options.strict:
             raise DhelixError(reason)
-        say_once(f"{self.__name__}: {reason}", (self._choice.step, reason))
+        say_once(f"{self.__name__}: {reason}", (self._label, reason))
 
     def _specialize(self, key: Hashable | None, args: Any, kwargs: Any) -> Specialization:
         with self._lock:
@@ -312,9 +297,7 @@ class InterleavedStep[**P, R]:
                 lowered = self._jitted.lower(*args, **kwargs)
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
-                self._specializations[same] = Specialization(
-                    self.__name__, self._choice, lowered, self._even_on_one_device
-                )
+                self._specializations[same] = Specialization(self.__name__, self._label, self.options, lowered)
             if key is not None:
                 self._specializations[key] = self._specializations[same]
             return self._specializations[same]
@@ -365,15 +348,15 @@ class InterleavedStep[**P, R]:
             passes = ", ".join(entry.name for entry in chosen.report() if entry.changed)
             found = verification.check_passes(plain, changed, chosen.original, dynamic, keywords, passes)
             lines.append(f"all {found.leaves} results are those of the plain step: {found}")
-        if self._microbatches is not None:
-            whole, split = (self._results(count) for count in (1, self._microbatches))
+        if (count := self.options.microbatches) is not None:
+            whole, split = self._results(1), self._results(count)
             found = verification.check_microbatches(
-                whole, split, chosen.original, args, kwargs, self._microbatches, self._reduce
+                whole, split, chosen.original, args, kwargs, count, self.options.reduce
             )
             if found is not None:
                 lines.append(f"losses and gradients ({found.leaves} leaves) are those of the whole batch: {found}")
         text = ". ".join(lines) or "nothing was compared, since the step runs as it is"
-        say_once(f"{self.__name__}, verified: {text}", (self._choice.step, text))
+        say_once(f"{self.__name__}, verified: {text}", (self._label, text))
 
 
 class _BoundStep:
@@ -382,7 +365,7 @@ class _BoundStep:
     def __init__(self, step: InterleavedStep, instance: object) -> None:
         functools.update_wrapper(self, step, updated=())
         self._step, self._instance = step, instance
-        for name in ("lower", "trace", "eval_shape", "plan", "report", "profile"):
+        for name in ("lower", "trace", "eval_shape", "preview", "report", "profile"):
             setattr(self, name, functools.partial(getattr(step, name), instance))
         self.clear_cache = step.clear_cache
 

@@ -24,9 +24,11 @@ from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
+from dhelix.passes.framework.manager import say_once
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import beside_cache, broken_off, deviceless, memory_need
 from dhelix.runtime.compiler.memory_need import MemoryNeed
+from dhelix.runtime.step.options import StepOptions
 
 
 class PlainStep:
@@ -41,17 +43,17 @@ class PlainStep:
         lowered: jax.stages.Lowered,
         program: bytes,
         costs: Callable[[], Costs],
-        options: Mapping[str, Any] | None = None,
+        xla: Mapping[str, Any] | None = None,
     ):
         """
         Args:
           lowered: for GPUs; `program`: the same as HLO.
           costs: what the time follows from.
-          options: XLA's, that the step is compiled with.
+          xla: its options that the step is compiled with.
         """
         self._lowered, self._program = lowered, program
         self._costs = costs
-        self._options = dict(options or {})
+        self._options = dict(xla or {})
         self.seconds = 0.0
 
     @cached_property
@@ -87,10 +89,30 @@ class PlainStep:
         return fingerprint.input_fingerprint((), program, {**given, "measured": measured})
 
 
+def memory_limit(options: StepOptions, plain: PlainStep | None) -> int | None:
+    """Bytes that a step may need on each GPU: what the user says, else 3 % more than the plain step needs.
+
+    A plan may need what it was allowed when it was made. Not limited are other schedules, passes of the user's own and
+    devices other than GPUs, nor is a program whose memory is not known before it is compiled.
+
+    Args:
+      plain: None on other devices than GPUs.
+    """
+    if plain is None:
+        if options.memory_limit is not None:
+            line = "memory_limit= bounds what orders take, and orders are made for GPUs: here it limits nothing"
+            say_once(line, (line,))
+        return None
+    if options.memory_limit is not None or not options.limited or plain.known is None:
+        return options.most_bytes
+    planned = 0 if options.plan is None else options.loaded_plan.target.memory_limit
+    return max(plain.known[0].allowed(), planned)
+
+
 def of_scheduled(module: HloModule, costs: Costs) -> StepParts:
     """What the time of a scheduled step is made of, and the bytes that it needs by live ranges."""
     need = memory_need.of_module(module)
-    return step_parts(module, costs, need.arguments + need.beside)
+    return step_parts(module, costs, need.total)
 
 
 def _stored(name: str) -> tuple[MemoryNeed, StepParts] | None:

@@ -15,11 +15,12 @@ from absl import logging
 
 from dhelix.errors import DhelixError, HostsDisagreeError
 from dhelix.passes import jax_compat
+from dhelix.passes.communication.collective_matmul.pattern import Placed
 from dhelix.passes.framework import fingerprint, report
 from dhelix.passes.framework.gain import Gain, StepParts
 from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
-from dhelix.passes.framework.words import bytes_text
+from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans.pairing_plan import PairingPlan
 from dhelix.passes.plans.planned_order import PlannedOrder
@@ -27,8 +28,11 @@ from dhelix.runtime.compiler import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
 from dhelix.runtime.processes.meetings import Job
 from dhelix.runtime.step import plain_step
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.pass_lists import alternatives
 from dhelix.runtime.step.plain_step import PlainStep
-from dhelix.runtime.step.schedules import Choice, alternatives
+from dhelix.runtime.step.step_passes import pass_manager, weighed, without_plan
+from dhelix.runtime.step.target import Target
 
 _TO_ONE_DEVICE = b"SPMDFullToShardShape"  # how a shard_map begins in HLO that is lowered for GSPMD
 _MANUAL_IN_GSPMD = (
@@ -55,42 +59,45 @@ class Specialization:
       verified: whether it was compared with the plain step.
     """
 
-    def __init__(self, name: str, choice: Choice, original: jax.stages.Lowered, even_on_one_device: bool = False):
+    def __init__(self, name: str, label: str, options: StepOptions, original: jax.stages.Lowered):
         """
         Args:
-          name: of the step, for the log.
-          choice: what the user chose; the passes follow from it.
+          name: of the step; `label`: what tells it from others of this name in the log.
           original: the step as the user's function lowers.
-          even_on_one_device: run the passes where there is no communication that they could hide.
         """
         self.original = original
         self.lowered = original
         self.left_alone = False
         self.verified = False
-        self._name = name
-        self._strict = choice.strict
-        self._limit_given = choice.memory_limit is not None
+        self._name, self._label = name, label
+        self._options = options
+        self._limit: int | None = None
+        self._limit_given = options.memory_limit is not None
+        self._target: Target | None = None
+        self._paired: tuple[Placed, ...] = ()
         self._lock = threading.Lock()
         self._compiled: jax.stages.Compiled | None = None
         self._order: str | None = None
         self._refused: StageReport | None = None
         self._job = first_run.of_program(original)
         self._agreed = False
-        self._choice = choice
         self._plain: PlainStep | None = None
         self._seconds = 0.0
         self._session: registration.Session | None = None
         self._why = ""
         start = time.perf_counter()
         with self._left_alone_on_error():
-            if lowering.device_count(original) > 1 or even_on_one_device:
+            self._target = Target.of(original, options)
+            if lowering.device_count(original) > 1 or options.strict or options.passes is not None:
                 program = lowering.hlo_bytes(original)
-                self._plain = choice.plain_step(original, program)
-                self._choice = choice.limited(original, self._plain).weighed(original)
-                self._session = self._begin(self._choice, program)
+                if self._target is not None:
+                    self._plain = PlainStep(original, program, self._target.costs, options.xla)
+                self._limit = plain_step.memory_limit(options, self._plain)
+                self._paired = weighed(options, self._target, original, self._limit)
+                self._session = self._begin(self._limit, program)
                 self._transform()
             else:
-                self._session = self._begin(choice)
+                self._session = self._begin(self._limit)
                 self._session.skip_lowered(_ONE_DEVICE)
                 self._leave_alone(_ONE_DEVICE)
         self._seconds += time.perf_counter() - start
@@ -102,26 +109,25 @@ class Specialization:
                 self._agreed = True
                 why = (self._why or "a pass refused or failed") if self.left_alone else None
                 manager = None if self._session is None else self._session.manager
-                limit = self._choice.memory_limit
                 with self._left_alone_on_error(self._job):
-                    first_run.check_choice(self._name, self.original, manager, limit, why, self._job)
+                    first_run.check_choice(self._name, self.original, manager, self._limit, why, self._job)
             if self._compiled is None and not self.left_alone:
                 start = time.perf_counter()
                 with self._left_alone_on_error(self._job):
                     self._compile()
-                    if self._compiled is not None and self._choice.plan is not None:
-                        self._drop_refused_plan(self._choice.plan)
-                    if self._compiled is not None and self._choice.memory_limit is not None:
-                        self._keep_memory(self._choice.memory_limit)
+                    if self._compiled is not None and self._options.plan is not None:
+                        self._drop_refused_plan(self._options.loaded_plan)
+                    if self._compiled is not None and self._limit is not None:
+                        self._keep_memory(self._limit)
                     self._check_order()
                 self._seconds += time.perf_counter() - start
             return self._compiled
 
-    def plan(self) -> Report:
+    def preview(self) -> Report:
         """What the LOWERED passes decided."""
         if self._session is None:
             name = lowering.module_name(self.original)
-            stage = self._choice.manager().not_run(Stage.LOWERED, name, self._why)
+            stage = pass_manager(self._options).not_run(Stage.LOWERED, name, self._why)
             return Report(name, "", (stage,), left_alone=self._why)
         whole = self._session.report()
         stages = tuple(stage for stage in whole.stages if stage.stage == Stage.LOWERED.value)
@@ -130,12 +136,12 @@ class Specialization:
     def report(self) -> Report:
         """What the passes of all stages did; compiles the program unless `lowered` was compiled already."""
         if self._session is None or (self.left_alone and self._compiled is None):
-            return self.plan()
+            return self.preview()
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
         if all(entry.outcome in (report.NOT_RUN, report.DISABLED) for entry in later):
             self.compile()
         if self.left_alone and self._compiled is None:
-            return self.plan()
+            return self.preview()
         whole = self._session.report(self._order)
         stages = (*whole.stages, *filter(None, [self._refused]))
         gain = self._gain(stages)
@@ -157,16 +163,18 @@ class Specialization:
         self._seconds += time.perf_counter() - start
         return None if known is None else Gain(known[1], after)
 
-    def _begin(self, choice: Choice, program: bytes | None = None) -> registration.Session:
+    def _begin(self, memory_limit: int | None, program: bytes | None = None) -> registration.Session:
         module = lowering.hlo_bytes(self.original) if program is None else program
         if _TO_ONE_DEVICE in module:  # what was made of one could abort the process in XLA, not only fail to compile
             raise DhelixError(_MANUAL_IN_GSPMD)
-        played = None if self._plain is None else lambda scheduled: self._played(choice, scheduled)
+        given = self._target, self.original, memory_limit, self._paired, self._label
+        played = None if self._plain is None else self._played
         name = fingerprint.module_name(module)
-        return registration.Session(choice.manager(self.original), module, name, played=played)
+        return registration.Session(pass_manager(self._options, *given), module, name, played=played)
 
-    def _played(self, choice: Choice, scheduled: bytes) -> StepParts:
-        return plain_step.of_scheduled(HloModule.from_bytes(scheduled), choice.costs(self.original))
+    def _played(self, scheduled: bytes) -> StepParts:
+        assert self._target is not None  # there is a plain step
+        return plain_step.of_scheduled(HloModule.from_bytes(scheduled), self._target.costs())
 
     @contextlib.contextmanager
     def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:
@@ -177,7 +185,7 @@ class Specialization:
         except HostsDisagreeError:
             raise
         except Exception as error:
-            if self._strict:
+            if self._options.strict:
                 if isinstance(error, DhelixError):
                     raise
                 raise DhelixError(f"{self._name} cannot be interleaved: {_first_line(error)}") from error
@@ -221,19 +229,19 @@ class Specialization:
         if not self._largest(int(put and refused), "drop a refused plan"):
             return
         self._refused = next((s for s in done.stages if s.stage == PlannedOrder.stage.value), None)
-        self._choice = self._choice.without_plan()
-        self._compiled, self._session = None, self._begin(self._choice)
+        self._options = without_plan(self._options)
+        self._compiled, self._session = None, self._begin(self._limit)
         reason = (
             "the plan is refused, so the step is compiled again without what it puts in place of collectives, as with"
             " schedule='xla'"
         )
-        say_once(f"{self._name}: {reason}", (self._choice.step, reason))
+        say_once(f"{self._name}: {reason}", (self._label, reason))
         self._transform()
         if not self.left_alone:
             self._compile()
 
     def _keep_memory(self, limit: int) -> None:
-        """Leaves a step alone that needs more than `limit` bytes beside its arguments, by the compiler's count.
+        """Leaves a step alone that needs more than `limit` bytes, arguments and all, by the compiler's count.
 
         The scheduler has kept to it by live ranges, or refused; gaps between buffers come on top, and are made room for
         once. By default the plain step is compiled to have its own count; it is what runs if nothing else will do.
@@ -247,25 +255,25 @@ class Specialization:
         would_do, gaps, refused = self._limit_that_would_do(needed)
         if not refused:
             self._compiled = None
-            self._session = self._begin(dataclasses.replace(self._choice, memory_limit=max(limit - gaps, 0)))
+            self._session = self._begin(max(limit - gaps, 0))
             self._transform()
             self._compile()
             if self._compiled is None or (needed := self._needed(self._compiled)) <= limit:
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
         reason = (
-            f"two strands need more than {bytes_text(limit)} beside its arguments"
-            f"{'' if self._limit_given else ' (the plain step and 3 %)'}; the smallest limit that would do is"
-            f" {bytes_text(would_do)}: memory_limit={would_do}"
+            f"two strands need more than {bytes_text(limit)}, arguments and all"
+            f"{'' if self._limit_given else ', which is the plain step and 3 %'}; the smallest limit that would do is"
+            f" memory_limit={bytes_option(would_do)!r}"
         )
-        if self._strict:
+        if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")
         self._leave_alone(reason)
         self._compiled = jax_compat.apart(self.original).compile() if plain is None else plain
 
     def _needed(self, compiled: jax.stages.Compiled | None) -> int:
         assert compiled is not None
-        return self._largest(memory_need.of_compiled(compiled).beside, "weigh memory")
+        return self._largest(memory_need.of_compiled(compiled).total, "weigh memory")
 
     def _largest(self, value: int, purpose: str) -> int:
         """Of all processes that run the step: what the compiler counts may differ, and all must decide alike."""
@@ -274,7 +282,7 @@ class Specialization:
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
         """What the compiled program needs, or less if a pass has said so; what of it are gaps; whether one has."""
         assert self._compiled is not None and self._session is not None
-        gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).beside
+        gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).total
         stages = (*self._session.report().stages, *filter(None, [self._refused]))
         notes = (note for stage in stages for entry in stage.passes for note in entry.notes)
         said = max((note.facts["needed"] for note in notes if "needed" in note.facts), default=0)
@@ -285,12 +293,12 @@ class Specialization:
         self.left_alone = True
         self.lowered = self.original  # what passes made of it is freed
         self._why = reason
-        say_once(f"{self._name} runs as it is: {reason}", (self._choice.step, reason))
+        say_once(f"{self._name} runs as it is: {reason}", (self._label, reason))
 
     def _say_nothing_changed(self) -> None:
         """One line in the log; where a pass refused or failed, the manager has written it."""
         self.left_alone = True
-        entries = tuple(self.plan())
+        entries = tuple(self.preview())
         if not any(entry.outcome in (report.REFUSED, report.FAILED) for entry in entries):
             notes = [f"{entry.name}: {note}" for entry in entries for note in entry.notes]
             self._leave_alone("; ".join(notes) or "no pass found anything to do")

@@ -1,34 +1,114 @@
-"""The GPUs that a program is for, as this process reaches them."""
+"""What a program is for: its GPUs, how this process reaches them, and what operators cost there.
+
+    target = Target.of(lowered, options)     # None: other devices than GPUs, of which nothing is known
+    target.costs()
+
+Made once for a program, and handed on to all that decides by it.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
+from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
+from dhelix.passes.evaluation.costs import CostModel, Costs
+from dhelix.passes.framework.manager import say_once
+from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.profiles.estimates import alike
+from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
+from dhelix.profiles.profile import Profile, Provenance
 from dhelix.runtime.processes import launch_settings
 from dhelix.runtime.processes.nodes import gpus_per_node
+from dhelix.runtime.step.collective_matmuls.jax_forms import times_on
+from dhelix.runtime.step.options import StepOptions
 
 
-def unlike(hardware: str, link: str, kind: str) -> str:
-    """These GPUs and those of this process, where they differ; a process cannot say whether its node is two."""
-    gpu, here = gpu_name(kind), launch_settings.link_of(os.environ)
-    if hardware == gpu and link in (here, "two-nodes"):
-        return ""
-    return f"{hardware} with link {link}, not {gpu} with {here}"
+@dataclass(frozen=True)
+class Target:
+    """GPUs as one process reaches them.
+
+    Attributes:
+      gpu: its name; `link`: how GPUs of a node reach each other (`hardware.LINKS`).
+      hardware: both, described; with the GPUs of a node where the program's stand on several.
+      model: measured costs under the launch setting of this process; None: costs are a roofline's.
+    """
+
+    gpu: str
+    link: str
+    hardware: Hardware
+    model: CostModel | None = None
+
+    @classmethod
+    def of(cls, lowered: jax.stages.Lowered, options: StepOptions) -> Target | None:
+        """What a program is for. None for other devices than GPUs.
+
+        Raises DhelixError where a profile that was asked for is not of this launch setting.
+        """
+        devices = jax_compat.devices(lowered) or jax.devices()
+        if devices[0].platform not in ("gpu", "cuda"):
+            return None
+        kind, link = devices[0].device_kind, launch_settings.link_of(os.environ)
+        gpu, nodes = gpu_name(kind), gpus_per_node(jax_compat.devices(lowered))
+        here = cls(gpu, link, describe(gpu, link, nodes))
+        found = here._profile(options.profile)
+        setting = None if found is None else here._setting(found, options)
+        if found is None or setting is None:
+            return here
+        for line in filter(None, (alike.told(found, [setting]), *storage.differences(found, _JAX))):
+            say_once(line, (line,))
+        return cls(gpu, link, here.hardware, CostModel(found, setting, times_on(kind), nodes))
+
+    def costs(self) -> Costs:
+        """What operators cost; new ones, which keep what they are asked for."""
+        return Costs(self.hardware) if self.model is None else self.model.costs()
+
+    def compare(self, plan: PairingPlan, options: StepOptions) -> None:
+        """Says how the process should have been started for a plan, and what else is not what the plan was made for."""
+        made_for = plan.target
+        told = [launch_settings.difference(made_for, options=options.xla)]
+        if other := self._unlike(made_for.hardware, made_for.link):
+            told.append(f"the plan is for {other}")
+        for line in filter(None, told):
+            say_once(line, (line,))
+
+    def _profile(self, asked: Any) -> Profile | None:
+        """What was `asked` for, or what is known of such GPUs."""
+        if asked is None:
+            return None
+        if isinstance(asked, Profile):
+            if other := self._unlike(asked.hardware, asked.link):
+                say_once(f"costs are those of {other}", (other,))
+            return asked
+        try:
+            found = storage.find(self.gpu, self.link)
+        except DhelixError as error:  # a file that nobody named must not stop a job
+            say_once(f"costs are a roofline's: {error}", ("profile",))
+            return None
+        if found is None:
+            what = f"{self.gpu} with link {self.link}"
+            say_once(f"nothing was measured on {what}: costs are a roofline's; run `dhelix profile`", (what,))
+        return found
+
+    def _setting(self, profile: Profile, options: StepOptions) -> str | None:
+        """The launch setting whose costs count here. Raises DhelixError where a profile that was asked for has none."""
+        setting, line = launch_settings.nearest(profile.sections, os.environ, options.xla)
+        if setting is None and isinstance(options.profile, Profile):  # it was asked for, and is of no use
+            CostModel(profile, launch_settings.setting_of(os.environ, options.xla).name)
+        if line:
+            say_once(f"{profile.hardware} with link {profile.link}: {line}", ("launch setting",))
+        return setting
+
+    def _unlike(self, hardware: str, link: str) -> str:
+        """Other GPUs and these, where they differ; a process cannot say whether its node is two."""
+        if hardware == self.gpu and link in (self.link, "two-nodes"):
+            return ""
+        return f"{hardware} with link {link}, not {self.gpu} with {self.link}"
 
 
-def hardware_of(lowered: jax.stages.Lowered) -> Hardware:
-    """The GPUs that a program is for, as this process reaches them."""
-    kind = gpu_of(lowered)
-    assert kind is not None
-    per_node = gpus_per_node(jax_compat.devices(lowered))
-    return describe(gpu_name(kind), launch_settings.link_of(os.environ), per_node)
-
-
-def gpu_of(lowered: jax.stages.Lowered) -> str | None:
-    """The kind of GPU that a program is for; None for other devices."""
-    device = (jax_compat.devices(lowered) or jax.devices())[0]
-    return device.device_kind if device.platform in ("gpu", "cuda") else None
+_JAX = Provenance("", 0, jax=jax.__version__)

@@ -8,6 +8,7 @@ from dhelix.models import preset
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.profiles.files import storage
 from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.step.options import StepOptions
 
 MEMORY = 1.03  # temporaries of strands, in units of the plain step's
 
@@ -22,7 +23,9 @@ def test_three_bodies_are_two_strands_within_the_memory_of_the_plain_step() -> N
     assert len(merged) == 1 and merged[0].count(" + ") == 2 and merged[0].endswith(" x 2")
     profile = storage.find("H200", "nvlink")
     assert profile is not None
-    found = plan_search.search(both, CostModel(profile, "connections1"), "dp", plan_search.MemoryLimit.of(None, plain))
+    found = plan_search.search(
+        both, CostModel(profile, "connections1"), StepOptions(), plan_search.MemoryLimit.of(None, plain)
+    )
     assert plain.memory is not None and both.memory is not None
     assert both.memory.temporaries <= MEMORY * plain.memory.temporaries
     strands = {operator.name.partition(" ")[0] for operator in found.plan.bodies[0].operators}

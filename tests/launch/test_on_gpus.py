@@ -26,7 +26,7 @@ from dhelix.passes.framework.report import Report
 from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
-from dhelix.runtime.step.schedules import SCHEDULES
+from dhelix.runtime.step.options import SCHEDULES
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 pytestmark = pytest.mark.gpu

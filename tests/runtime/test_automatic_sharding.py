@@ -22,7 +22,7 @@ from dhelix.models.parallel import AutoParallel
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import deviceless
-from dhelix.runtime.step.collective_matmul_pass import collective_matmul_passes
+from dhelix.runtime.step.collective_matmuls.jax_forms import collective_matmul_passes
 from dhelix.tests.passes import partitioned
 
 pytestmark = pytest.mark.deviceless

@@ -110,6 +110,8 @@ def test_strands_compute_the_same(name: str) -> None:
         params, rows = arguments(mesh)
         interleaved = strand_interleave(step, strict=True)
         expected, actual = jax.jit(step)(params, rows), interleaved(params, rows)
-        (note,) = [n for n in interleaved.plan(params, rows)["strand-duplication"].notes if n.message == "two strands"]
+        (note,) = [
+            n for n in interleaved.preview(params, rows)["strand-duplication"].notes if n.message == "two strands"
+        ]
     assert len(note.facts["merged_loops"]) == (0 if "unrolled" in name else 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), expected, actual)

@@ -18,7 +18,7 @@ import pytest
 
 from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import strand_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 STEPS, MICROBATCHES = 20, 3
@@ -48,7 +48,7 @@ def run(dtype: str, scan_layers: bool, devices: int, pairing: str | None) -> tup
     if pairing is None:
         step: Any = jax.jit(made.train_step, donate_argnums=0, compiler_options=OPTIONS)
     else:
-        passes = (StrandDuplication(pairing=pairing), *default_passes("xla")[1:])
+        passes = (StrandDuplication(pairing=pairing), *strand_passes()[1:])
         step = strand_interleave(made.train_step, donate_argnums=0, passes=passes, compiler_options=OPTIONS)
     random, state = np.random.default_rng(0), made.init(jax.random.key(0))
     found: dict[str, list[float]] = {"loss": [], "grad_norm": []}

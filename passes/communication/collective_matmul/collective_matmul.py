@@ -71,7 +71,7 @@ class CollectiveMatmul:
     """Collective matmuls in place of collective and matmul.
 
     Attributes:
-      forms: says which form each site takes, and makes it (`dhelix.runtime.step.collective_matmul_pass`).
+      forms: says which form each site takes, and makes it (`dhelix.runtime.step.collective_matmuls.jax_forms`).
       stage: PRE_SCHEDULER, or LOWERED for programs under shard_map.
     """
 

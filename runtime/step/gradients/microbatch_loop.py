@@ -27,7 +27,6 @@ from dhelix.runtime.step.gradients.combining import (
     of_gradients,
 )
 
-REDUCTIONS = ("mean", "sum", "weighted")
 Weights = Callable[..., jax.Array | float]
 
 
@@ -53,12 +52,6 @@ class Options:
     holomorphic: bool
     reduce: str | None
     weights: Weights | None
-
-
-def check_reduction(reduce: str) -> None:
-    """Raises DhelixError unless `reduce` is one of REDUCTIONS."""
-    if reduce not in REDUCTIONS:
-        raise DhelixError(f"reduce={reduce!r} means nothing; take one of {', '.join(REDUCTIONS)}")
 
 
 class Loop:

@@ -39,7 +39,8 @@ from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.frameworks import gradients, nnx_front
 from dhelix.runtime.step.gradients.batch_arguments import Naming, is_index
 from dhelix.runtime.step.gradients.combining import comparable
-from dhelix.runtime.step.gradients.microbatch_loop import Loop, Options, PipelinedLoop, Weights, check_reduction
+from dhelix.runtime.step.gradients.microbatch_loop import Loop, Options, PipelinedLoop, Weights
+from dhelix.runtime.step.options import REDUCTIONS, one_of
 
 
 @dataclass
@@ -138,7 +139,7 @@ def value_and_grad(
         weights or the reverse.
     """
     if reduce is not None:
-        check_reduction(reduce)
+        one_of("reduce", reduce, REDUCTIONS)
     numbers = gradients.numbers_of(argnums)
 
     def differentiated(loss: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, se
 from dhelix.launch.plan.tables import PlanView
 from dhelix.launch.profile import step as profile_step
 from dhelix.launch.train import trainer
+from dhelix.passes.analysis.buffers import Memory as LiveMemory
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import Gain
@@ -32,12 +33,14 @@ from dhelix.passes.ordering.orders import most_in_flight
 from dhelix.passes.plans import pairing_plan_json
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.compiler import broken_off, deviceless
+from dhelix.runtime.step.options import StepOptions
 from dhelix.tests.passes import strand_module
 from dhelix.tests.passes.two_strands import TOGETHER
 
 Plan = Callable[..., Any]
 
 # Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
+DP = StepOptions()
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
 
 
@@ -149,7 +152,7 @@ def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Pl
 
 def test_a_step_that_no_card_holds(capsys: pytest.CaptureFixture[str]) -> None:
     step = program(Memory(150 << 30, 0, 0, 0, "a test"))
-    found = search(step, MODEL, "dp", MemoryLimit(200 << 30))
+    found = search(step, MODEL, DP, MemoryLimit(200 << 30))
     parts = step_parts(found.module, found.costs)
     view = PlanView(found, (found,), Gain(parts, parts), None, None, step.memory, MemoryLimit(200 << 30))
     plan_tables.print_view(view, Console(width=200), top=1)
@@ -163,7 +166,7 @@ def program(memory: Memory | None = None) -> Program:
 
 
 def test_what_is_predicted_is_what_the_plan_gives() -> None:
-    found = search(program(), MODEL, "dp", MemoryLimit(None))
+    found = search(program(), MODEL, DP, MemoryLimit(None))
     assert found.seconds < found.seconds_xla
     assert found.plan.predicted.makespan_us == pytest.approx(1e6 * found.seconds)
     assert sum(s.predicted_us for s in found.plan.bodies[0].segments) == pytest.approx(1e6 * found.seconds, rel=1e-4)
@@ -172,14 +175,14 @@ def test_what_is_predicted_is_what_the_plan_gives() -> None:
 def test_a_plan_keeps_to_how_many_collectives_may_be_in_flight() -> None:
     """Also when it is carried out again; XLA's order has two, and is faster."""
     step = replace(program(), module=HloModule.from_text(TOGETHER).to_bytes())
-    found = search(step, MODEL, "dp", MemoryLimit(None), max_in_flight=1)
+    found = search(step, MODEL, StepOptions(max_in_flight=1), MemoryLimit(None))
     assert most_in_flight(found.module.schedule[found.module.entry], found.costs) == 1
     assert found.plan.target.max_in_flight == 1
-    assert found.seconds > found.seconds_xla == search(step, MODEL, "dp", MemoryLimit(None)).seconds
+    assert found.seconds > found.seconds_xla == search(step, MODEL, DP, MemoryLimit(None)).seconds
 
 
 def test_the_picture_has_both_strands_and_what_they_send() -> None:
-    found = search(program(), MODEL, "dp", MemoryLimit(None))
+    found = search(program(), MODEL, DP, MemoryLimit(None))
     drawn = plan_picture.picture(found)
     assert "predicted, nothing ran" in drawn.title
     before, after = drawn.panels
@@ -196,30 +199,32 @@ def test_the_picture_has_both_strands_and_what_they_send() -> None:
 
 def test_a_plan_keeps_within_the_users_limit_or_the_plain_steps_memory_and_3_percent() -> None:
     step = program(Memory(1 << 30, 0, 0, 1 << 28, "test"))
-    assert MemoryLimit.of(None, None).beside_arguments(step) is None
+    assert MemoryLimit.of(None, None).of_program(step) is None
     assert MemoryLimit.of(None, step).bytes == int(1.03 * (1.25 * 2**30))
     frugal = program(Memory(1 << 30, 0, 0, 1 << 20, "test"))
     for limit, words in (
-        (MemoryLimit.of(1.0, None), "within --memory_limit=1; "),
-        (MemoryLimit.of(None, frugal), r"within 1\.032, what the plain step needs and 3%; "),
+        (MemoryLimit.of(1 << 30, None), "within --memory_limit=1GiB; "),
+        (MemoryLimit.of(None, frugal), r"within 1\.03 GiB, what the plain step needs and 3%; "),
     ):
         said = f"{words}the smallest limit that would do is --memory_limit="
         with pytest.raises(OverLimitError, match=said) as refused:
-            search(step, MODEL, "dp", limit)
-        assert search(step, MODEL, "dp", MemoryLimit.of(refused.value.needed / 2**30, None)).plan.bodies
+            search(step, MODEL, DP, limit)
+        assert search(step, MODEL, DP, MemoryLimit.of(refused.value.needed, None)).plan.bodies
 
 
 def test_gaps_between_buffers_are_kept_free() -> None:
     """What the compiler counts in XLA's order, and live ranges do not have, comes on top in any order."""
-    estimate = search(program(), MODEL, "dp", MemoryLimit(None)).bytes_xla
+    estimate = search(program(), MODEL, DP, MemoryLimit(None)).bytes_xla
     step = program(Memory(1 << 30, 0, 0, estimate + 5000, "test"))
-    assert MemoryLimit((1 << 31) + 5000).beside_arguments(step) == 1 << 30
+    arguments = LiveMemory(HloModule.from_bytes(step.module)).arguments
+    assert MemoryLimit((1 << 31) + 5000).of_program(step) == (1 << 30) + arguments
 
 
 def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest plan of which it says that it fits."""
-    fast = search(program(), MODEL, "dp", MemoryLimit(None))
-    slow = search(program(), MODEL, "round_robin", MemoryLimit(None))
+    fast = search(program(), MODEL, DP, MemoryLimit(None))
+    slow = search(program(), MODEL, DP, MemoryLimit(None))
+    slow = replace(slow, timeline=replace(slow.timeline, seconds=1.0))
     counted = {id(fast.plan): 1 << 31, id(slow.plan): 1 << 30}
     monkeypatch.setattr(
         plan_command.plan_step, "confirmed", lambda _, plan, target: Memory(counted[id(plan)], 0, 0, 0, "test")
@@ -231,29 +236,31 @@ def test_the_compiler_has_the_last_word_on_memory(monkeypatch: pytest.MonkeyPatc
 
     def confirmed(gib: float) -> tuple[Candidate, Memory]:
         with plan_command._Work(console, 2) as work:
-            return plan_command._confirmed([slow, fast], again, options, MemoryLimit.of(gib, None), work, console)[1:]
+            return plan_command._confirmed(
+                [slow, fast], again, options, MemoryLimit.of(int(gib * 2**30), None), work, console
+            )[1:]
 
     assert fast.seconds < slow.seconds
     assert confirmed(2.0)[0] is fast
     assert confirmed(1.5) == (slow, Memory(1 << 30, 0, 0, 0, "test"))
-    assert "the smallest limit that would do is --memory_limit=2 " in console.file.getvalue()  # type: ignore[attr-defined]
-    with pytest.raises(OverLimitError, match="--memory_limit=1 "):
+    assert "the smallest limit that would do is --memory_limit=2GiB " in console.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(OverLimitError, match="--memory_limit=1GiB "):
         confirmed(0.5)
 
 
 def test_what_the_compiler_says_to_be_over_the_limit_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many bytes less as it left between buffers; the third time it is refused."""
     step = program(Memory(1 << 30, 0, 0, 1 << 28, "test"))
-    first = search(step, MODEL, "dp", MemoryLimit(None))
-    beside: list[int | None] = []
+    first = search(step, MODEL, DP, MemoryLimit(None))
+    allowed: list[int | None] = []
 
     def confirmed(gaps: Sequence[int]) -> Candidate:
         counted = iter(Memory(1 << 30, 0, 0, first.bytes + one, "test") for one in gaps)
         monkeypatch.setattr(plan_command.plan_step, "confirmed", lambda *_: next(counted))
 
         def again(candidate: Candidate, limit: MemoryLimit) -> Candidate:
-            beside.append(limit.beside_arguments(step))
-            return replace(first, solve_seconds=float(len(beside)))
+            allowed.append(limit.of_program(step))
+            return replace(first, solve_seconds=float(len(allowed)))
 
         console, limit = Console(file=io.StringIO()), MemoryLimit((1 << 30) + first.bytes + 1000)
         with plan_command._Work(console, 2) as work:
@@ -262,7 +269,8 @@ def test_what_the_compiler_says_to_be_over_the_limit_is_planned_again(monkeypatc
         return best
 
     assert confirmed([1001, 5000, 1000]).solve_seconds == 2.0
-    assert beside == [first.bytes + 1000 - gap for gap in (1001, 5000)]
+    arguments = LiveMemory(HloModule.from_bytes(step.module)).arguments
+    assert allowed == [arguments + first.bytes + 1000 - gap for gap in (1001, 5000)]
     with pytest.raises(OverLimitError):
         confirmed([1001, 5000, 1001, 1000])
 
@@ -271,7 +279,7 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
     """All-to-alls take memory beside; where the step fits without them alone, that is planned."""
     small, large = (program(Memory(arguments, 0, 0, 1 << 28, "test")) for arguments in (1 << 30, 1 << 31))
     console = Console(file=io.StringIO(), width=400)
-    find = functools.partial(search, schedule="dp", limit=MemoryLimit.of(1.5, None))
+    find = functools.partial(search, options=DP, limit=MemoryLimit.of(3 << 29, None))
 
     def candidates(*programs: Program) -> list[Candidate]:
         with plan_command._Work(console, 2) as work:
@@ -291,7 +299,9 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("a", "--preset=llama-8b"), "give one step"),
         (("missing",), "there is no file or folder missing"),
         (("plan.json",), "there is no file or folder plan.json"),
-        (("DUMP", "--memory_limit=1", "--setting=default"), "does not say how much memory its arguments take"),
+        (("DUMP", "--memory_limit=1GiB", "--setting=default"), "does not say how much memory its arguments take"),
+        (("DUMP", "--memory_limit=1"), "memory_limit='1': give bytes as a number, or with a unit"),
+        (("DUMP", "--schedule=xla"), "--schedule xla plans nothing; take one of dp, list"),
         (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
         (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),
         (("DUMP", "--profile=missing.json"), "cannot be read"),
@@ -336,7 +346,7 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
     training, batch = profile_step.deviceless_training(
         trainer.Options("llama-8b", layers=2 * layers, pp=pp, mesh=f"tp={tp}", microbatches=6)
     )
-    step = trainer.make_step(training, plain=False, plan=str(out))
+    step = trainer.make_step(training, plain=False, options=StepOptions(plan=str(out)))
     example = training.abstract_state(), training.abstract_batch(batch)
     # Not tuned, so fused otherwise than what was planned. The order is the last that XLA asks passes for.
     broken_off.at_schedule(step.lower(*example), {**deviceless.COMPILER_OPTIONS, **deviceless.results_option()})

@@ -58,7 +58,7 @@ def test_interleaved_trains_as_plain_does(capsys: pytest.CaptureFixture[str]) ->
     plain, _ = train(capsys, "--plain", "--peak_tflops=0.001")
     interleaved, lines = train(capsys, "--interleave")
     assert numbers(plain) == numbers(interleaved)
-    other_order, _ = train(capsys, "--schedule=round_robin")
+    other_order, _ = train(capsys, "--schedule=list")
     assert numbers(plain) == numbers(other_order)
     assert numbers(plain)[-1][0] < numbers(plain)[0][0]
 

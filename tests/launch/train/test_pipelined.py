@@ -14,6 +14,7 @@ from dhelix.launch.train import trainer
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, make_mesh, make_train_step
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 CONFIG = LlamaConfig(
@@ -160,6 +161,6 @@ def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> 
     target = PlanTarget.of("H200", "nvlink", "default", reduced=1)
     plan = PairingPlan("a step", target, (PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
     training = pipelined()
-    step = trainer.make_step(training, False, plan=plan)
+    step = trainer.make_step(training, False, StepOptions(plan=plan))
     report = step.report(training.abstract_state(), training.abstract_batch(6))
     assert "gradient-reduction" not in [entry.name for entry in report]

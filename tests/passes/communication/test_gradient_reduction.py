@@ -20,7 +20,7 @@ from dhelix.passes.framework.report import CHANGED, UNCHANGED, PassReport
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import inline_calls
 from dhelix.runtime.compiler import lowering
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import default_passes, strand_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 LAYERS, WIDTH = 4, 16
@@ -161,7 +161,7 @@ def test_what_else_hangs_on_the_loop_or_the_reduction_stays_right(end: str, take
 
 
 def test_without_measured_costs_a_user_s_step_keeps_its_reductions() -> None:
-    (one,) = (p for p in default_passes("dp") if isinstance(p, GradientReduction))
+    (one,) = (p for p in default_passes() if isinstance(p, GradientReduction))
     new, report = reduced(lowered(mean)[0], replace(one, least=0))
     assert new is None and "nothing was measured" in report.notes[0].message
 
@@ -202,7 +202,7 @@ def test_where_each_micro_batch_is_reduced_only_the_last_backward_changes() -> N
     draw = np.random.default_rng(0)
     weights = jnp.asarray(draw.standard_normal((LAYERS, WIDTH, WIDTH)) / 4, jnp.float32)
     batches = jnp.asarray(draw.standard_normal((5, 8, WIDTH)), jnp.float32)
-    strands = strand_interleave(step, passes=(*default_passes("xla"), ANY), strict=True)
+    strands = strand_interleave(step, passes=(*strand_passes(), ANY), strict=True)
     # over micro-batches first, over devices last: other additions than the plain step's
     np.testing.assert_allclose(strands(weights, batches), jax.jit(step)(weights, batches), rtol=1e-5, atol=1e-6)
     (note,) = strands.report(weights, batches)[GradientReduction.name].notes
@@ -213,7 +213,7 @@ def test_the_last_backward_of_two_strands() -> None:
     training = make_train_step(preset("llama-demo", 3), make_mesh(4, 2), optax.sgd(0.1, momentum=0.9), 3)
     options = {"xla_backend_optimization_level": 0}  # compiles fast
     plain: Any = jax.jit(training.train_step, compiler_options=options)
-    passes = *default_passes("xla"), ANY
+    passes = *strand_passes(), ANY
     strands = strand_interleave(training.train_step, passes=passes, strict=True, compiler_options=options)
     state = other = training.init(jax.random.key(0))
     for n in range(2):
@@ -232,6 +232,6 @@ def test_two_loops_of_some_of_the_layers_each_are_left_alone() -> None:
     """As strands that are apart have them at the end."""
     training = make_train_step(preset("llama-demo", 3), make_mesh(4, 2), optax.sgd(0.1), 3)
     lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(12))
-    manager = PassManager((*default_passes("xla", skew=1), ANY), strict=True)
+    manager = PassManager((*strand_passes(1), ANY), strict=True)
     _, report = manager.run(Stage.LOWERED, lowering.hlo_bytes(lowered))
     assert {p.name: p.outcome for p in report.passes}[GradientReduction.name] == UNCHANGED

@@ -163,10 +163,11 @@ def test_a_plan_over_the_memory_limit_says_what_would_do() -> None:
                Op("b", 1.0, ("p",), 100), Op("b2", 1.0, ("b",))]  # fmt: skip
     module = module_of(program, ["a2", "b2", "c_done"])
     plan = plan_of(module, ["a", "b", "a2", "c", "b2"])
-    with pytest.raises(PassRefusal, match="needs (8..) bytes .* memory_limit=8.. or more"):
+    with pytest.raises(PassRefusal, match="the plan needs .* give memory_limit='.*KiB' or more") as refused:
         run(plan, module_of(program, ["a2", "b2", "c_done"]))
-    assert run(plan, module, memory_limit=900)[:2] == ["a", "b"]
-    allowed = replace(plan, target=replace(plan.target, memory_limit=900))
+    needed = refused.value.facts["needed"]
+    assert run(plan, module, memory_limit=needed)[:2] == ["a", "b"]
+    allowed = replace(plan, target=replace(plan.target, memory_limit=needed))
     assert run(allowed, module_of(program, ["a2", "b2", "c_done"]))[:2] == ["a", "b"]
 
 

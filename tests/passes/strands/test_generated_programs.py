@@ -36,7 +36,7 @@ from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import StageReport
 from dhelix.passes.strands.strand_duplication import PAIRINGS, StrandDuplication
 from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import strand_passes
 from dhelix.tests.passes import program_losses as losses
 from dhelix.tests.passes import programs
 from dhelix.tests.passes.interpreter import interpret
@@ -123,8 +123,8 @@ class Transformation:
 @functools.cache
 def manager(pairing: str) -> PassManager:
     if pairing in SKEWED:
-        return PassManager(default_passes("xla", skew=int(pairing[0])))
-    return PassManager((StrandDuplication(pairing=pairing), *default_passes("xla")[1:]))
+        return PassManager(strand_passes(int(pairing[0])))
+    return PassManager((StrandDuplication(pairing=pairing), *strand_passes()[1:]))
 
 
 def transform(plain: Plain, pairing: str = "forward-backward") -> Transformation:

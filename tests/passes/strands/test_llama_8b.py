@@ -14,7 +14,7 @@ from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import CHANGED, StageReport
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler.lowering import hlo_bytes
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import default_passes
 
 LAYERS, MICROBATCHES, SECONDS = 8, 16, 2.0
 

@@ -20,7 +20,7 @@ from dhelix.passes.framework.report import CHANGED, PassReport
 from dhelix.passes.hlo import HloModule, Instruction, graph
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import default_passes, strand_passes
 from dhelix.tests.passes import golden
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 3, 2, 4, 5
@@ -236,7 +236,7 @@ def test_the_same_step_gives_the_same_bytes() -> None:
 
 def transformed(step: Step, w: Weights, skew: int = 0) -> HloModule:
     batch = jnp.zeros((MICROBATCHES, ROWS, WIDTH))
-    passes = default_passes("xla", skew=skew)
+    passes = strand_passes(skew)
     after, _ = PassManager(passes, strict=True).run(Stage.LOWERED, hlo_bytes(jax.jit(step).lower(w, batch)))
     assert after is not None
     return HloModule.from_bytes(after)

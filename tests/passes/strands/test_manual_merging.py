@@ -81,7 +81,7 @@ def five_steps(run: Function) -> Any:
 
 
 def merged(run: Any) -> list[str]:
-    notes = run.plan(*arguments())["strand-duplication"].notes
+    notes = run.preview(*arguments())["strand-duplication"].notes
     (note,) = [n for n in notes if n.message == "two strands"]
     return [loop.rpartition(" x ")[2] for loop in note.facts["merged_loops"]]
 

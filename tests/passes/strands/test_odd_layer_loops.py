@@ -16,7 +16,7 @@ import pytest
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import FAILED
 from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import strand_passes
 from dhelix.tests.passes.strands.test_generated_programs import interpret
 
 MICROBATCHES, LAYERS, ROWS, WIDTH = 5, 4, 3, 4
@@ -109,7 +109,7 @@ def step_of(odd: str) -> Callable[[Any, Any], Any]:
 def check(step: Callable[[Any, Any], Any], skew: int) -> None:
     batch = np.random.default_rng(1).standard_normal((MICROBATCHES, ROWS, WIDTH)).astype(np.float32)
     lowered = jax.jit(step).lower(weights(), batch)
-    changed, report = PassManager(default_passes("xla", skew=skew)).run(Stage.LOWERED, hlo_bytes(lowered))
+    changed, report = PassManager(strand_passes(skew)).run(Stage.LOWERED, hlo_bytes(lowered))
     assert changed is not None
     assert [f"{entry.name}: {entry.notes[-1]}" for entry in report.passes if entry.outcome == FAILED] == []
     both = interpret(lowered, (weights(), batch)), interpret(with_hlo(lowered, changed), (weights(), batch))

@@ -23,7 +23,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import CHANGED, REFUSED, PassReport
 from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import default_passes
 
 LAYERS, MICROBATCHES, ROWS, WIDTH = 2, 3, 2, 4
 Step = Callable[..., Any]

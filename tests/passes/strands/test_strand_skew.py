@@ -13,7 +13,7 @@ from dhelix.passes.framework.report import REFUSED, StageReport
 from dhelix.passes.hlo import HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.runtime.compiler.lowering import hlo_bytes, with_hlo
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import strand_passes
 from dhelix.tests.passes.program_losses import ROWS, WIDTH
 from dhelix.tests.passes.programs import Program, build
 from dhelix.tests.passes.strands.test_generated_programs import interpret
@@ -23,7 +23,7 @@ def skewed(program: Program, layers: int) -> tuple[HloModule, StageReport]:
     """The step with strands so many layers apart, computing the same bits as before."""
     step, arguments = build(program)
     lowered = jax.jit(step, keep_unused=True).lower(*arguments)
-    changed, report = PassManager(default_passes("xla", skew=layers)).run(Stage.LOWERED, hlo_bytes(lowered))
+    changed, report = PassManager(strand_passes(layers)).run(Stage.LOWERED, hlo_bytes(lowered))
     assert changed is not None
     both = interpret(lowered, arguments), interpret(with_hlo(lowered, changed), arguments)
     assert all(np.array_equal(x, y) for x, y in zip(*both, strict=True))

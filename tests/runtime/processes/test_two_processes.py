@@ -58,7 +58,7 @@ def does_not(*_, **__):
 
 step = decorated()
 if process == 0:  # asks what nobody else asks
-    step.lower(*given), step.plan(*given)
+    step.lower(*given), step.preview(*given)
     assert step.report(*given).collective_fingerprint
 found["agreeing"] = losses(step)
 found["another program of the step"] = losses(step, 32)

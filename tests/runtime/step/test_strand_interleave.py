@@ -76,7 +76,7 @@ def test_transformed_program_is_what_runs() -> None:
     x, step = _array(4), _sine()
     np.testing.assert_allclose(step(x), jnp.cos(x) + 1, rtol=1e-6)
     assert "cosine" in step.lower(x).as_text()
-    assert step.plan(x)["replace"].changed and step.report(x)["replace"].changed
+    assert step.preview(x)["replace"].changed and step.report(x)["replace"].changed
     assert len(Replace.runs) == 1
     assert step.report(x).module.startswith("jit__lambda__dhelix_")
     assert step.report(x).module in (step.lower(x).compile().as_text() or "")
@@ -200,7 +200,7 @@ def test_switched_off(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DHELIX", "off")
     with jax.disable_jit(how == "disable_jit"):
         np.testing.assert_allclose(step(x), jnp.sin(x) + 1, rtol=1e-6)
-        assert not step.report(x).changed and not step.plan(x).changed
+        assert not step.report(x).changed and not step.preview(x).changed
     if how == "DHELIX":
         assert "sine" in step.lower(x).as_text()
     assert not Replace.runs
@@ -264,7 +264,7 @@ def test_method() -> None:
 
     step = Trainer().step
     np.testing.assert_allclose(step(_array(3)), jnp.cos(_array(3)), rtol=1e-6)
-    assert step.report(_array(3)).changed and step.plan(_array(3)).changed
+    assert step.report(_array(3)).changed and step.preview(_array(3)).changed
     assert "cosine" in step.lower(_array(3)).as_text() and step.__name__ == "step"
 
 

@@ -19,10 +19,10 @@ from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.framework.report import CHANGED, NOT_RUN
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import lowering, registration
-from dhelix.runtime.step import specialization
+from dhelix.runtime.step import plain_step, specialization
 from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
-from dhelix.runtime.step.schedules import Choice
 from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
+from dhelix.runtime.step.target import Target
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 
 
@@ -57,8 +57,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "the conversion to HLO": (lowering, "hlo_bytes"),
     "the conversion back": (lowering, "with_hlo"),
     "how many devices there are": (lowering, "device_count"),
-    "what the plain step needs": (Choice, "limited"),
-    "the weighing of collective matmuls": (Choice, "weighed"),
+    "what it is for": (Target, "of"),
+    "what the plain step needs": (plain_step, "memory_limit"),
+    "the weighing of collective matmuls": (specialization, "weighed"),
     "a session": (registration, "Session"),
     "the passes": (PassManager, "run"),
     "the fingerprint": (PassManager, "fingerprint"),

@@ -16,7 +16,7 @@ from dhelix import strand_interleave, value_and_grad
 from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.framework.report import CHANGED
 from dhelix.runtime.compiler.lowering import compiled_module
-from dhelix.runtime.step.schedules import default_passes
+from dhelix.runtime.step.pass_lists import strand_passes
 from dhelix.tests.passes.strands.gradients.reductions import reduced_in_loops
 
 LAYERS, WIDTH, HEADS, HEAD, HIDDEN, WORDS, LENGTH, MICROBATCHES, STEPS = 3, 8, 2, 4, 16, 12, 8, 3, 5
@@ -121,7 +121,7 @@ def test_five_steps_are_the_plain_steps(name: str) -> None:
 
 
 def test_reduced_layer_by_layer_in_the_last_backward_pass() -> None:
-    passes = (*default_passes("xla"), GradientReduction(least=0))
+    passes = (*strand_passes(), GradientReduction(least=0))
     report = train(CASES["dp x cp x tp"], passes=passes)
     assert "layer by layer" in report["gradient-reduction"].notes[0].message
 

@@ -163,7 +163,7 @@ def compare(step: Function, microbatches: int | None = None, mesh: Mesh = MESH) 
         patch.setenv("DHELIX", "off")
         plain = five_steps(strand_interleave(step, microbatches=microbatches), mesh)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, strands)
-    return interleaved.plan(*arguments(mesh))
+    return interleaved.preview(*arguments(mesh))
 
 
 def merged(report: Report) -> list[str]:
@@ -280,7 +280,7 @@ def with_a_callback(params: Params, x: jax.Array) -> Any:
 )
 def test_what_keeps_the_loop_outside(loss: Function, reason: str) -> None:
     step = strand_interleave(by_value_and_grad(loss), microbatches=MICROBATCHES, strict=True)
-    (why,) = outside(step.plan(*arguments()))
+    (why,) = outside(step.preview(*arguments()))
     assert reason in why
 
 
@@ -288,5 +288,5 @@ def test_parameters_that_are_kept_in_more_parts_than_the_shard_map_takes() -> No
     state, rows = arguments()
     state[0]["head"] = jax.device_put(state[0]["head"], NamedSharding(MESH, P("dp")))
     step = strand_interleave(by_value_and_grad(mapped()), microbatches=MICROBATCHES, strict=True)
-    (why,) = outside(step.plan(state, rows))
+    (why,) = outside(step.preview(state, rows))
     assert 'is split over "dp" outside of the shard_map' in why

@@ -92,7 +92,7 @@ def test_only_a_call_changes_objects() -> None:
     given = objects()
     before = arrays(*given)
     lowered = step.lower(*given, batch())
-    assert step.plan(*given, batch()).changed and step.report(*given, batch()).changed
+    assert step.preview(*given, batch()).changed and step.report(*given, batch()).changed
     assert step.eval_shape(*given, batch()).shape == () and step.trace(*given, batch()).out_info
     for want, got in zip(before, arrays(*given), strict=True):
         np.testing.assert_array_equal(want, got)

@@ -1,6 +1,6 @@
-"""Orders to compare strand pairing with: baselines of DHelix section 6.1, on the same programs and costs.
+"""An order to compare strand pairing with: Wavelet+ of DHelix section 6.1, on the same programs and costs.
 
-`RoundRobin`: Wavelet+. Two strands, whose operators take turns in XLA's order, whatever they cost:
+Two strands, whose operators take turns in XLA's order, whatever they cost:
 
     forward     norm   all-gather   product   attention   ...        norm, wgrad, all-gather, product, product, ...
     backward    wgrad  product      product   reduce-scatter         one of each at a time; the longer rest follows
@@ -8,11 +8,7 @@
 A collective thus runs beside the one operator of the other strand that comes next, or until something needs it. Where
 the next operator waits for one of the other strand, that one goes on. Bodies without two strands keep XLA's order.
 
-`IntraBatch`: no second micro-batch. The whole search of `strand_pairing.py` on a program without strands: what
-order alone hides inside one micro-batch. The paper's intra-batch baseline (MegaScale) also splits products, which no
-order does: collective matmuls do, and `schedule="intra_batch"` has them run before (`runtime/step/schedules.py`).
-
-Legality and memory are as for any order (`orders.py`). `RoundRobin` is applied even where it is predicted to be
+Legality and memory are as for any order (`passes/ordering/orders.py`). It is applied even where it is predicted to be
 slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.
 """
 
@@ -25,7 +21,6 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.order_search import OrderSearch
 from dhelix.passes.ordering.orders import Limits, apply_order
-from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200, Hardware
 
@@ -47,14 +42,6 @@ class RoundRobin:
         costs = costs_of(self.hardware, self.model)
         limits = self.memory_limit, self.memory_slack, None, self.max_in_flight
         return apply_order(module, context, round_robin, costs, *limits)
-
-
-@dataclass(frozen=True)
-class IntraBatch(StrandPairing):
-    """The search of `StrandPairing` with all operators as one strand; attributes as there."""
-
-    name = "intra-batch"
-    strands = 1
 
 
 def round_robin(

@@ -25,7 +25,7 @@ from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.runtime.compiler import deviceless, registration
 from dhelix.runtime.compiler.lowering import compiled_module, hlo_bytes, with_hlo
 from dhelix.runtime.processes.launch_settings import NO_GRAPHS
-from dhelix.runtime.step.collective_matmul_pass import collective_matmul_passes
+from dhelix.runtime.step.collective_matmuls.jax_forms import collective_matmul_passes
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 LAYERS, HIDDEN, HEADS, HEAD, FFN = 2, 16, 8, 4, 32

@@ -18,17 +18,19 @@ from dhelix.passes.communication.collective_matmul.collective_matmul import Coll
 from dhelix.passes.communication.collective_matmul.pattern import Pattern, Placed
 from dhelix.passes.evaluation.collective_matmul_kernels import MARK
 from dhelix.passes.framework import manager
-from dhelix.passes.framework.manager import Stage
+from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
 from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
 from dhelix.runtime.compiler import broken_off, deviceless, lowering, registration
-from dhelix.runtime.step import collective_matmul_choice
-from dhelix.runtime.step.collective_matmul_choice import Weighing, predicted
-from dhelix.runtime.step.collective_matmul_pass import ALONE, PAIRED, JaxForms
-from dhelix.runtime.step.schedules import Choice
+from dhelix.runtime.step import step_passes
+from dhelix.runtime.step.collective_matmuls import weighing
+from dhelix.runtime.step.collective_matmuls.jax_forms import ALONE, PAIRED, JaxForms
+from dhelix.runtime.step.collective_matmuls.weighing import Weighing, predicted
+from dhelix.runtime.step.options import StepOptions
+from dhelix.runtime.step.target import Target
 
 CONFIG = preset("llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048)
 QKV = Site("all_gather_matmul", 2048, 1024, 512, "bfloat16", 4)
@@ -63,11 +65,6 @@ def known(monkeypatch: pytest.MonkeyPatch, found: Times) -> None:
     monkeypatch.setattr(collective_matmul_times, "find", lambda hardware, link: found)
 
 
-def choice(**options: Any) -> Choice:
-    given = {"schedule": "dp", "profile": "auto", "plan": None, "memory_limit": None, "collective_matmul": "auto"}
-    return Choice.of(**{**given, "max_in_flight": None, "passes": None, **options})
-
-
 @pytest.mark.deviceless
 def test_each_site_is_decided_for_where_it_stands(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that is said to take 20 times as long as its GEMM is left out everywhere. One that takes 1.75 times as
@@ -81,23 +78,25 @@ def test_each_site_is_decided_for_where_it_stands(training: Training, monkeypatc
         real.append(predicted(*arguments))
         return 0.0
 
-    monkeypatch.setattr(collective_matmul_choice, "predicted", recorded)
+    monkeypatch.setattr(weighing, "predicted", recorded)
     weighed, decided = Weighing.weighed, []
     monkeypatch.setattr(Weighing, "weighed", lambda self: decided.append(weighed(self)) or decided[0])
     lowered = jax.jit(training.train_step, donate_argnums=0).lower(
         training.abstract_state(), training.abstract_batch(3)
     )
-    settled = choice(schedule="list", memory_limit=1 << 40).weighed(lowered)
+    options = StepOptions(schedule="list", collective_matmul="auto")
+    target = Target.of(lowered, options)
+    paired = step_passes.weighed(options, target, lowered, 1 << 40)
     (found,) = decided
-    sites = [[(p.pattern.site, p.co_executed) for p in part] for part in (found.taken, settled.paired)]
+    sites = [[(p.pattern.site, p.co_executed) for p in part] for part in (found.taken, paired)]
     assert sites == [[(QKV, False)], [(QKV, True), (DOWN, False), (DOWN, True)]]
     assert found.seconds < real[0] < 2 * found.seconds and found.checked(real[0]).taken == ()
+    settled = step_passes.pass_manager(options, target, lowered, 1 << 40, paired)
     assert strands_beside_matmuls(lowered, settled) == [{ALPHA}], "in the first forward pass"
 
 
-def strands_beside_matmuls(lowered: jax.stages.Lowered, settled: Choice) -> list[set[str]]:
+def strands_beside_matmuls(lowered: jax.stages.Lowered, passes: PassManager) -> list[set[str]]:
     """Of each computation of the scheduled step that holds collective matmuls: the strands that run in it."""
-    passes = settled.manager(lowered)
     source = passes.run(Stage.LOWERED, lowering.hlo_bytes(lowered))[0]
     assert source is not None
     scheduled = broken_off.scheduled(lowered, source, "test", lambda one: passes.run(Stage.PRE_SCHEDULER, one)[0])
@@ -133,16 +132,18 @@ def test_elsewhere_the_form_that_is_faster_alone_is_taken(
 ) -> None:
     known(monkeypatch, times(qkv=0.1, down=20.0))
     lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
-    asked = choice(**options)
-    assert asked.weighed(lowered) == asked
+    chosen = StepOptions(**{"collective_matmul": "auto", **options})
+    assert step_passes.weighed(chosen, Target.of(lowered, chosen), lowered, None) == ()
 
 
 @pytest.mark.deviceless
 def test_a_plan_has_its_collectives_where_they_are(training: Training) -> None:
     lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
-    asked = choice(plan=PairingPlan("a step", PlanTarget.of("H200", "nvlink", "default"), ()))
-    assert asked.weighed(lowered) == asked
-    assert CollectiveMatmul.name not in [one.name for one in asked.manager(lowered).passes]
+    plan = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "default"), ())
+    options = StepOptions(plan=plan, collective_matmul="auto")
+    target = Target.of(lowered, options)
+    assert step_passes.weighed(options, target, lowered, None) == ()
+    assert CollectiveMatmul.name not in [one.name for one in step_passes.pass_manager(options, target, lowered).passes]
 
 
 @pytest.mark.deviceless
@@ -154,7 +155,9 @@ def test_what_cannot_be_predicted_stops_no_job(
 
     monkeypatch.setattr(Weighing, "weighed", weighed)
     lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
-    assert choice().weighed(lowered) == choice()
+    options = StepOptions(collective_matmul="auto")
+    target = Target.of(lowered, options)
+    assert step_passes.weighed(options, target, lowered, None) == ()
     assert "by what they save alone: a mistake" in caplog.text
     with pytest.raises(RuntimeError, match="a mistake"):
-        choice(strict=True).weighed(lowered)
+        step_passes.weighed(options.but(strict=True), target, lowered, None)

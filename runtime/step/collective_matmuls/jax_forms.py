@@ -48,8 +48,8 @@ from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
 from dhelix.runtime.compiler.lowering import hlo_bytes
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs, graphs_hold_calls, link_of
+from dhelix.runtime.step.options import OFF
 
-OFF = "off"
 PAIRED = "co-executed, and its collective is predicted to cost less under the other strand's compute"
 ALONE = "not co-executed, and its collective is predicted to cost less all the same"
 _AXES = ("outside", "axis", "inside")
@@ -75,7 +75,7 @@ def collective_matmul_passes(
       options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program whose
         CUDA graphs hold no custom calls.
       stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
-      paired: sites of these patterns at these places stay as they are (`runtime/step/collective_matmul_choice.py`).
+      paired: sites of these patterns at these places stay as they are (`runtime/step/collective_matmuls/weighing.py`).
 
     Raises:
       DhelixError: there is no such form.

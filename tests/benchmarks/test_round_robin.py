@@ -1,13 +1,12 @@
-"""Baselines: operators of two strands in turn, and the search without strands."""
+"""A baseline: operators of two strands in turn."""
 
 from hypothesis import given, settings
 
+from dhelix.benchmarks.round_robin import RoundRobin, round_robin
 from dhelix.passes.framework.manager import PassManager, Stage
-from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.ordering.reference_orders import IntraBatch, RoundRobin, round_robin
-from dhelix.passes.ordering.strand_pairing import ORDERED_NOTE, StrandPairing
+from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.tests.passes.schedules import Program, build, runs_rightly
 from dhelix.tests.passes.two_strands import BOTH, FORWARD, PRODUCTS, limits_of, two_strands
@@ -48,16 +47,7 @@ def test_a_baseline_is_applied_although_it_is_slower() -> None:
     assert after is not None and facts["seconds_after"] >= facts["seconds_before"]
 
 
-def test_intra_batch_takes_all_for_one_strand() -> None:
-    after, report = PassManager([IntraBatch(H200_NO_P2P, memory_slack=1.0)], strict=True).run(
-        Stage.POST_SCHEDULER, HloModule.from_text(PRODUCTS).to_bytes()
-    )
-    assert after is not None and report.passes[0].outcome == CHANGED
-    assert ORDERED_NOTE in [n.message for n in report.passes[0].notes]
-
-
 def test_memory_comes_first() -> None:
     source = HloModule.from_text(PRODUCTS).to_bytes()
-    for one in (RoundRobin(H200_NO_P2P, memory_limit=1), IntraBatch(H200_NO_P2P, memory_limit=1)):
-        after, report = PassManager([one]).run(Stage.POST_SCHEDULER, source)
-        assert after is None and "the smallest needs" in str(report.passes[0])
+    after, report = PassManager([RoundRobin(H200_NO_P2P, memory_limit=1)]).run(Stage.POST_SCHEDULER, source)
+    assert after is None and "the smallest needs" in str(report.passes[0])

@@ -1,0 +1,302 @@
+"""The options of a step: said once, by the decorator's keywords or a command's flags, and handed on as they are.
+
+    options = StepOptions(schedule="list", max_in_flight=2, donate_argnums=0)
+
+A new option is a field here, with its type, its default, what it means, and where a command has a flag for it, what
+its help says. The keywords of `strand_interleave`, what type checkers and `help` know of them, and the flags of
+`dhelix train` follow. A pass that has a field of the same name is given it (`pass_lists.py`).
+
+Nothing here imports jax, since `dhelix train --help` comes here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, overload
+
+from dhelix.errors import DhelixError
+from dhelix.passes.framework.words import parse_bytes
+
+if TYPE_CHECKING:
+    from dhelix.passes.plans.pairing_plan import PairingPlan
+    from dhelix.profiles.collective_matmul.sites import Form
+    from dhelix.profiles.profile import Profile
+    from dhelix.runtime.pipeline.fold import Fold
+    from dhelix.runtime.step.interleaved_step import InterleavedStep
+
+Reduce = Literal["mean", "sum", "weighted"]
+Schedule = Literal["dp", "list", "xla", "intra_batch"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+REDUCTIONS: tuple[Reduce, ...] = get_args(Reduce)
+AUTO = "auto"
+OFF = "off"
+_LIMITED = ("dp", "list")
+_SKEWED = ("dp", "list", "xla")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """The flag that commands have for an option.
+
+    Attributes:
+      help: one line.
+      least: of a whole number; None: it is none.
+      choices: what it may be; empty: anything.
+    """
+
+    help: str
+    least: int | None = None
+    choices: Sequence[str] = ()
+
+
+def _flag(default: Any, *flag: Any, **flags: Any) -> Any:
+    """An option that commands have a `Flag` for."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(*flag, **flags)})
+
+
+class _NotGiven:
+    def __repr__(self) -> str:
+        return "not given"
+
+
+_NOT_GIVEN: Any = _NotGiven()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JitOptions:
+    """Those of `jax.jit`, with its defaults where they are not given."""
+
+    in_shardings: Any = _NOT_GIVEN
+    out_shardings: Any = _NOT_GIVEN
+    static_argnums: int | Sequence[int] | None = _NOT_GIVEN
+    static_argnames: str | Iterable[str] | None = _NOT_GIVEN
+    donate_argnums: int | Sequence[int] | None = _NOT_GIVEN
+    donate_argnames: str | Iterable[str] | None = _NOT_GIVEN
+    keep_unused: bool = _NOT_GIVEN
+    device: Any = _NOT_GIVEN
+    backend: str | None = _NOT_GIVEN
+    inline: Any = _NOT_GIVEN
+    compiler_options: dict[str, Any] | None = _NOT_GIVEN
+
+    @property
+    def jit(self) -> dict[str, Any]:
+        """Those that were given, for `jax.jit`."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(JitOptions)}
+        return {name: value for name, value in given.items() if value is not _NOT_GIVEN}
+
+    @property
+    def xla(self) -> Mapping[str, Any] | None:
+        """XLA's options that the step is compiled with."""
+        return self.jit.get("compiler_options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(JitOptions):
+    """How a step is interleaved.
+
+    What is interleaved
+        microbatches: into how many micro-batches `dhelix.value_and_grad` splits its batch. None: the step has a loop
+            over micro-batches of its own, which is used as it stands.
+        reduce: how losses and gradients of micro-batches combine: "mean", "sum", "weighted".
+        pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model
+            that is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
+        skew: how many layers the strands are apart. First and last layers of the step then run beside another
+            micro-batch too, which pays where communication is slow and micro-batches are few, and so many more layers'
+            residuals are alive; takes at least 3 micro-batches (`passes/strands/strand_skew.py`).
+
+    In which order, by which costs
+        schedule: who orders operators on GPUs: "dp" pairs both strands by dynamic programming (DHelix section 4.2),
+            "list" schedules collectives, "xla" leaves the order of both strands to XLA, "intra_batch" orders one
+            micro-batch alone.
+        plan: a plan of `dhelix plan`, its path or itself: orders as it says, in place of `schedule`. Where it does not
+            fit the step, XLA's order stays, and a line in the log says why; `strict` raises.
+        profile: where costs come from: "auto", the profile of the GPUs that the step is lowered for, shipped or the
+            user's own, and where there is none a roofline; the path of one, or a `Profile`; None, the roofline.
+        collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay;
+            "auto", the form that was measured to be the fastest on these GPUs, if any is faster, and with strands where
+            the step is predicted to be faster by it; or a form for all that can have it, such as "ring" or "hybrid:4"
+            (docs/collective_matmul.md). CUDA graphs hold no custom calls of the step then; one that is jitted already
+            takes kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else "off".
+
+    Limits
+        memory_limit: what the step may need on each GPU, arguments and all: bytes, or text such as "60GiB". None, with
+            "dp", "list" and plans: what the plain step needs, and 3 %, for which XLA schedules that, too. Where no
+            order keeps to it the plain step runs, and a line says which limit would do.
+        max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
+            fastest.
+
+    Debugging
+        strict: raise where the step would be left alone.
+        verify: at the first call with arguments of a kind, compare with the plain step, on copies of the arguments
+            (`runtime/step/verification.py`).
+        passes: what to run in place of the schedule's (`runtime/step/pass_lists.py`).
+        disable: names of passes not to run.
+        dump_to: folder for the HLO before and after each pass.
+
+    Those of `jax.jit`
+        donate_argnums, static_argnames, in_shardings, ... Not for a jitted function, which keeps its own.
+
+    Raises DhelixError for what means nothing, or does not fit each other.
+    """
+
+    microbatches: int | None = None
+    reduce: Reduce = "mean"
+    pipeline: Fold | None = None
+    skew: int = _flag(0, "layers that the strands are apart, so that both ends of the step overlap, too", 0)
+
+    schedule: Schedule = _flag("dp", "who orders operators on GPUs (default: dp)", choices=SCHEDULES)
+    plan: str | Path | PairingPlan | None = _flag(None, "order operators as this file says, which `dhelix plan` wrote")
+    profile: str | Path | Profile | None = _flag(AUTO, "the profile's file (default: the shipped one and your own)")
+    collective_matmul: str | Form | None = _flag(
+        None, "for collectives beside products: auto, off or a form (default: the schedule's)"
+    )
+
+    memory_limit: int | str | None = _flag(
+        None,
+        "what the step may need on a GPU, arguments and all, such as 60GiB (default: 3 % more than the plain step)",
+    )
+    max_in_flight: int | None = _flag(
+        None, "collectives of one lane that may be under way at once (default: what is fastest)", 1
+    )
+
+    strict: bool = False
+    verify: bool = _flag(False, "compare the first step with the plain one")
+    passes: Sequence[Any] | None = None  # of `manager.Pass`; checkers tell class attributes from properties
+    disable: Collection[str] = ()
+    dump_to: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("reduce", self.reduce, REDUCTIONS)
+        _whole("microbatches", self.microbatches, 1, "how many, 1 or more, or None for the step's own loop")
+        _whole("max_in_flight", self.max_in_flight, 1, "how many collectives, 1 or more, or None for what is fastest")
+        _whole("skew", self.skew, 0, "how many layers the strands are apart, 0 or more")
+        _check_lists(self.passes, self.disable)
+        if self.memory_limit is not None:
+            object.__setattr__(self, "memory_limit", parse_bytes("memory_limit", self.memory_limit))
+        _check_together(self)
+
+    @property
+    def most_bytes(self) -> int | None:
+        """`memory_limit`, in bytes."""
+        assert not isinstance(self.memory_limit, str)  # `__post_init__`
+        return self.memory_limit
+
+    @property
+    def loaded_plan(self) -> PairingPlan:
+        """`plan`, once its file is read."""
+        assert self.plan is not None and not isinstance(self.plan, (str, Path))
+        return self.plan
+
+    @property
+    def limited(self) -> bool:
+        """Whether the step may need no more memory than the plain one and 3 %; others are to be compared with."""
+        return self.passes is None and (self.plan is not None or self.schedule in _LIMITED)
+
+    @property
+    def matmuls(self) -> str | Form:
+        """What stands in place of collectives beside products: what was asked for, else what the schedule comes with,
+        unless plan or passes replace it."""
+        if self.collective_matmul is not None:
+            return self.collective_matmul
+        alone = self.schedule == "intra_batch" and self.plan is None and self.passes is None
+        return AUTO if alone else OFF
+
+    def but(self, **changes: Any) -> StepOptions:
+        return dataclasses.replace(self, **changes)
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Raises DhelixError for an option that is none of what is known."""
+    if value not in known:
+        raise DhelixError(f"{name}={value!r} means nothing; take one of {', '.join(known)}")
+
+
+def _whole(name: str, value: object, least: int, wanted: str) -> None:
+    if value is not None and (not isinstance(value, int) or value < least):
+        raise DhelixError(f"{name}={value!r}: give {wanted}")
+
+
+def _check_lists(passes: object, disable: object) -> None:
+    """What is a list of passes, and of names of them."""
+    if passes is not None and not (
+        isinstance(passes, Sequence) and all(hasattr(one, "stage") and hasattr(one, "run") for one in passes)
+    ):
+        raise DhelixError(f"passes={passes!r}: give a list of passes, each with name, stage and run()")
+    if not (isinstance(disable, Collection) and all(isinstance(name, str) for name in disable)):
+        raise DhelixError(f"disable={disable!r}: give names of passes, such as ('strand-pairing',)")
+
+
+def _check_together(options: StepOptions) -> None:
+    """Options that have no effect beside one another."""
+    given = {name for name in _WITH_PASSES if getattr(options, name) != getattr(StepOptions, name)}
+    if options.passes is not None:
+        for name, instead in _WITH_PASSES.items():
+            if name in given and getattr(options, name) != OFF:
+                raise DhelixError(f"passes= is all that runs, so {name}= has no effect: {instead}")
+    if options.plan is not None:
+        if "max_in_flight" in given:
+            raise DhelixError("a plan says what is in flight: leave out max_in_flight=, or plan with --max_in_flight")
+        if "skew" in given:
+            raise DhelixError("a plan says how far strands are apart: leave out skew=, or plan with --skew")
+    elif options.schedule == "xla":
+        for name in ("memory_limit", "max_in_flight"):
+            if name in given:
+                raise DhelixError(f"schedule='xla' keeps to no {name}: leave it out, or take another schedule")
+    if "skew" in given and options.pipeline is not None:
+        raise DhelixError("a pipeline pairs micro-batches by its own schedule: leave out skew=")
+    if "skew" in given and options.schedule not in _SKEWED:
+        said = f"schedule={options.schedule!r} keeps no strands apart: leave out skew=, or take {', '.join(_SKEWED)}"
+        raise DhelixError(said)
+
+
+_WITH_PASSES = {
+    "plan": "leave out one, or pass PlannedOrder",
+    "memory_limit": "give it to a pass of them",
+    "collective_matmul": "add its passes",
+    "max_in_flight": "give it to a pass of them",
+    "skew": "add StrandSkew and StrandEnds to them",
+}
+
+
+def flags() -> dict[str, Flag]:
+    """The flags of options, by the options' names."""
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(StepOptions) if field.metadata}
+
+
+class Decorator(Protocol):
+    """What makes an `InterleavedStep` of a function, which takes and returns what the function does."""
+
+    def __call__[**P, R](self, function: Callable[P, R], /) -> InterleavedStep[P, R]: ...
+
+
+class StrandInterleave[**O](Protocol):
+    """What `strand_interleave` is to a type checker; `O` are the options of a step."""
+
+    @overload
+    def __call__[**P, R](
+        self, function: Callable[P, R], /, *args: O.args, **options: O.kwargs
+    ) -> InterleavedStep[P, R]: ...
+    @overload
+    def __call__(self, *args: O.args, **options: O.kwargs) -> Decorator: ...
+
+
+def with_options_of[**O](options: Callable[O, StepOptions]) -> Callable[[Callable[..., Any]], StrandInterleave[O]]:
+    """Gives a decorator the options' keywords, for type checkers and for `help`, and says in its docstring what they
+    mean."""
+
+    def of(function: Callable[..., Any]) -> StrandInterleave[O]:
+        import inspect
+
+        own = inspect.signature(function)
+        first = next(iter(own.parameters.values()))
+        keywords = inspect.signature(options).parameters.values()
+        function.__signature__ = own.replace(parameters=[first, *keywords])  # pyright: ignore[reportFunctionMemberAccess]
+        said = inspect.cleandoc(options.__doc__ or "").partition("\n\n")[2].partition("\n\nRaises")[0]
+        function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("<options>", said.replace("\n", "\n    "))
+        return cast("StrandInterleave[O]", function)
+
+    return of

@@ -1,0 +1,102 @@
+"""The passes of one step: its list (`pass_lists.py`), with what its target, its plan and its pipeline make of that.
+
+manager = pass_manager(options, target, lowered)
+"""
+
+from __future__ import annotations
+
+import jax
+
+from dhelix.passes import jax_compat
+from dhelix.passes.communication.collective_matmul.pattern import Placed
+from dhelix.passes.framework.manager import Pass, PassManager, Stage, say_once
+from dhelix.passes.ordering.collective_schedule import list_order
+from dhelix.passes.ordering.exclusive_kernels import ExclusiveKernels
+from dhelix.passes.ordering.strand_pairing import pairing_order
+from dhelix.runtime.step.collective_matmuls.jax_forms import collective_matmul_passes
+from dhelix.runtime.step.collective_matmuls.weighing import Weighing
+from dhelix.runtime.step.options import AUTO, OFF, StepOptions
+from dhelix.runtime.step.pass_lists import default_passes, planned_passes, strand_passes
+from dhelix.runtime.step.target import Target
+
+
+def pass_manager(
+    options: StepOptions,
+    target: Target | None = None,
+    lowered: jax.stages.Lowered | None = None,
+    memory_limit: int | None = None,
+    paired: tuple[Placed, ...] = (),
+    step: str = "",
+) -> PassManager:
+    """The passes for a program; without one as for CPUs, where no costs are needed.
+
+    Args:
+      target: what the program is for; None: other devices than GPUs.
+      memory_limit: in bytes, in place of the step's: that is what it follows from (`plain_step.memory_limit`).
+      paired: sites of collective matmuls that stay collectives (`weighed`).
+      step: what tells the step from others in the log.
+    """
+    passes = options.passes
+    if passes is None:
+        passes = (*_collective_matmuls(options, lowered, paired), *_ordering(options, target, lowered, memory_limit))
+    return PassManager(passes, options.disable, options.strict, options.dump_to, step)
+
+
+def _ordering(
+    options: StepOptions, target: Target | None, lowered: jax.stages.Lowered | None, memory_limit: int | None
+) -> list[Pass]:
+    """Strands and their order, by schedule or plan; of a pipeline the order, since its executor has made strands."""
+    if options.plan is None:
+        given = {} if target is None else {"model": target.model, "hardware": target.hardware}
+        passes = default_passes(options, memory_limit=memory_limit, **given)
+    else:
+        passes = planned_passes(options.loaded_plan, memory_limit)
+        if target is not None:
+            target.compare(options.loaded_plan, options)
+        elif lowered is not None:
+            line = "a plan orders what GPUs run: on other devices only its structure counts (skew, reduced layers)"
+            say_once(line, (line,))
+    return [one for one in passes if options.pipeline is None or one.stage is not Stage.LOWERED]
+
+
+def _collective_matmuls(
+    options: StepOptions, lowered: jax.stages.Lowered | None, paired: tuple[Placed, ...]
+) -> tuple[Pass, ...]:
+    """First of all, since other passes change collectives and orders. The guard is for kernels that the user calls,
+    too."""
+    devices = [] if lowered is None else jax_compat.devices(lowered)
+    planned = options.plan is not None and options.matmuls == AUTO  # its collectives are in the plan
+    form = OFF if planned else options.matmuls
+    return collective_matmul_passes(devices, form, options=options.xla, paired=paired) or (ExclusiveKernels(),)
+
+
+def weighed(
+    options: StepOptions, target: Target | None, lowered: jax.stages.Lowered, memory_limit: int | None
+) -> tuple[Placed, ...]:
+    """The sites whose collectives are better paired with the other strand's compute than replaced: by what the step is
+    predicted to take. Only orders that were searched by measured costs say so."""
+    searched = options.passes is None and options.plan is None and options.limited
+    if options.matmuls != AUTO or not searched or target is None or target.model is None:
+        return ()
+    quiet = options.but(strict=False, dump_to=None)
+    order = pairing_order if options.schedule == "dp" else list_order
+    weighing = Weighing(
+        lowered, lambda paired: pass_manager(quiet, target, lowered, memory_limit, paired), target.model, order,
+        memory_limit, options.max_in_flight,
+    )  # fmt: skip
+    try:
+        found = weighing.weighed()
+    except Exception as error:  # what only predicts must not stop a job
+        if options.strict:
+            raise
+        say_once(f"collective matmuls are taken by what they save alone: {error}", ("weighed",))
+        return ()
+    return () if found is None else found.paired
+
+
+def without_plan(options: StepOptions) -> StepOptions:
+    """The same, with both strands in XLA's order in place of a plan's."""
+    known = [one.name for one in strand_passes()]
+    disabled = (options.disable,) if isinstance(options.disable, str) else options.disable
+    known = tuple(name for name in known if name in disabled)
+    return options.but(plan=None, schedule="xla", memory_limit=None, disable=known)
