@@ -25,7 +25,7 @@ from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.plan_making import make_plan
 from dhelix.passes.plans.planned_order import find_bodies
 from dhelix.profiles.keys import CollectiveKey
@@ -81,10 +81,10 @@ class Step:
         return SETTINGS[self.setting].costs()
 
     @property
-    def plan(self) -> PairingPlan:
+    def plan(self) -> Plan:
         """What ran, with what it took."""
         target = PlanTarget.of(GPU, self.model.profile.link, self.model.setting)
-        plan = make_plan(self.module, dict(self.module.schedule), self.model, target, self.variant)
+        plan = make_plan(self.module, dict(self.module.schedule), self.model, Plan(self.variant, target))
         return of_executions(plan, self.module, self.found)
 
     @classmethod

@@ -42,15 +42,14 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import Gain
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import CollectivesSection
 from dhelix.profiles.estimates import alike
 from dhelix.profiles.files import storage
-from dhelix.profiles.keys import CollectiveKey
 from dhelix.profiles.profile import SETTINGS, Profile, Provenance
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.step.options import StepOptions
 
-_Alternative = tuple[tuple[CollectiveKey, ...], int, int]
 _ORDERING = ("dp", "list")  # schedules that order two strands
 _AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
 
@@ -71,7 +70,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
         logging.set_verbosity(logging.ERROR)  # what it warns of, such as guesses, the headline and the table say
     view = _make(chosen, arguments, console)
     if chosen["out"]:
-        pairing_plan_json.save(view.best.plan, chosen["out"])
+        plan_files.save(view.best.plan, chosen["out"])
     if chosen["picture"]:
         plan_picture.save_png(plan_picture.picture(view.best, view.plain, view.gain), chosen["picture"])
     if chosen["json"]:
@@ -243,28 +242,26 @@ def _with_alternatives(
     """Each model with the step as it is, and with what may be faster: other collectives in place of some, chains from
     a gather to a scatter in parts, and where gradients can be reduced layer by layer, both ways."""
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
-    programs: dict[_Alternative, Program] = {((), 0, whole.reduced): whole}
+    programs = {whole.collectives: whole}
     compiled = functools.partial(plan_step.of_preset, options, target=whole.target, skew=whole.skew, like=whole)
     others = [other for other in dict.fromkeys(other for _, other in wanted) if other not in programs]
     with _Work(console, len(others)) as work:
-        for decomposed, row_parts, reduced in others:
-            exchanged = [f"{exchange.in_words(decomposed)} decomposed"] if decomposed else []
-            parts = [f"{row_parts} row parts"] if row_parts else []
-            stacks = ["gradients reduced at the end"] if reduced < whole.reduced else []
+        for other in others:
+            exchanged = [f"{exchange.in_words(other.decomposed)} decomposed"] if other.decomposed else []
+            parts = [f"{other.row_parts} row parts"] if other.row_parts else []
+            stacks = ["gradients reduced at the end"] if other.reduced < whole.collectives.reduced else []
             told = " and ".join([*exchanged, *parts, *stacks])
-            words = f"both strands are compiled{_apart(whole.skew)} with {told}"
-            made = work.do(words, compiled, decomposed, row_parts, reduced=reduced)
-            programs[decomposed, row_parts, reduced] = made
+            programs[other] = work.do(f"both strands are compiled{_apart(whole.skew)} with {told}", compiled, other)
     return [(model, programs[other]) for model, other in wanted]
 
 
-def _alternatives(whole: Program, model: CostModel) -> list[_Alternative]:
-    """Collectives that others take the place of, parts of rows, and whether gradients are reduced layer by
-    layer: the step as it is first."""
+def _alternatives(whole: Program, model: CostModel) -> list[CollectivesSection]:
+    """What may stand in place of collectives: the step as it is first."""
     faster = exchange.faster(HloModule.from_bytes(whole.module), model)
     pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
     found = itertools.product(dict.fromkeys([(), faster]), (0, RowPartition.parts) if pays else (0,))
-    return [(k, parts, reduced) for k, parts in found for reduced in range(whole.reduced, -1, -1)]
+    reduced = range(whole.collectives.reduced, -1, -1)
+    return [CollectivesSection(keys, parts, by_layer) for keys, parts in found for by_layer in reduced]
 
 
 def _apart(skew: int) -> str:

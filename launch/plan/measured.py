@@ -18,17 +18,17 @@ from rich.table import Table
 
 from dhelix.launch.plan import tables as plan_tables
 from dhelix.launch.shown.progress import say
-from dhelix.passes.plans import pairing_plan_json
-from dhelix.passes.plans.pairing_plan import PlanBody
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import PlanBody
 from dhelix.runtime.profiling import measured_plan
 from dhelix.runtime.profiling.measured_plan import Measured
 
 
 def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console) -> None:
     """Reads, shows and writes. Raises DhelixError."""
-    measured = measured_plan.of_trace(pairing_plan_json.load(plan), folder)
+    measured = measured_plan.of_trace(plan_files.load(plan), folder)
     if out:
-        pairing_plan_json.save(measured.plan, out)
+        plan_files.save(measured.plan, out)
     if as_json:
         print(json.dumps(_json(measured), indent=1))
     else:

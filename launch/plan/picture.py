@@ -109,11 +109,11 @@ def picture(candidate: Candidate, plain: Program | None = None, gain: Gain | Non
 
     Raises DhelixError if the plan has no body.
     """
-    plan, target = candidate.plan, candidate.plan.target
+    plan, target, instead = candidate.plan, candidate.plan.target, candidate.plan.collectives
     if not plan.bodies:
         raise DhelixError("the plan leaves XLA's order everywhere, so there is no pairing to draw; leave out --picture")
-    more = f" with {exchange.in_words(target.decomposed)} decomposed" if target.decomposed else ""
-    more += f", {target.row_parts} row parts where one strand runs" if target.row_parts else ""
+    more = f" with {exchange.in_words(instead.decomposed)} decomposed" if instead.decomposed else ""
+    more += f", {instead.row_parts} row parts where one strand runs" if instead.row_parts else ""
     if gain is not None:
         more += f"  ·  the whole step {gain.time()}, {milliseconds(gain.after.exposed)} of it exposed"
         more += f"; assumed: {gain.after.assumed}" if gain.after.assumed else ""

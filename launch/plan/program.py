@@ -2,8 +2,7 @@
 
     plain = of_preset(replace(options, plain=True))
     step = of_preset(options)                       # its strands interleaved, its order XLA's
-    other = of_preset(options, ("all-gather",), like=step)   # all-to-alls in place of its all-gathers
-    parts = of_preset(options, row_parts=2, like=step)       # chains from a gather to a scatter in two parts
+    parts = of_preset(options, CollectivesSection(row_parts=2), like=step)   # chains of products in two parts
     memory = confirmed(options, plan)               # compiled again, in the order of the plan
 
 Nothing runs and no GPU is needed. Modules are taken out of the compiler where `strand_interleave` orders them, so a
@@ -30,14 +29,15 @@ from dhelix.passes.communication.gradient_reduction import GradientReduction
 from dhelix.passes.framework.manager import Pass, Stage
 from dhelix.passes.framework.report import CHANGED, UNCHANGED, Report
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
-from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.compiler import memory_need, registration, tuned
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import alternatives, planned_passes, strand_passes
 
 _NAME = "jit_train_step"
+REDUCED = CollectivesSection(reduced=1)
+"""Gradients are reduced layer by layer where they can be."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ class Program:
       gpus: how many it runs on.
       hardware: as of `CompiledStep`.
       memory: of one GPU, in XLA's order; None if a dump does not say.
-      decomposed: collectives that others take the place of.
+      collectives: what stands in place of some.
       skew: layers that the strands are apart.
-      row_parts: of chains from a gather to a scatter where one strand runs; 0: whole.
-      reduced: 1: gradients are reduced layer by layer.
       before: the module as passes before fusion see it, serialized; None of a dump.
       notes: as of `CompiledStep`.
     """
@@ -63,10 +61,8 @@ class Program:
     gpus: int
     hardware: str
     memory: Memory | None
-    decomposed: tuple[CollectiveKey, ...] = ()
+    collectives: CollectivesSection = CollectivesSection()
     skew: int = 0
-    row_parts: int = 0
-    reduced: int = 0
     before: bytes | None = None
     notes: tuple[str, ...] = ()
 
@@ -85,32 +81,31 @@ def of_dump(path: str | Path, gpu: str | None = None) -> Program:
 
 def of_preset(
     options: trainer.Options,
-    decomposed: tuple[CollectiveKey, ...] = (),
-    row_parts: int = 0,
+    collectives: CollectivesSection = REDUCED,
     target: str = profile_step.TARGET,
     skew: int = 0,
-    reduced: int = 1,
     like: Program | None = None,
 ) -> Program:
     """The step that `dhelix train` runs with these options, plain or with interleaved strands.
 
     Args:
-      reduced: gradients are reduced layer by layer where they can be; `Program.reduced` says whether any are.
+      collectives: what is to stand in place of some; `Program.collectives` says whether any gradients are reduced.
       like: a step of the same arguments. Memory then follows from its own, by live ranges, and no code is made for this
         one, which takes a third of the time.
 
     Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
-    structure = *strand_passes(skew), *alternatives(decomposed, row_parts, reduced)
+    structure = *strand_passes(skew), *alternatives(collectives)
     passes = () if options.plain else structure
     found = _compile(options, passes, target, strict=True, like=like)
     name = profile_step.name_of(options, found.training)
     changed = () if found.report is None else [e.name for e in found.report if e.outcome == CHANGED]
-    made = decomposed, skew, row_parts, int(GradientReduction.name in changed), found.before
-    return Program(name, found.module, found.training.mesh.size, target.upper(), found.memory, *made)
+    instead = replace(collectives, reduced=int(GradientReduction.name in changed))
+    gpus = found.training.mesh.size
+    return Program(name, found.module, gpus, target.upper(), found.memory, instead, skew, found.before)
 
 
-def confirmed(options: trainer.Options, plan: PairingPlan, target: str = profile_step.TARGET) -> Memory:
+def confirmed(options: trainer.Options, plan: Plan, target: str = profile_step.TARGET) -> Memory:
     """Memory of the step in the order of `plan`, by the compiler.
 
     Raises DhelixError if the plan cannot be carried out.

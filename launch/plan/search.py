@@ -28,7 +28,7 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.orders import MemoryRefusal
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan import OrderSection, Plan, PlanTarget
 from dhelix.passes.plans.plan_making import executions, make_plan
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder
@@ -59,7 +59,7 @@ class Candidate:
     """
 
     program: Program
-    plan: PairingPlan
+    plan: Plan
     module: HloModule
     costs: Costs
     timeline: Timeline
@@ -74,16 +74,16 @@ class Candidate:
 
     def rank(self) -> float:
         """Seconds, and a little more with all-to-alls and with gradients reduced layer by layer."""
-        target = self.plan.target
-        all_to_alls = any(exchange.INSTEAD[key.kind] == "all-to-all" for key in target.decomposed)
-        return self.seconds * (_DECOMPOSED if all_to_alls else 1.0) * (_REDUCED if target.reduced else 1.0)
+        instead = self.plan.collectives
+        all_to_alls = any(exchange.INSTEAD[key.kind] == "all-to-all" for key in instead.decomposed)
+        return self.seconds * (_DECOMPOSED if all_to_alls else 1.0) * (_REDUCED if instead.reduced else 1.0)
 
     def with_memory(self, counted: Counted) -> Candidate:
         """With a plan that may take what the compiler has counted, which is more than live ranges."""
-        target = self.plan.target
-        if not target.memory_limit or counted.peak <= target.memory_limit:
+        order = self.plan.order
+        if not order.memory_limit or counted.peak <= order.memory_limit:
             return self
-        return replace(self, plan=replace(self.plan, target=replace(target, memory_limit=counted.peak)))
+        return replace(self, plan=replace(self.plan, order=replace(order, memory_limit=counted.peak)))
 
     @cached_property
     def step_time(self) -> StepTime:
@@ -236,14 +236,14 @@ def _search(program: Program, model: CostModel, options: StepOptions, memory_lim
             one.run(module, PassContext(strict=True))
     solved = time.perf_counter() - begun
     profile = model.profile
-    made_for = profile.hardware, profile.link, model.setting, program.decomposed, memory_limit, options.max_in_flight
-    structure = {"skew": program.skew, "row_parts": program.row_parts, "reduced": program.reduced}
-    target = PlanTarget.of(*made_for, **structure, gpus_per_node=model.hardware.gpus_per_node)
-    found = make_plan(module, original, model, target, program.name)
+    target = PlanTarget.of(profile.hardware, profile.link, model.setting, model.hardware.gpus_per_node)
+    limits = OrderSection((), program.skew, options.max_in_flight or 0, memory_limit or 0)
+    made_for = Plan(program.name, target, program.collectives, limits)
+    found = make_plan(module, original, model, made_for)
     module = HloModule.from_bytes(program.module)
     original, costs = dict(module.schedule), model.costs()
     PlannedOrder(found, memory_limit).run(module, PassContext(strict=True))
-    plan = make_plan(module, original, model, target, program.name)
+    plan = make_plan(module, original, model, made_for)
     timeline = simulate_module(module, costs.hardware, costs)
     return Candidate(program, plan, module, costs, timeline, before.seconds, _bytes(module), bytes_before, solved)
 

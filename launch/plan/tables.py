@@ -17,7 +17,7 @@ from dhelix.launch.shown.progress import say
 from dhelix.passes.communication import exchange
 from dhelix.passes.framework.gain import Gain, guesses
 from dhelix.passes.framework.words import bytes_text
-from dhelix.passes.plans.pairing_plan import PlanBody, PlanSegment, PlanTarget
+from dhelix.passes.plans.plan import Plan, PlanBody, PlanSegment
 from dhelix.profiles.hardware import LINKS, describe
 
 _LONGEST = 3  # operators beneath a collective that a row names
@@ -57,12 +57,9 @@ class PlanView:
             "setting": target.setting,
             "environment": dict(target.environment),
             "xla_flags": list(target.xla_flags),
-            "collective_implementation": target.collectives,
-            "decomposed": list(map(str, target.decomposed)),
-            "max_in_flight": target.max_in_flight,
-            "skew": target.skew,
-            "row_parts": target.row_parts,
-            "reduced": target.reduced,
+            "collective_implementation": target.implementation,
+            "max_in_flight": plan.order.max_in_flight,
+            **_structure(plan),
             **{name: round(value, 6) for name, value in dataclasses.asdict(plan.predicted).items()},
             "slow_down_us": round(1e6 * self.best.timeline.slow_down, 2),
             "exposed_us": round(1e6 * self.best.timeline.exposed, 2),
@@ -83,13 +80,10 @@ class PlanView:
         }
 
     def _candidate(self, candidate: Candidate) -> dict[str, Any]:
-        target, predicted = candidate.plan.target, candidate.plan.predicted
+        predicted = candidate.plan.predicted
         return {
-            "setting": target.setting,
-            "decomposed": list(map(str, target.decomposed)),
-            "skew": target.skew,
-            "row_parts": target.row_parts,
-            "reduced": target.reduced,
+            "setting": candidate.plan.target.setting,
+            **_structure(candidate.plan),
             "makespan_us": round(predicted.makespan_us, 2),
             "xla_order_us": round(1e6 * candidate.seconds_xla, 2),
             "plain_us": self._plain_us(candidate),
@@ -117,7 +111,7 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     others = [f"{body.name} ({body.runs:,} x)" for body in best.plan.bodies[1:]]
     if others:
         say(console, f"The plan orders too: {'; '.join(others)}.")
-    reduced = "Gradients are reduced layer by layer, beside the last backward." if target.reduced else ""
+    reduced = "Gradients are reduced layer by layer, beside the last backward." if best.plan.collectives.reduced else ""
     for line in filter(None, (best.step_time.unknown_text, reduced, *_memory(view), _start(best))):
         say(console, line)
 
@@ -134,7 +128,7 @@ def _settings(view: PlanView) -> Table:
     """A row for each candidate, the one taken first and bold; columns that would say the same of all are left out."""
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
     candidates = sorted(view.candidates, key=lambda candidate: (candidate is not view.best, candidate.rank()))
-    structure = {name: of for name, of in _STRUCTURE.items() if any(map(of, (c.plan.target for c in candidates)))}
+    structure = {name: of for name, of in _STRUCTURE.items() if any(map(of, (c.plan for c in candidates)))}
     table.add_column("launch setting", no_wrap=True)
     for name in structure:
         table.add_column(name, overflow="fold")
@@ -146,7 +140,7 @@ def _settings(view: PlanView) -> Table:
         plain = None if view.plain_seconds is None else view.plain_seconds[target.setting]
         table.add_row(
             target.setting,
-            *(str(of(target) or "-") for of in structure.values()),
+            *(str(of(candidate.plan) or "-") for of in structure.values()),
             _ms(candidate.seconds),
             _ms(candidate.seconds_xla),
             "-" if plain is None else _ms(plain),
@@ -169,12 +163,21 @@ def _settings(view: PlanView) -> Table:
     return table
 
 
-_STRUCTURE: dict[str, Callable[[PlanTarget], object]] = {
-    "decomposed": lambda target: exchange.in_words(target.decomposed),
-    "skew": lambda target: target.skew,
-    "row parts": lambda target: target.row_parts,
-    "by layer": lambda target: "yes" if target.reduced else "",
+_STRUCTURE: dict[str, Callable[[Plan], object]] = {
+    "decomposed": lambda plan: exchange.in_words(plan.collectives.decomposed),
+    "skew": lambda plan: plan.order.skew,
+    "row parts": lambda plan: plan.collectives.row_parts,
+    "by layer": lambda plan: "yes" if plan.collectives.reduced else "",
 }
+
+
+def _structure(plan: Plan) -> dict[str, Any]:
+    """What sets plans of one step apart, as JSON values."""
+    instead = plan.collectives
+    decomposed = list(map(str, instead.decomposed))
+    return {
+        "decomposed": decomposed, "skew": plan.order.skew, "row_parts": instead.row_parts, "reduced": instead.reduced,
+    }  # fmt: skip
 
 
 def _collectives(view: PlanView, top: int) -> Table:

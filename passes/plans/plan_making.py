@@ -2,7 +2,7 @@
 
     schedule = dict(module.schedule)                  # XLA's
     StrandPairing(model=model).run(module, context)   # or another scheduler
-    plan = make_plan(module, schedule, model, target, "llama-8b, 8 layers")
+    plan = make_plan(module, schedule, model, Plan("llama-8b, 8 layers", target))
 
 Bodies are the computations with two strands and those whose order is not XLA's; what is left out keeps XLA's order.
 First come those with two strands, of several that which takes most of the step. Ends of collectives are operators of a
@@ -24,13 +24,12 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.body_plan import PlannedSegment, segments_of
 from dhelix.passes.ordering.orders import Limits
 from dhelix.passes.ordering.strand_sequences import find_strands
-from dhelix.passes.plans.pairing_plan import (
+from dhelix.passes.plans.plan import (
     FINALLY,
-    PairingPlan,
+    Plan,
     PlanBody,
     PlanOperator,
     PlanSegment,
-    PlanTarget,
     Prediction,
 )
 from dhelix.passes.plans.plan_operators import PlanOperators
@@ -40,14 +39,13 @@ from dhelix.profiles.estimates.estimator import Source
 Schedule = Mapping[Computation, Sequence[Instruction]]
 
 
-def make_plan(module: HloModule, original: Schedule, model: CostModel, target: PlanTarget, program: str) -> PairingPlan:
+def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Plan) -> Plan:
     """The plan that the module's schedule is: first bodies of both strands, and of these what itself takes longest.
 
     Args:
       original: XLA's schedule of the same module.
       model: costs, for predictions and for what is an operator.
-      target: what the plan is made for.
-      program: what to call it.
+      like: a plan without an order: what it is made for, and its other sections.
     """
     costs = settled(module, model.costs())
     limits = Limits(costs.hardware, 0, Memory(module), {})
@@ -67,7 +65,7 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, target: P
                 found.append((strands, planned.runs * own, planned))
     found.sort(key=lambda entry: (-entry[0], -entry[1], entry[2].fingerprint))
     bodies = _alike_once([body for _, _, body in found])
-    return PairingPlan(program, target, bodies, prediction(timeline, module, costs))
+    return replace(like.with_bodies(bodies), predicted=prediction(timeline, module, costs))
 
 
 def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:

@@ -34,7 +34,7 @@ from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.ordering.orders import MemoryRefusal, predecessors
-from dhelix.passes.plans.pairing_plan import FINALLY, PairingPlan, PlanBody
+from dhelix.passes.plans.plan import FINALLY, Plan, PlanBody
 from dhelix.passes.plans.plan_operators import END, PlanOperators, is_work
 from dhelix.profiles.hardware import describe
 
@@ -50,7 +50,7 @@ class PlannedOrder:
         XLA's order needs and `memory_slack` of what that is beside the arguments, whichever is more.
     """
 
-    plan: PairingPlan
+    plan: Plan
     memory_limit: int | None = None
     memory_slack: float = 0.03
 
@@ -116,7 +116,7 @@ class PlannedOrder:
     def _check_memory(self, needed: int, usual: int) -> None:
         limit = self.memory_limit
         if limit is None:
-            limit = max(usual, self.plan.target.memory_limit)
+            limit = max(usual, self.plan.order.memory_limit)
         if needed > limit:
             raise MemoryRefusal(
                 f"the plan needs {bytes_text(needed)} by estimate, arguments and all, and {bytes_text(limit)} are "
@@ -125,11 +125,11 @@ class PlannedOrder:
             )
 
 
-def find_bodies(plan: PairingPlan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
+def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
     """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if the first is not there."""
     target = plan.target
     hardware = describe(target.hardware, target.link, target.gpus_per_node)
-    keys = OperatorKeys(hardware.gpus_per_node, target.collectives)
+    keys = OperatorKeys(hardware.gpus_per_node, target.implementation)
     wanted = {body.fingerprint: body for body in plan.bodies}
     found = [
         (wanted[operators.fingerprint], computation, operators)

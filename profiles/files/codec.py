@@ -104,13 +104,13 @@ def number_text(value: float) -> str:
     return str(int(value)) if math.isfinite(value) and value == int(value) else repr(float(value))
 
 
-def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE) -> T:
-    """What a text holds, of at most this `schema`.
+def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE, oldest: int = 1) -> T:
+    """What a text holds, of a schema from `oldest` to this `schema`.
 
     Raises `kind.error` for all that is no `type`; it calls the text `origin` and names the place.
     """
     data = _parse(text, origin, kind)
-    _check_schema(data, origin, schema, kind)
+    _check_schema(data, origin, oldest, schema, kind)
     try:
         return msgspec.convert(data, type, dec_hook=_text)
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
@@ -170,7 +170,7 @@ def _parse(text: str, origin: str, kind: Kind) -> Any:
         raise kind.error(f"{origin}: JSON, but no {kind.name}: check the path") from None
 
 
-def _check_schema(data: Any, origin: str, known: int, kind: Kind) -> None:
+def _check_schema(data: Any, origin: str, oldest: int, known: int, kind: Kind) -> None:
     if not isinstance(data, dict):
         raise kind.error(f"{origin}: JSON, but no object, so no {kind.name}: check the path")
     schema = data.get("schema")
@@ -178,6 +178,10 @@ def _check_schema(data: Any, origin: str, known: int, kind: Kind) -> None:
         raise kind.error(f'{origin}: JSON, but no {kind.name} (it has no "schema"): check the path')
     if type(schema) is not int or schema < 1:
         raise wrong(origin, "Expected a whole number from 1 - at `$.schema`", kind)
+    if schema < oldest:
+        raise kind.error(
+            f"{origin}: written by an older dhelix (schema {schema}; this one reads {known}): {kind.again}"
+        )
     if schema > known:
         raise kind.error(
             f"{origin}: written by a newer dhelix (schema {schema}; this one reads {known}): upgrade dhelix, or"

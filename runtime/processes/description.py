@@ -25,8 +25,8 @@ from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.manager import Pass, PassManager
-from dhelix.passes.plans import pairing_plan_json
-from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan
 from dhelix.profiles.profile import Profile
 from dhelix.runtime.compiler import registration
 from dhelix.runtime.processes.records import Entry, Record, short
@@ -152,8 +152,8 @@ def _value(value: object) -> str | dict[str, str]:
     """An option as a message shows it."""
     if value is None:
         return "none"
-    if isinstance(value, PairingPlan):
-        return f"{short(value.program)} ({_digest(pairing_plan_json.dumps(value).encode())})"
+    if isinstance(value, Plan):
+        return f"{short(value.program)} ({_digest(plan_files.dumps(value).encode())})"
     if isinstance(value, Profile):
         text = json.dumps(fingerprint.plain(value, _kind), sort_keys=True)  # no file says what is alike on another GPU
         return f"{value.hardware} with link {value.link} ({_digest(text.encode())})"

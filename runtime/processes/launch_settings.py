@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.passes.plans.pairing_plan import PlanTarget
+from dhelix.passes.plans.plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
 GRAPHS = "xla_gpu_enable_command_buffer"

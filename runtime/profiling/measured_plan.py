@@ -3,7 +3,7 @@
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
     measured = of_trace(plan, folder)
-    pairing_plan_json.save(measured.plan, "plan.json")       # measured_us beside predicted_us
+    plan_files.save(measured.plan, "plan.json")       # measured_us beside predicted_us
 
 The program is the trace's own (`traced_modules`): nothing is compiled, and `dhelix plan PLAN --trace FOLDER` does the
 same on a machine without GPUs.
@@ -27,7 +27,7 @@ from pathlib import Path
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody
+from dhelix.passes.plans.plan import Plan, PlanBody
 from dhelix.passes.plans.planned_order import find_bodies, heads_of
 from dhelix.runtime.processes.launch_settings import GRAPHS
 from dhelix.runtime.profiling.traces import trace, traced_modules
@@ -49,13 +49,13 @@ class Measured:
       in_order: the step ran in the plan's order; False where it was refused, or another plan was run.
     """
 
-    plan: PairingPlan
+    plan: Plan
     report: trace.TraceReport
     steps: int
     in_order: bool
 
 
-def of_trace(plan: PairingPlan, path: str | Path) -> Measured:
+def of_trace(plan: Plan, path: str | Path) -> Measured:
     """The plan with what its segments took on the first GPU of a trace.
 
     Args:
@@ -76,9 +76,7 @@ def of_trace(plan: PairingPlan, path: str | Path) -> Measured:
     return Measured(measured, trace.analyse(profile, module), steps_in(module, times), _in_order(plan, module))
 
 
-def _ran(
-    plan: PairingPlan, modules: Sequence[HloModule], profile: trace.Profile
-) -> tuple[HloModule, Sequence[Execution]]:
+def _ran(plan: Plan, modules: Sequence[HloModule], profile: trace.Profile) -> tuple[HloModule, Sequence[Execution]]:
     """The program of the plan that ran, and its executions; of several of one name the one that knows most of them."""
     fitting = [module for module in modules if _fits(plan, module)]
     if not fitting:
@@ -101,14 +99,14 @@ def _ran(
     return module, found
 
 
-def _fits(plan: PairingPlan, module: HloModule) -> bool:
+def _fits(plan: Plan, module: HloModule) -> bool:
     try:
         return bool(find_bodies(plan, module))
     except PassRefusal:
         return False
 
 
-def _in_order(plan: PairingPlan, module: HloModule) -> bool:
+def _in_order(plan: Plan, module: HloModule) -> bool:
     """Whether for each body some computation runs its operators as the plan says; another may have to differ."""
     found: dict[str, bool] = {}
     for body, computation, operators in find_bodies(plan, module):
@@ -118,7 +116,7 @@ def _in_order(plan: PairingPlan, module: HloModule) -> bool:
     return all(found.values())
 
 
-def of_executions(plan: PairingPlan, module: HloModule, found: Sequence[Execution]) -> PairingPlan:
+def of_executions(plan: Plan, module: HloModule, found: Sequence[Execution]) -> Plan:
     """The plan with what its segments took; None for those of bodies that did not run.
 
     Args:

@@ -21,7 +21,7 @@ from dhelix.errors import DhelixError
 from dhelix.passes.framework.words import parse_bytes
 
 if TYPE_CHECKING:
-    from dhelix.passes.plans.pairing_plan import PairingPlan
+    from dhelix.passes.plans.plan import Plan
     from dhelix.profiles.collective_matmul.sites import Form
     from dhelix.profiles.profile import Profile
     from dhelix.runtime.pipeline.fold import Fold
@@ -148,7 +148,7 @@ class StepOptions(JitOptions):
     skew: int = _flag(0, "layers that the strands are apart, so that both ends of the step overlap, too", 0)
 
     schedule: Schedule = _flag("dp", "who orders operators on GPUs (default: dp)", choices=SCHEDULES)
-    plan: str | Path | PairingPlan | None = _flag(None, "order operators as this file says, which `dhelix plan` wrote")
+    plan: str | Path | Plan | None = _flag(None, "order operators as this file says, which `dhelix plan` wrote")
     profile: str | Path | Profile | None = _flag(AUTO, "the profile's file (default: the shipped one and your own)")
     collective_matmul: str | Form | None = _flag(
         None, "for collectives beside products: auto, off or a form (default: the schedule's)"
@@ -186,7 +186,7 @@ class StepOptions(JitOptions):
         return self.memory_limit
 
     @property
-    def loaded_plan(self) -> PairingPlan:
+    def loaded_plan(self) -> Plan:
         """`plan`, once its file is read."""
         assert self.plan is not None and not isinstance(self.plan, (str, Path))
         return self.plan

@@ -18,7 +18,7 @@ collective_matmul="auto" unless the user says otherwise (`options.StepOptions.ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from dhelix.passes.framework.manager import Pass
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule
 from dhelix.passes.ordering.intra_batch import IntraBatch
 from dhelix.passes.ordering.strand_pairing import StrandPairing
-from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.plan import CollectivesSection, Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.passes.strands.activation_sharing import ActivationSharing
 from dhelix.passes.strands.constant_sinking import ConstantSinking
@@ -43,7 +43,6 @@ from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.passes.strands.strand_ends import StrandEnds
 from dhelix.passes.strands.strand_lockstep import StrandLockstep
 from dhelix.passes.strands.strand_skew import StrandSkew
-from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.step.options import StepOptions
 
 type Listed = type[Any] | partial[Any]
@@ -86,11 +85,10 @@ def default_passes(options: StepOptions | None = None, **target: Any) -> tuple[P
     return made(LISTS[options.schedule], options, **target)
 
 
-def planned_passes(plan: PairingPlan, memory_limit: int | None = None) -> tuple[Pass, ...]:
+def planned_passes(plan: Plan, memory_limit: int | None = None) -> tuple[Pass, ...]:
     """The passes that carry out a plan, which says what else is in its structure."""
-    target = plan.target
-    chosen = alternatives(target.decomposed, target.row_parts, target.reduced)
-    return (*strand_passes(target.skew), *chosen, PlannedOrder(plan, memory_limit))
+    strands, chosen = strand_passes(plan.order.skew), alternatives(plan.collectives)
+    return (*strands, *chosen, PlannedOrder(plan, memory_limit))
 
 
 def strand_passes(skew: int = 0) -> tuple[Pass, ...]:
@@ -98,11 +96,11 @@ def strand_passes(skew: int = 0) -> tuple[Pass, ...]:
     return made(STRANDS, StepOptions(skew=skew))
 
 
-def alternatives(decomposed: Collection[CollectiveKey], row_parts: int, reduced: int = 0) -> tuple[Pass, ...]:
-    """What a plan may say to stand in place of collectives: the passes that make it, wherever it can be."""
-    reduction = (GradientReduction(),) if reduced else ()
-    partition = (RowPartition(parts=row_parts),) if row_parts else ()
-    kinds, only = {key.kind for key in decomposed}, tuple(decomposed)
+def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
+    """What a plan says to stand in place of collectives: the passes that make it, wherever it can be."""
+    reduction = (GradientReduction(),) if planned.reduced else ()
+    partition = (RowPartition(parts=planned.row_parts),) if planned.row_parts else ()
+    kinds, only = {key.kind for key in planned.decomposed}, planned.decomposed
     return *reduction, *partition, *(one(only=only) for kind, one in _INSTEAD.items() if kind in kinds)
 
 

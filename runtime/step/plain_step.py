@@ -105,7 +105,7 @@ def memory_limit(options: StepOptions, plain: PlainStep | None) -> int | None:
         return None
     if options.memory_limit is not None or not options.limited or plain.known is None:
         return options.most_bytes
-    planned = 0 if options.plan is None else options.loaded_plan.target.memory_limit
+    planned = 0 if options.plan is None else options.loaded_plan.order.memory_limit
     return max(plain.known[0].allowed(), planned)
 
 

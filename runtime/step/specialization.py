@@ -22,7 +22,7 @@ from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
 from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.plan import Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.runtime.compiler import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
@@ -218,12 +218,11 @@ class Specialization:
         marker = "" if self._session is None else self._session.marker
         self._order = first_run.check_order(self._name, compiled, marker, self._job)
 
-    def _drop_refused_plan(self, plan: PairingPlan) -> None:
+    def _drop_refused_plan(self, plan: Plan) -> None:
         """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
         assert self._session is not None
         done = self._session.report()
-        target = plan.target
-        chosen = {one.name for one in alternatives(target.decomposed, target.row_parts, target.reduced)}
+        chosen = {one.name for one in alternatives(plan.collectives)}
         put = any(entry.changed for entry in done if entry.name in chosen)
         refused = done[PlannedOrder.name].outcome in (report.REFUSED, report.FAILED)
         if not self._largest(int(put and refused), "drop a refused plan"):

@@ -24,7 +24,7 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
-from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans import plan_files
 from dhelix.profiles.files import storage
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.processes.first_run import decorating
@@ -85,7 +85,7 @@ def _loaded(options: StepOptions) -> StepOptions:
     """With what files hold. Raises DhelixError for a plan or a profile that cannot be read."""
     plan, profile = options.plan, options.profile
     if isinstance(plan, (str, Path)):
-        options = options.but(plan=pairing_plan_json.load(plan))
+        options = options.but(plan=plan_files.load(plan))
     if isinstance(profile, (str, Path)) and profile != AUTO:
         options = options.but(profile=storage.load(profile))
     return options

@@ -18,7 +18,7 @@ from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.framework.manager import say_once
-from dhelix.passes.plans.pairing_plan import PairingPlan
+from dhelix.passes.plans.plan import Plan
 from dhelix.profiles.estimates import alike
 from dhelix.profiles.files import storage
 from dhelix.profiles.hardware import Hardware, describe, gpu_name
@@ -68,7 +68,7 @@ class Target:
         """What operators cost; new ones, which keep what they are asked for."""
         return Costs(self.hardware) if self.model is None else self.model.costs()
 
-    def compare(self, plan: PairingPlan, options: StepOptions) -> None:
+    def compare(self, plan: Plan, options: StepOptions) -> None:
         """Says how the process should have been started for a plan, and what else is not what the plan was made for."""
         made_for = plan.target
         told = [launch_settings.difference(made_for, options=options.xla)]

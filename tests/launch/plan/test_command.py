@@ -30,14 +30,14 @@ from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import Gain
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.orders import most_in_flight
-from dhelix.passes.plans import pairing_plan_json
+from dhelix.passes.plans import plan_files
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.compiler import broken_off, deviceless
 from dhelix.runtime.step.options import StepOptions
 from dhelix.tests.passes import strand_module
 from dhelix.tests.passes.two_strands import TOGETHER
 
-Plan = Callable[..., Any]
+RunPlan = Callable[..., Any]
 
 # Nothing measured: times of the roofline and rates of the hardware, which gain by overlap without peer-to-peer.
 DP = StepOptions()
@@ -52,7 +52,7 @@ def dump(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Plan:
+def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunPlan:
     """Runs `dhelix plan`; returns status, stdout and stderr."""
     monkeypatch.setenv("DHELIX_PROFILES", str(tmp_path))
 
@@ -65,7 +65,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
     return run
 
 
-def test_a_gpu_like_the_one_that_was_profiled(dump: Path, plan: Plan) -> None:
+def test_a_gpu_like_the_one_that_was_profiled(dump: Path, plan: RunPlan) -> None:
     flags = dump, "--setting=connections1", "--json"
     profiled, like = (json.loads(plan(*flags, f"--hardware={gpu}")[1]) for gpu in ("H200", "H100"))
     assert (profiled["hardware"], like["hardware"]) == ("H200", "H100")
@@ -73,12 +73,12 @@ def test_a_gpu_like_the_one_that_was_profiled(dump: Path, plan: Plan) -> None:
     assert "costs what it does on the H200" in " ".join(plan(*flags, "--hardware=H100")[2].split())
 
 
-def test_a_preset_for_a_gpu_that_nobody_described(plan: Plan) -> None:
+def test_a_preset_for_a_gpu_that_nobody_described(plan: RunPlan) -> None:
     status, _, error = plan("--preset=llama-8b", "--hardware=A100")
     assert status == 1 and "no profile of A100" in error
 
 
-def test_json_of_a_dump(dump: Path, plan: Plan, tmp_path: Path) -> None:
+def test_json_of_a_dump(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     status, text, progress = plan(
         dump, "--link=no-p2p", "--setting=default,connections1", "--json", f"--out={out}", f"--picture={picture}"
@@ -98,12 +98,12 @@ def test_json_of_a_dump(dump: Path, plan: Plan, tmp_path: Path) -> None:
         assert row["time_us"] == pytest.approx(row["hidden_us"] + row["exposed_us"], abs=0.1)
         assert sum(b["us"] for b in row["beneath"]) == pytest.approx(row["hidden_us"], abs=0.1)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    written = pairing_plan_json.load(out)
+    written = plan_files.load(out)
     assert written.target.setting == found["setting"] and written.target.link == "no-p2p"
     assert written.bodies[0].name == "both strands: 2 collectives, 5 products"
 
 
-def test_tables_of_a_dump(dump: Path, plan: Plan) -> None:
+def test_tables_of_a_dump(dump: Path, plan: RunPlan) -> None:
     status, text, _ = plan(dump, "--link=no-p2p", "--setting=connections1", "--top=1")
     assert status == 0
     for words in ("One step under each launch setting", "Collectives under connections1", "and 1 more", "beta gemm"):
@@ -112,7 +112,7 @@ def test_tables_of_a_dump(dump: Path, plan: Plan) -> None:
     assert "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
 
-def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: Plan, tmp_path: Path) -> None:
+def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     """The dump's are of four GPUs."""
     out = tmp_path / "plan.json"
     for flags, gpus_per_node, lanes in (
@@ -123,10 +123,10 @@ def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: Plan, tmp
     ):
         status, text, _ = plan(dump, "--setting=default", "--json", f"--out={out}", *flags)
         assert status == 0 and {c["lane"] for c in json.loads(text)["collectives"]} == lanes
-        assert pairing_plan_json.load(out).target.gpus_per_node == gpus_per_node
+        assert plan_files.load(out).target.gpus_per_node == gpus_per_node
 
 
-def test_what_nobody_measured_between_nodes_is_said_and_can_be_set(dump: Path, plan: Plan) -> None:
+def test_what_nobody_measured_between_nodes_is_said_and_can_be_set(dump: Path, plan: RunPlan) -> None:
     flags = dump, "--setting=default", "--gpus_per_node=2"
     usual, slow = (plan(*flags, *more)[1] for more in ((), ("--inter_bandwidth=5",)))
     assert "assumed: 45 GB/s of each GPU between nodes of 2 (--inter_bandwidth, --gpus_per_node)" in usual
@@ -135,13 +135,13 @@ def test_what_nobody_measured_between_nodes_is_said_and_can_be_set(dump: Path, p
     assert status == 0 and "assumed" not in text and "--inter_bandwidth changes nothing" in text
 
 
-def test_a_profile_of_another_jax_is_said(dump: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_another_jax_is_said(dump: Path, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "measured with jax" not in plan(dump, "--setting=default")[1]
     monkeypatch.setattr(jax, "__version__", "0.13.1")
     assert "was measured with jax 0.11.2, not 0.13.1: XLA may compile" in plan(dump, "--setting=default")[1]
 
 
-def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: Plan, tmp_path: Path) -> None:
+def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     for flag, said in (
         (f"--out={tmp_path / 'no' / 'a.json'}", "a folder that exists"),
         ("--picture=a.jpg", "are .png"),
@@ -177,7 +177,7 @@ def test_a_plan_keeps_to_how_many_collectives_may_be_in_flight() -> None:
     step = replace(program(), module=HloModule.from_text(TOGETHER).to_bytes())
     found = search(step, MODEL, StepOptions(max_in_flight=1), MemoryLimit(None))
     assert most_in_flight(found.module.schedule[found.module.entry], found.costs) == 1
-    assert found.plan.target.max_in_flight == 1
+    assert found.plan.order.max_in_flight == 1
     assert found.seconds > found.seconds_xla == search(step, MODEL, DP, MemoryLimit(None)).seconds
 
 
@@ -312,7 +312,7 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("DUMP", "--link=no-p2p", "--setting=default", "--out=missing/plan.json"), "cannot write missing"),
     ],
 )
-def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...], said: str) -> None:
+def test_errors_are_one_line(dump: Path, plan: RunPlan, arguments: tuple[str, ...], said: str) -> None:
     status, _, errors = plan(*(str(dump) if a == "DUMP" else a for a in arguments))
     assert status == 1 and said in errors.splitlines()[-1]
 
@@ -327,7 +327,7 @@ def test_errors_are_one_line(dump: Path, plan: Plan, arguments: tuple[str, ...],
     ],
 )
 def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
-    pp: int, tp: int, layers: int, skew: int, start: str, row_parts: int, plan: Plan, tmp_path: Path
+    pp: int, tp: int, layers: int, skew: int, start: str, row_parts: int, plan: RunPlan, tmp_path: Path
 ) -> None:
     """Without a GPU, from the shipped profile; what runs it has more layers and micro-batches."""
     out = tmp_path / "plan.json"
@@ -339,8 +339,8 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
     assert status == 0 and found["guessed_fraction"] < 0.05
     assert found["makespan_us"] < min(found["xla_order_us"], found["plain_us"])
     assert found["memory"]["interleaved"] <= found["memory"]["limit"]
-    made = pairing_plan_json.load(out)
-    assert (made.target.skew, made.target.row_parts) == (skew, row_parts) == (found["skew"], found["row_parts"])
+    made = plan_files.load(out)
+    assert (made.order.skew, made.collectives.row_parts) == (skew, row_parts) == (found["skew"], found["row_parts"])
     assert len([name for name in made.bodies[0].order if name.startswith("beta ")]) >= 11
     assert len({body.fingerprint for body in made.bodies}) == len(made.bodies)
     training, batch = profile_step.deviceless_training(

@@ -16,8 +16,8 @@ from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.strand_pairing import StrandPairing
-from dhelix.passes.plans import pairing_plan_json
-from dhelix.passes.plans.pairing_plan import PlanTarget
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.plan_making import make_plan
 from dhelix.profiles.profile import Profile, Section
 from dhelix.tests.passes import strand_module
@@ -26,11 +26,11 @@ from dhelix.tests.runtime.profiling import recorded_traces as traces
 MODEL = CostModel(Profile("H200", "no-p2p").with_section(Section("default")))
 STRETCHED = 1.25
 
-Plan = Callable[..., tuple[int, str, str]]
+RunPlan = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+def plan(capsys: pytest.CaptureFixture[str]) -> RunPlan:
     """Runs `dhelix plan`; returns status, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -48,9 +48,9 @@ def ran(tmp_path: Path) -> tuple[Path, Path]:
     module = HloModule.from_text(strand_module.text())
     original = dict(module.schedule)
     StrandPairing(model=MODEL, memory_slack=1.0).run(module, PassContext())
-    made = make_plan(module, original, MODEL, PlanTarget.of("H200", "no-p2p", "default"), "two strands")
+    made = make_plan(module, original, MODEL, Plan("two strands", PlanTarget.of("H200", "no-p2p", "default")))
     file, folder = tmp_path / "plan.json", tmp_path / "traces" / "plugins"
-    pairing_plan_json.save(made, file)
+    plan_files.save(made, file)
     folder.mkdir(parents=True)
     (folder / "host.xplane.pb").write_bytes(traces.serialized({0: _kernels(module)}, [module]))
     return file, tmp_path / "traces"
@@ -66,30 +66,30 @@ def _kernels(module: HloModule) -> list[traces.Kernel]:
 
 
 def test_what_segments_took_stands_beside_what_was_predicted(
-    ran: tuple[Path, Path], plan: Plan, tmp_path: Path
+    ran: tuple[Path, Path], plan: RunPlan, tmp_path: Path
 ) -> None:
     status, text, _ = plan(ran[0], f"--trace={ran[1]}", f"--out={tmp_path / 'measured.json'}")
     assert status == 0
     assert "1 step on GPU:0" in text
     assert "20.0% off in the median" in text  # a time that is 1.25 times as long
-    written = pairing_plan_json.load(tmp_path / "measured.json")
+    written = plan_files.load(tmp_path / "measured.json")
     (body,) = written.bodies
     assert body.measured_us == pytest.approx(STRETCHED * body.predicted_us, rel=0.01)
     assert f"{body.measured_us:,.0f} µs" in text
-    assert body.order == pairing_plan_json.load(ran[0]).bodies[0].order  # and may be edited and run as before
+    assert body.order == plan_files.load(ran[0]).bodies[0].order  # and may be edited and run as before
 
 
-def test_another_order_than_the_plans_is_told(ran: tuple[Path, Path], plan: Plan) -> None:
+def test_another_order_than_the_plans_is_told(ran: tuple[Path, Path], plan: RunPlan) -> None:
     assert "another order" not in plan(ran[0], f"--trace={ran[1]}")[1]
-    made = pairing_plan_json.load(ran[0])
+    made = plan_files.load(ran[0])
     segments = made.bodies[0].segments
     other = replace(made.bodies[0], segments=tuple(reversed(segments)))
-    pairing_plan_json.save(made.with_body(other), ran[0])
+    plan_files.save(made.with_body(other), ran[0])
     assert "It ran in another order than the plan's" in plan(ran[0], f"--trace={ran[1]}")[1]
     assert not json.loads(plan(ran[0], f"--trace={ran[1]}", "--json")[1])["in_order"]
 
 
-def test_json(ran: tuple[Path, Path], plan: Plan) -> None:
+def test_json(ran: tuple[Path, Path], plan: RunPlan) -> None:
     status, text, _ = plan(ran[0], f"--trace={ran[1]}", "--json")
     found: dict[str, Any] = json.loads(text)
     assert status == 0
@@ -107,19 +107,19 @@ def test_json(ran: tuple[Path, Path], plan: Plan) -> None:
         (("--picture=a.png",), "draws nothing"),
     ],
 )
-def test_what_does_not_go_together(ran: tuple[Path, Path], plan: Plan, flags: tuple[str, ...], said: str) -> None:
+def test_what_does_not_go_together(ran: tuple[Path, Path], plan: RunPlan, flags: tuple[str, ...], said: str) -> None:
     status, _, errors = plan(ran[0], f"--trace={ran[1]}", *flags)
     assert status != 0
     assert said in errors
 
 
-def test_no_trace_there(ran: tuple[Path, Path], plan: Plan, tmp_path: Path) -> None:
+def test_no_trace_there(ran: tuple[Path, Path], plan: RunPlan, tmp_path: Path) -> None:
     status, _, errors = plan(ran[0], f"--trace={tmp_path / 'elsewhere'}")
     assert status != 0
     assert "no such trace" in errors
 
 
-def test_a_folder_without_traces_is_told_from_none(ran: tuple[Path, Path], plan: Plan, tmp_path: Path) -> None:
+def test_a_folder_without_traces_is_told_from_none(ran: tuple[Path, Path], plan: RunPlan, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     _, _, errors = plan(ran[0], f"--trace={tmp_path / 'empty'}")
     assert "holds no *.xplane.pb file" in errors

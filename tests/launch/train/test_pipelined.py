@@ -13,7 +13,7 @@ from dhelix.errors import DhelixError
 from dhelix.launch.train import trainer
 from dhelix.launch.train.pipelined import PipelinedTraining, make_pipelined_step
 from dhelix.models import LlamaConfig, make_mesh, make_train_step
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
@@ -158,8 +158,8 @@ def test_batches_and_meshes_that_do_not_fit_are_refused() -> None:
 
 def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> None:
     """It asks for passes that a pipeline does not go through."""
-    target = PlanTarget.of("H200", "nvlink", "default", reduced=1)
-    plan = PairingPlan("a step", target, (PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
+    order = OrderSection((PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
+    plan = Plan("a step", PlanTarget.of("H200", "nvlink", "default"), CollectivesSection(reduced=1), order)
     training = pipelined()
     step = trainer.make_step(training, False, StepOptions(plan=plan))
     report = step.report(training.abstract_state(), training.abstract_batch(6))

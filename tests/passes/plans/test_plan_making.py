@@ -10,8 +10,8 @@ from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.strand_pairing import StrandPairing
-from dhelix.passes.plans import pairing_plan_json
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanSegment, PlanTarget
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import Plan, PlanSegment, PlanTarget
 from dhelix.passes.plans.plan_making import executions, make_plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.profiles.profile import Profile, Section
@@ -26,12 +26,12 @@ def module() -> HloModule:
     return HloModule.from_text(strand_module.text())
 
 
-def plan() -> tuple[PairingPlan, HloModule]:
+def plan() -> tuple[Plan, HloModule]:
     """The pairing of the two strands, and the program in its order."""
     found = module()
     original = dict(found.schedule)
     assert StrandPairing(model=MODEL, memory_slack=1.0).run(found, PassContext())
-    return make_plan(found, original, MODEL, TARGET, "two strands"), found
+    return make_plan(found, original, MODEL, Plan("two strands", TARGET)), found
 
 
 def order(found: HloModule) -> list[str]:
@@ -46,7 +46,7 @@ def seconds(found: HloModule) -> float:
 def test_a_plan_gives_the_order_it_was_made_of_and_predicts_its_time() -> None:
     made, ordered = plan()
     again = module()
-    made = pairing_plan_json.loads(pairing_plan_json.dumps(made), "a file")
+    made = plan_files.loads(plan_files.dumps(made), "a file")
     assert PlannedOrder(made, memory_slack=1.0).run(again, PassContext())
     assert order(again) == order(ordered)
     assert seconds(again) == pytest.approx(seconds(ordered), rel=5e-3)
@@ -87,7 +87,7 @@ def test_an_edited_plan_is_another_order_with_another_time() -> None:
 
 
 def test_equal_programs_give_equal_plans() -> None:
-    assert pairing_plan_json.dumps(plan()[0]) == pairing_plan_json.dumps(plan()[0])
+    assert plan_files.dumps(plan()[0]) == plan_files.dumps(plan()[0])
 
 
 def test_how_often_computations_run() -> None:

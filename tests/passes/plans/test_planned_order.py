@@ -16,7 +16,7 @@ from dhelix.passes.framework.manager import PassContext, PassManager, Stage
 from dhelix.passes.framework.report import REFUSED
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanOperator, PlanSegment, PlanTarget
+from dhelix.passes.plans.plan import Plan, PlanBody, PlanOperator, PlanSegment
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder, planned_sequence
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, build, programs, runs_rightly
@@ -41,17 +41,17 @@ def operators_of(module: HloModule) -> PlanOperators:
     return PlanOperators(module.entry, OperatorKeys())
 
 
-def plan_of(module: HloModule, *segments: Sequence[str]) -> PairingPlan:
+def plan_of(module: HloModule, *segments: Sequence[str]) -> Plan:
     """A plan that calls operators by their instructions, which is what people may do."""
     operators = operators_of(module)
     names = [name for segment in segments for name in segment]
     identities = {i.name: identity for i, identity in operators.identities.items()}
     table = tuple(PlanOperator(name, *identities[name]) for name in names)
     body = PlanBody("body", operators.fingerprint, 1, table, tuple(PlanSegment(tuple(s)) for s in segments))
-    return PairingPlan("a program", PlanTarget(), (body,))
+    return Plan("a program").with_bodies([body])
 
 
-def run(plan: PairingPlan, module: HloModule, **options: int) -> list[str]:
+def run(plan: Plan, module: HloModule, **options: int) -> list[str]:
     PlannedOrder(plan, **options).run(module, PassContext())
     sequence = module.schedule[module.entry]
     verify_sequence(module.entry, sequence)
@@ -116,14 +116,14 @@ def test_a_plan_for_another_program() -> None:
 
 def test_bodies_beside_the_first_may_be_missing() -> None:
     plan = plan_of(module_of(), *PAIRED)
-    two = replace(plan, bodies=(*plan.bodies, replace(plan.bodies[0], name="other", fingerprint="0" * 16)))
+    two = plan.with_bodies([*plan.bodies, replace(plan.bodies[0], name="other", fingerprint="0" * 16)])
     context = PassContext()
     assert PlannedOrder(two).run(module_of(), context)
     assert [n.facts["bodies"] for n in context.notes if "not in this program" in n.message] == [["other"]]
     with pytest.raises(PassRefusal, match="has no body 'other' of the plan"):
         PlannedOrder(two).run(module_of(), PassContext(strict=True))
     with pytest.raises(PassRefusal, match="for another program"):
-        run(replace(two, bodies=two.bodies[::-1]), module_of())
+        run(two.with_bodies(two.bodies[::-1]), module_of())
 
 
 def test_a_plan_edited_into_a_circle() -> None:
@@ -167,7 +167,7 @@ def test_a_plan_over_the_memory_limit_says_what_would_do() -> None:
         run(plan, module_of(program, ["a2", "b2", "c_done"]))
     needed = refused.value.facts["needed"]
     assert run(plan, module, memory_limit=needed)[:2] == ["a", "b"]
-    allowed = replace(plan, target=replace(plan.target, memory_limit=needed))
+    allowed = replace(plan, order=replace(plan.order, memory_limit=needed))
     assert run(allowed, module_of(program, ["a2", "b2", "c_done"]))[:2] == ["a", "b"]
 
 

@@ -12,13 +12,13 @@ from unittest import mock
 import jax
 
 from dhelix.passes.framework import fingerprint
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.passes.plans.plan import Plan, PlanBody, PlanTarget
 from dhelix.passes.strands.strand_duplication import StrandDuplication
 from dhelix.profiles.profile import Profile, Provenance
 from dhelix.tests.runtime.processes.job_steps import RefusesIn, Told, decorated, told, two_collectives
 
 _TARGET = PlanTarget.of("H200", "nvlink", "default")
-_PLAN = PairingPlan("a step", _TARGET, (PlanBody("both strands", "0123456789abcdef", 1, (), ()),))
+_PLAN = Plan("a step", _TARGET).with_bodies([PlanBody("both strands", "0123456789abcdef", 1, (), ())])
 _PROFILE = Profile("H200", "nvlink", (Provenance("NVIDIA H200", 8, machine="one"),))
 _FAST = "xla_cpu_enable_fast_math"
 _FAILED = "{1} stopped before all processes ran the step: "

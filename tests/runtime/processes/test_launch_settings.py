@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.passes.plans.pairing_plan import PlanTarget
+from dhelix.passes.plans.plan import PlanTarget
 from dhelix.profiles.profile import SETTINGS
 from dhelix.runtime.processes.launch_settings import (
     NO_GRAPHS,

@@ -13,7 +13,7 @@ from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.strand_pairing import StrandPairing
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.passes.plans.plan_making import make_plan
 from dhelix.profiles.profile import Profile, Section
 from dhelix.runtime.profiling.measured_plan import of_executions, of_trace, segment_seconds
@@ -43,11 +43,11 @@ ENTRY main {
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[PairingPlan, HloModule]:
+def planned() -> tuple[Plan, HloModule]:
     module = HloModule.from_text(strand_module.text())
     original = dict(module.schedule)
     StrandPairing(model=MODEL, memory_slack=1.0).run(module, PassContext())
-    return make_plan(module, original, MODEL, PlanTarget.of("H200", "no-p2p", "default"), "two strands"), module
+    return make_plan(module, original, MODEL, Plan("two strands", PlanTarget.of("H200", "no-p2p", "default"))), module
 
 
 def executions(module: HloModule, iterations: int, stretched: float = 1.0) -> list[Execution]:
@@ -63,7 +63,7 @@ def executions(module: HloModule, iterations: int, stretched: float = 1.0) -> li
 
 
 @pytest.mark.parametrize("iterations", [1, 5])
-def test_a_step_that_runs_as_predicted_is_measured_so(planned: tuple[PairingPlan, HloModule], iterations: int) -> None:
+def test_a_step_that_runs_as_predicted_is_measured_so(planned: tuple[Plan, HloModule], iterations: int) -> None:
     plan, module = planned
     (body,) = of_executions(plan, module, executions(module, iterations, stretched=1.5)).bodies
     measured = [s.measured_us for s in body.segments]
@@ -89,7 +89,7 @@ def test_a_wait_belongs_to_the_segment_that_waits() -> None:
     assert seconds == {0: pytest.approx(20e-6), 1: pytest.approx(60e-6)}
 
 
-def test_what_the_trace_tore_apart_is_left_out(planned: tuple[PairingPlan, HloModule]) -> None:
+def test_what_the_trace_tore_apart_is_left_out(planned: tuple[Plan, HloModule]) -> None:
     plan, module = planned
     whole = executions(module, 3)
     name = next(e.name for e in whole[len(whole) // 6 :] if "start" not in e.name)
@@ -102,14 +102,14 @@ def test_what_the_trace_tore_apart_is_left_out(planned: tuple[PairingPlan, HloMo
     assert sum(s.measured_us or 0.0 for s in body.segments) == pytest.approx(body.predicted_us, rel=0.01)
 
 
-def test_without_compute_in_the_trace_nothing_is_measured(planned: tuple[PairingPlan, HloModule]) -> None:
+def test_without_compute_in_the_trace_nothing_is_measured(planned: tuple[Plan, HloModule]) -> None:
     plan, module = planned
     starts = [i.name for i in module.entry.instructions if is_start(i)]
     seen = [e for e in executions(module, 3) if e.name in starts]
     assert all(s.measured_us is None for s in of_executions(plan, module, seen).bodies[0].segments)
 
 
-def test_another_program_is_refused(planned: tuple[PairingPlan, HloModule]) -> None:
+def test_another_program_is_refused(planned: tuple[Plan, HloModule]) -> None:
     other = HloModule.from_text("HloModule m, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
     with pytest.raises(PassRefusal, match="for another program"):
         of_executions(planned[0], other, [])
@@ -129,7 +129,7 @@ def recorded(
     return file
 
 
-def test_a_trace_is_enough(planned: tuple[PairingPlan, HloModule], tmp_path: Path) -> None:
+def test_a_trace_is_enough(planned: tuple[Plan, HloModule], tmp_path: Path) -> None:
     plan, module = planned
     other = HloModule.from_text("HloModule other, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
     measured = of_trace(plan, recorded(tmp_path / "t", [other, module], module))
@@ -139,9 +139,7 @@ def test_a_trace_is_enough(planned: tuple[PairingPlan, HloModule], tmp_path: Pat
     assert 0.0 < measured.report.hidden_share < 1.0
 
 
-def test_of_programs_of_one_name_the_one_that_ran_counts(
-    planned: tuple[PairingPlan, HloModule], tmp_path: Path
-) -> None:
+def test_of_programs_of_one_name_the_one_that_ran_counts(planned: tuple[Plan, HloModule], tmp_path: Path) -> None:
     plan, module = planned
     renamed = HloModule.from_bytes(module.to_bytes())
     for instruction in renamed.entry.instructions:
@@ -150,7 +148,7 @@ def test_of_programs_of_one_name_the_one_that_ran_counts(
     assert measured.plan.bodies[0].measured_us is not None
 
 
-def test_traces_that_say_nothing_of_the_plan(planned: tuple[PairingPlan, HloModule], tmp_path: Path) -> None:
+def test_traces_that_say_nothing_of_the_plan(planned: tuple[Plan, HloModule], tmp_path: Path) -> None:
     plan, module = planned
     other = HloModule.from_text("HloModule other, is_scheduled=true\nENTRY e { ROOT p = f32[] parameter(0) }")
     with pytest.raises(DhelixError, match="no program of the trace has the bodies .* it holds other"):

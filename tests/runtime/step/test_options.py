@@ -12,12 +12,12 @@ import pytest
 
 import dhelix
 from dhelix.errors import DhelixError
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan import Plan
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.options import JitOptions, StepOptions
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
-PLAN = PairingPlan("a step", PlanTarget(), ())
+PLAN = Plan("a step")
 JIT = dataclasses.fields(JitOptions)
 PROGRAM = """
 from dhelix import strand_interleave

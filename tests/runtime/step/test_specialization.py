@@ -11,7 +11,7 @@ from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
 from dhelix.passes.framework import manager, words
 from dhelix.passes.framework.report import CHANGED, REFUSED
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanBody, PlanTarget
+from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
 from dhelix.profiles.keys import CollectiveKey
 from dhelix.runtime.compiler import deviceless, lowering, memory_need, registration
 from dhelix.runtime.compiler.lowering import compiled_module
@@ -25,10 +25,11 @@ from dhelix.tests.runtime import steps
 CONFIG: LlamaConfig = preset(
     "llama-8b", layers=2, vocab=4096, hidden=1024, heads=8, kv_heads=4, ffn=3072, seq=2048
 )  # with 4 MiB in a reduce-scatter, which is enough to decompose it
-FOREIGN = PairingPlan(
+FOREIGN = Plan(
     "another step",
-    PlanTarget.of("H200", "nvlink", "default", decomposed=(CollectiveKey("reduce-scatter", 4 << 20, 4),)),
-    (PlanBody("both strands", "0123456789abcdef", 1, (), ()),),
+    PlanTarget.of("H200", "nvlink", "default"),
+    CollectivesSection(decomposed=(CollectiveKey("reduce-scatter", 4 << 20, 4),)),
+    OrderSection((PlanBody("both strands", "0123456789abcdef", 1, (), ()),)),
 )
 
 

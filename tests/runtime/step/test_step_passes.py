@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from dhelix.errors import DhelixError
 from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassManager, Stage
-from dhelix.passes.plans import pairing_plan_json
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanTarget
 from dhelix.passes.strands.strand_skew import StrandSkew
 from dhelix.profiles.files import storage
 from dhelix.profiles.keys import CollectiveKey
@@ -28,7 +28,7 @@ from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.step.target import Target
 
 SCATTER = CollectiveKey("reduce-scatter", 64 << 20, 4)
-PLAN = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "connections1", decomposed=(SCATTER,)), ())
+PLAN = Plan("a step", PlanTarget.of("H200", "nvlink", "connections1"), CollectivesSection(decomposed=(SCATTER,)))
 
 
 @pytest.fixture(autouse=True)
@@ -90,14 +90,14 @@ def test_strands_are_kept_apart_where_that_is_asked_for(schedule: str) -> None:
 def test_a_plan_brings_what_it_was_made_with() -> None:
     names = [p.name for p in planned_passes(PLAN)]
     assert names[-2:] == ["reduce-scatter-decomposition", "planned-order"]
-    skewed = planned_passes(PairingPlan("a step", PlanTarget(skew=3), ()))
+    skewed = planned_passes(Plan("a step", order=OrderSection(skew=3)))
     assert [p.skew for p in skewed if isinstance(p, StrandSkew)] == [3]
-    whole = PairingPlan("a step", PlanTarget(), ())
+    whole = Plan("a step")
     assert "reduce-scatter-decomposition" not in [p.name for p in planned_passes(whole)]
 
 
 def test_a_plan_may_be_a_file(tmp_path: Path) -> None:
-    pairing_plan_json.save(PLAN, tmp_path / "plan.json")
+    plan_files.save(PLAN, tmp_path / "plan.json")
     step = strand_interleave(lambda x: x, plan=tmp_path / "plan.json")
     assert post(pass_manager(step.options).passes).plan == PLAN
 

@@ -20,7 +20,7 @@ from dhelix.passes.evaluation.collective_matmul_kernels import MARK
 from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.plans.pairing_plan import PairingPlan, PlanTarget
+from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
@@ -139,7 +139,7 @@ def test_elsewhere_the_form_that_is_faster_alone_is_taken(
 @pytest.mark.deviceless
 def test_a_plan_has_its_collectives_where_they_are(training: Training) -> None:
     lowered = jax.jit(training.train_step).lower(training.abstract_state(), training.abstract_batch(3))
-    plan = PairingPlan("a step", PlanTarget.of("H200", "nvlink", "default"), ())
+    plan = Plan("a step", PlanTarget.of("H200", "nvlink", "default"))
     options = StepOptions(plan=plan, collective_matmul="auto")
     target = Target.of(lowered, options)
     assert step_passes.weighed(options, target, lowered, None) == ()

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from dhelix.passes.plans import pairing_plan_json
-from dhelix.passes.plans.pairing_plan import (
-    PairingPlan,
+from dhelix.passes.plans import plan_files
+from dhelix.passes.plans.plan import (
+    CollectivesSection,
+    OrderSection,
+    Plan,
     PlanBody,
     PlanError,
     PlanOperator,
@@ -36,9 +38,11 @@ BODY = PlanBody(
     (("alpha wgrad", (("copy contiguous 4096", 1), ("copy contiguous 4096", 2))), ("finally", (("copy a 1", 3),))),
 )
 SCATTER = CollectiveKey("reduce-scatter", 64 << 20, 4, implementation="symmetric")
-TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1", (SCATTER,), memory_limit=1 << 33, max_in_flight=2, skew=1)
-PLAN = PairingPlan("llama-8b: 8 layers", TARGET, (BODY,), Prediction(1e6, 9e5, 2e5, 0.9, 0.01))
-TEXT = pairing_plan_json.dumps(PLAN)
+TARGET = PlanTarget.of("H200", "nvlink", "copy-engine1")
+ORDER = OrderSection((BODY,), skew=1, max_in_flight=2, memory_limit=1 << 33)
+PREDICTED = Prediction(1e6, 9e5, 2e5, 0.9, 0.01)
+PLAN = Plan("llama-8b: 8 layers", TARGET, CollectivesSection((SCATTER,), 2, 1), ORDER, PREDICTED)
+TEXT = plan_files.dumps(PLAN)
 
 
 def edited(**changes: Any) -> str:
@@ -46,26 +50,30 @@ def edited(**changes: Any) -> str:
 
 
 def body(**changes: Any) -> str:
-    return edited(bodies=[{**json.loads(TEXT)["bodies"][0], **changes}])
+    return section("order", bodies=[{**json.loads(TEXT)["order"]["bodies"][0], **changes}])
+
+
+def section(name: str, **changes: Any) -> str:
+    return edited(**{name: {**json.loads(TEXT)[name], **changes}})
 
 
 def error_of(text: str) -> str:
     with pytest.raises(PlanError) as raised:
-        pairing_plan_json.loads(text, "plan.json")
+        plan_files.loads(text, "plan.json")
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    assert pairing_plan_json.loads(TEXT, "x") == PLAN
-    pairing_plan_json.save(PLAN, tmp_path / "plan.json")
-    again = pairing_plan_json.load(tmp_path / "plan.json")
-    assert again == PLAN and pairing_plan_json.dumps(again) == TEXT
+    assert plan_files.loads(TEXT, "x") == PLAN
+    plan_files.save(PLAN, tmp_path / "plan.json")
+    again = plan_files.load(tmp_path / "plan.json")
+    assert again == PLAN and plan_files.dumps(again) == TEXT
 
 
 def test_the_target_says_how_a_process_is_started() -> None:
     assert dict(TARGET.environment) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_CTA_POLICY": "2"}
-    assert TARGET.collectives == "symmetric" and any("symmetric" in flag for flag in TARGET.xla_flags)
+    assert TARGET.implementation == "symmetric" and any("symmetric" in flag for flag in TARGET.xla_flags)
 
 
 def test_a_person_edits_one_line() -> None:
@@ -76,13 +84,13 @@ def test_a_person_edits_one_line() -> None:
     assert first in TEXT.splitlines()[TEXT.splitlines().index('"segments": [') + 1]
     text = TEXT.replace('["beta all-gather 1", "alpha wgrad"]', '["beta all-gather 1"]')
     text = text.replace('["beta all-gather 2"]', '["beta all-gather 2", "alpha wgrad"]')
-    order = pairing_plan_json.loads(text, "x").bodies[0].order
+    order = plan_files.loads(text, "x").bodies[0].order
     assert order == ("beta all-gather 1", "beta all-gather 2", "alpha wgrad")
 
 
 def test_times_may_be_left_out() -> None:
     segments = [{"run": ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]}]
-    assert pairing_plan_json.loads(body(segments=segments), "x").bodies[0].predicted_us == 0.0
+    assert plan_files.loads(body(segments=segments), "x").bodies[0].predicted_us == 0.0
 
 
 RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
@@ -94,20 +102,21 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
         ("{", "plan.json: line 1: ends too early"),
         ('{\n"schema": 1,\n"program" "x"}', "plan.json: line 3: is no JSON"),
         ("{}", 'it has no "schema"'),
-        (edited(schema=2), "written by a newer dhelix"),
-        (edited(bodies=None), "plan.json: bodies: expected `array`"),
+        (edited(schema=3), "written by a newer dhelix"),
+        (edited(schema=1), "written by an older dhelix (schema 1; this one reads 2): make it again with `dhelix plan`"),
+        (section("order", bodies=None), "plan.json: order.bodies: expected `array`"),
         (edited(extra=1), "unknown field `extra`"),
-        (json.dumps({"schema": 1}), "`program` is missing"),
-        (edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["?"]}), "made_for.decomposed"),
+        (json.dumps({"schema": 2}), "`program` is missing"),
+        (section("collectives", decomposed=["?"]), "collectives.decomposed"),
         (
-            edited(made_for={**json.loads(TEXT)["made_for"], "decomposed": ["all-to-all 4B 4x1 groups=1 nccl"]}),
+            section("collectives", decomposed=["all-to-all 4B 4x1 groups=1 nccl"]),
             "expected the key of a collective (all-gather, reduce-scatter, collective-permute)",
         ),
-        (edited(bodies=json.loads(TEXT)["bodies"] * 2), "bodies.1: bodies 0 and 1 have one fingerprint"),
         (
-            edited(made_for={**json.loads(TEXT)["made_for"], "max_in_flight": -1}),
-            "max_in_flight: expected `int` >= 0",
+            section("order", bodies=json.loads(TEXT)["order"]["bodies"] * 2),
+            "bodies.1: bodies 0 and 1 have one fingerprint",
         ),
+        (section("order", max_in_flight=-1), "max_in_flight: expected `int` >= 0"),
         (body(fingerprint="x"), "bodies.0.fingerprint: expected 16 hexadecimal digits"),
         (body(segments=[{"run": [*RUN, "beta gemm"]}]), "bodies.0.segments.0.run.3: expected the name of one of"),
         (
@@ -127,19 +136,19 @@ RUN = ["beta all-gather 1", "alpha wgrad", "beta all-gather 2"]
 def test_errors_say_where_and_what_to_do(text: str, said: str) -> None:
     message = error_of(text)
     assert said in message
-    assert any(word in message for word in ("correct", "restore", "remove", "check", "upgrade", "put it"))
+    assert any(word in message for word in ("correct", "restore", "remove", "check", "upgrade", "put it", "again"))
 
 
 def test_a_plan_that_could_not_be_read_is_not_written() -> None:
     with pytest.raises(PlanError, match="stands in no segment"):
-        pairing_plan_json.dumps(replace(PLAN, bodies=(replace(BODY, segments=BODY.segments[:1]),)))
+        plan_files.dumps(PLAN.with_body(replace(BODY, segments=BODY.segments[:1])))
 
 
 def test_files_that_are_no_plans(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot be read"):
-        pairing_plan_json.load(tmp_path / "none.json")
+        plan_files.load(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="not text"):
-        pairing_plan_json.load(tmp_path / "binary")
+        plan_files.load(tmp_path / "binary")
     with pytest.raises(PlanError, match="cannot be written"):
-        pairing_plan_json.save(PLAN, tmp_path / "missing" / "plan.json")
+        plan_files.save(PLAN, tmp_path / "missing" / "plan.json")

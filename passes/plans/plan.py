@@ -1,11 +1,17 @@
-"""A pairing plan as data: what runs with what, in which order, what that should take, and under which launch setting.
+"""A plan as data: how a step is to run, as it was decided before, in sections.
 
-    plan = pairing_plan_json.load("plan.json")  # `dhelix plan --out plan.json` writes one; people read and edit it
-    strand_interleave(plan=plan)                # runs it (planned_order.py)
+    plan = plan_files.load("plan.json")  # `dhelix plan --out plan.json` writes one; people read and edit it
+    strand_interleave(plan=plan)         # runs it
 
-A plan holds the computations whose order was decided, its bodies. A body is a row of segments: the collectives that are
-launched together and the operators that run with them, until the next collective is launched (DHelix figure 10). The
-order of operators in a segment, and of segments, is the order of launch; nothing else in a plan decides about order.
+    section        says                                                         carried out by
+    target         GPUs, launch setting: what it was decided for                checked where the step is lowered
+    collectives    what stands in place of collectives                          passes of `communication/`
+    order          what runs with what, in which order, within which limits     planned_order.py
+
+*The order* holds the computations whose order was decided, its bodies. A body is a row of segments: the collectives
+that are launched together and the operators that run with them, until the next collective is launched (DHelix figure
+10). The order of operators in a segment, and of segments, is the order of launch; nothing else in a plan decides about
+order.
 
 Operators have names for people, unique in their body, such as `beta all-gather 2`. A table says which operator of the
 program that is: the second one with a certain *operator key* (`plan_operators.py`). XLA's names of instructions
@@ -15,6 +21,7 @@ its collectives, matrix products and attention: so a plan of 4 layers and 4 micr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dhelix.errors import DhelixError
@@ -102,52 +109,59 @@ class PlanTarget:
 
     Attributes:
       hardware, link, setting: of the profile that it rests on.
-      collectives: how they run (`profiles.keys.IMPLEMENTATIONS`).
-      decomposed: collectives that others take the place of (`exchange.INSTEAD`).
+      implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`).
       environment, xla_flags: the setting, spelled out.
-      memory_limit: bytes on a GPU that were allowed, arguments and all; 0: what XLA's order needs, and 3 %.
-      max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
-      skew: layers that the strands are apart.
-      row_parts: parts that chains from a gather to a scatter are computed in where one strand runs
-        (`passes/communication/row_partition.py`); 0: whole.
-      reduced: 1: gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`); 0: as the program
-        has it.
       gpus_per_node: 0: as many as nodes of such GPUs usually have.
     """
 
     hardware: str = "H200"
     link: str = "nvlink"
     setting: str = "default"
-    collectives: str = "nccl"
-    decomposed: tuple[CollectiveKey, ...] = ()
+    implementation: str = "nccl"
     environment: tuple[tuple[str, str], ...] = ()
     xla_flags: tuple[str, ...] = ()
-    memory_limit: int = 0
-    max_in_flight: int = 0
-    skew: int = 0
-    row_parts: int = 0
-    reduced: int = 0
     gpus_per_node: int = 0
 
     @classmethod
-    def of(
-        cls,
-        hardware: str,
-        link: str,
-        setting: str,
-        decomposed: tuple[CollectiveKey, ...] = (),
-        memory_limit: int | None = None,
-        max_in_flight: int | None = None,
-        skew: int = 0,
-        row_parts: int = 0,
-        reduced: int = 0,
-        gpus_per_node: int = 0,
-    ) -> PlanTarget:
+    def of(cls, hardware: str, link: str, setting: str, gpus_per_node: int = 0) -> PlanTarget:
         """Under one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
-        start = tuple(sorted(known.environment.items())), known.training_flags
-        limits = memory_limit or 0, max_in_flight or 0, skew, row_parts, reduced, gpus_per_node
-        return cls(hardware, link, setting, known.implementation, decomposed, *start, *limits)
+        environment = tuple(sorted(known.environment.items()))
+        return cls(hardware, link, setting, known.implementation, environment, known.training_flags, gpus_per_node)
+
+
+@dataclass(frozen=True)
+class CollectivesSection:
+    """What stands in place of collectives.
+
+    Attributes:
+      decomposed: collectives that others take the place of (`exchange.INSTEAD`).
+      row_parts: parts that chains from a gather to a scatter are computed in where one strand runs
+        (`passes/communication/row_partition.py`); 0: whole.
+      reduced: 1: gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`); 0: as the program
+        has it.
+    """
+
+    decomposed: tuple[CollectiveKey, ...] = ()
+    row_parts: int = 0
+    reduced: int = 0
+
+
+@dataclass(frozen=True)
+class OrderSection:
+    """What runs with what.
+
+    Attributes:
+      bodies: computations whose order was decided.
+      skew: layers that the strands are apart.
+      max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
+      memory_limit: bytes on a GPU that were allowed, arguments and all; 0: what XLA's order needs, and 3 %.
+    """
+
+    bodies: tuple[PlanBody, ...] = ()
+    skew: int = 0
+    max_in_flight: int = 0
+    memory_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,13 +180,21 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class PairingPlan:
+class Plan:
     """A plan for one program. `program` is for people; what it fits is said by the bodies' fingerprints."""
 
     program: str
-    target: PlanTarget
-    bodies: tuple[PlanBody, ...]
+    target: PlanTarget = PlanTarget()
+    collectives: CollectivesSection = CollectivesSection()
+    order: OrderSection = OrderSection()
     predicted: Prediction = Prediction()
+
+    @property
+    def bodies(self) -> tuple[PlanBody, ...]:
+        return self.order.bodies
+
+    def with_bodies(self, bodies: Iterable[PlanBody]) -> Plan:
+        return replace(self, order=replace(self.order, bodies=tuple(bodies)))
 
     def body(self, fingerprint: str) -> PlanBody:
         """Raises KeyError if there is none."""
@@ -181,7 +203,6 @@ class PairingPlan:
                 return body
         raise KeyError(fingerprint)
 
-    def with_body(self, changed: PlanBody) -> PairingPlan:
+    def with_body(self, changed: PlanBody) -> Plan:
         """With `changed` in the place of the body of its fingerprint."""
-        bodies = tuple(changed if b.fingerprint == changed.fingerprint else b for b in self.bodies)
-        return replace(self, bodies=bodies)
+        return self.with_bodies(changed if b.fingerprint == changed.fingerprint else b for b in self.bodies)

@@ -1,14 +1,17 @@
 """The text of a plan's file: JSON for people to read and to edit, one fact a line.
 
     {
-    "schema": 1,
+    "schema": 2,
     "program": "llama-8b: 8 layers, sequence 8192, 16 micro-batches, interleaved, dp 1 x tp 4",
-    "made_for": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "collectives": "nccl",
-                 "decomposed": ["reduce-scatter 67108864B 4x1 groups=1 nccl"], "memory_limit": 0, "max_in_flight": 0,
-                 "skew": 0, "row_parts": 0, "reduced": 0, "gpus_per_node": 8},
-    "start_with": {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."]},
+    "target": {"hardware": "H200", "link": "nvlink", "setting": "connections1", "implementation": "nccl",
+               "environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "xla_flags": ["..."], "gpus_per_node": 8},
     "predicted": {"makespan_us": 1005600, "compute_us": ..., "hidden_fraction": 0.93, "guessed_fraction": 0.004,
                   "guessed_overlap_fraction": 0.01},
+    "collectives": {"decomposed": ["reduce-scatter 67108864B 4x1 groups=1 nccl"], "row_parts": 0, "reduced": 0},
+    "order": {
+    "skew": 0,
+    "max_in_flight": 0,
+    "memory_limit": 0,
     "bodies": [
     {
     "name": "both strands: 8 collectives, 18 products, 2 attentions",
@@ -28,6 +31,7 @@
     }
     ]
     }
+    }
 
 To edit is to move names within `run`, and from one segment's `run` to another's; every operator stands there once.
 `small` is what takes microseconds, with the operator that it runs before; leave it as it is. Times are for reading.
@@ -46,9 +50,11 @@ from msgspec import Meta, Struct, structs
 
 from dhelix.errors import DhelixError
 from dhelix.passes.communication import exchange
-from dhelix.passes.plans.pairing_plan import (
+from dhelix.passes.plans.plan import (
     FINALLY,
-    PairingPlan,
+    CollectivesSection,
+    OrderSection,
+    Plan,
     PlanBody,
     PlanError,
     PlanOperator,
@@ -61,30 +67,27 @@ from dhelix.profiles.files import codec
 from dhelix.profiles.files.codec import Bytes, Count, Kind, Share, Text, json_lines, json_text
 from dhelix.profiles.keys import IMPLEMENTATIONS, CollectiveKey
 
-SCHEMA = 1
+SCHEMA = 2
 
 _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # of a whole step
 
 
-class _MadeFor(Struct, forbid_unknown_fields=True):
+class _Target(Struct, forbid_unknown_fields=True):
     hardware: Text
     link: Text
     setting: Text
-    collectives: Text
-    decomposed: list[Text]
-    memory_limit: Bytes = 0
-    max_in_flight: Bytes = 0
-    skew: Bytes = 0
-    row_parts: Bytes = 0
-    reduced: Bytes = 0
+    implementation: Text
+    environment: dict[str, Text]
+    xla_flags: list[Text]
     gpus_per_node: Bytes = 0
 
 
-class _StartWith(Struct, forbid_unknown_fields=True):
-    environment: dict[str, Text]
-    xla_flags: list[Text]
+class _Collectives(Struct, forbid_unknown_fields=True):
+    decomposed: list[Text] = []
+    row_parts: Bytes = 0
+    reduced: Bytes = 0
 
 
 class _Prediction(Struct, forbid_unknown_fields=True):
@@ -115,16 +118,23 @@ class _Body(Struct, forbid_unknown_fields=True):
     small: dict[str, list[_Identity]] = {}
 
 
+class _Order(Struct, forbid_unknown_fields=True):
+    bodies: list[_Body]
+    skew: Bytes = 0
+    max_in_flight: Bytes = 0
+    memory_limit: Bytes = 0
+
+
 class _File(Struct, forbid_unknown_fields=True):
     schema: int
     program: Text
-    made_for: _MadeFor
-    start_with: _StartWith
+    target: _Target
     predicted: _Prediction
-    bodies: list[_Body]
+    collectives: _Collectives
+    order: _Order
 
 
-def load(path: str | Path) -> PairingPlan:
+def load(path: str | Path) -> Plan:
     """The plan in a file. Raises PlanError for all that is not a sound plan, with the line or the field."""
     path = Path(path)
     try:
@@ -135,7 +145,7 @@ def load(path: str | Path) -> PairingPlan:
         raise PlanError(f"{path}: not text, so no plan: check the path") from None
 
 
-def save(plan: PairingPlan, path: str | Path) -> None:
+def save(plan: Plan, path: str | Path) -> None:
     """Writes the file. Raises PlanError where that is not possible."""
     text = dumps(plan)
     try:
@@ -144,49 +154,42 @@ def save(plan: PairingPlan, path: str | Path) -> None:
         raise PlanError(f"{path}: cannot be written ({error.strerror}): choose another place for the plan") from None
 
 
-def dumps(plan: PairingPlan) -> str:
+def dumps(plan: Plan) -> str:
     """The text of a file. Raises PlanError for a plan that `loads` would not take."""
-    target = plan.target
-    made_for = {
-        "hardware": target.hardware,
-        "link": target.link,
-        "setting": target.setting,
-        "collectives": target.collectives,
-        "decomposed": list(map(str, target.decomposed)),
-        "memory_limit": target.memory_limit,
-        "max_in_flight": target.max_in_flight,
-        "skew": target.skew,
-        "row_parts": target.row_parts,
-        "reduced": target.reduced,
-        "gpus_per_node": target.gpus_per_node,
-    }
-    start_with = {"environment": dict(target.environment), "xla_flags": list(target.xla_flags)}
+    target, collectives, order = plan.target, plan.collectives, plan.order
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
+    decomposed = list(map(str, collectives.decomposed))
+    limits = {"skew": order.skew, "max_in_flight": order.max_in_flight, "memory_limit": order.memory_limit}
+    bodies = f'"bodies": {json_lines("[", map(_body_text, plan.bodies), "]")}'
     text = codec.document(
         {
             "schema": str(SCHEMA),
             "program": json_text(plan.program),
-            "made_for": json_text(made_for),
-            "start_with": json_text(start_with),
+            "target": json_text({**vars(target), "environment": dict(target.environment)}),
             "predicted": json_text(predicted),
-            "bodies": json_lines("[", map(_body_text, plan.bodies), "]"),
+            "collectives": json_text({**vars(collectives), "decomposed": decomposed}),
+            "order": _lines(*(f'"{name}": {value}' for name, value in limits.items()), bodies),
         }
     )
     loads(text, "this plan")
     return text
 
 
+def _lines(*fields: str) -> str:
+    """An object, one field a line."""
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
 def _body_text(body: PlanBody) -> str:
     operators = (f"{json_text(o.name)}: {json_text([o.key, o.occurrence])}" for o in body.operators)
-    parts = [
+    return _lines(
         f'"name": {json_text(body.name)}',
         f'"fingerprint": {json_text(body.fingerprint)}',
         f'"runs": {body.runs}',
         f'"segments": {json_lines("[", map(_segment_text, body.segments), "]")}',
         f'"operators": {json_lines("{", operators, "}")}',
         f'"small": {json_lines("{", (f"{json_text(name)}: {json_text(rows)}" for name, rows in body.small), "}")}',
-    ]
-    return "{\n" + ",\n".join(parts) + "\n}"
+    )
 
 
 def _segment_text(segment: PlanSegment) -> str:
@@ -202,47 +205,51 @@ def _rounded(value: float) -> float | int:
     return int(short) if math.isfinite(short) and short == int(short) else short
 
 
-def loads(text: str, origin: str) -> PairingPlan:
+def loads(text: str, origin: str) -> Plan:
     """The plan in the text of a file; errors call the text `origin`.
 
     Raises PlanError for all that is not a sound plan of a known schema.
     """
-    file = codec.decode(text, _File, origin, SCHEMA, _KIND)
+    file = codec.decode(text, _File, origin, SCHEMA, _KIND, oldest=SCHEMA)
     taken: dict[str, int] = {}
-    for n, body in enumerate(file.bodies):
+    for n, body in enumerate(file.order.bodies):
         if (other := taken.setdefault(body.fingerprint, n)) != n:
-            raise _wrong(origin, f"bodies {other} and {n} have one fingerprint, {body.fingerprint}", f"bodies[{n}]")
-    bodies = tuple(_body(body, f"bodies[{n}]", origin) for n, body in enumerate(file.bodies))
-    predicted = Prediction(**structs.asdict(file.predicted))
-    return PairingPlan(str(file.program), _target(file.made_for, file.start_with, origin), bodies, predicted)
+            reason = f"bodies {other} and {n} have one fingerprint, {body.fingerprint}"
+            raise _wrong(origin, reason, f"order.bodies[{n}]")
+    bodies = tuple(_body(body, f"order.bodies[{n}]", origin) for n, body in enumerate(file.order.bodies))
+    return Plan(
+        str(file.program),
+        _target(file.target, origin),
+        _collectives(file.collectives, origin),
+        OrderSection(bodies, file.order.skew, file.order.max_in_flight, file.order.memory_limit),
+        Prediction(**structs.asdict(file.predicted)),
+    )
 
 
 def _wrong(origin: str, message: str, place: str) -> DhelixError:
     return codec.wrong(origin, f"{message} - at `$.{place}`", _KIND)
 
 
-def _target(made_for: _MadeFor, start: _StartWith, origin: str) -> PlanTarget:
-    if made_for.row_parts == 1:
-        raise _wrong(origin, "expected 0 or 2 or more", "made_for.row_parts")
-    if made_for.collectives not in IMPLEMENTATIONS:
-        raise _wrong(origin, f"expected one of {', '.join(IMPLEMENTATIONS)}", "made_for.collectives")
-    codec.names(start.environment, "start_with.environment", origin, _KIND)
-    decomposed = [_decomposed(key, f"made_for.decomposed[{n}]", origin) for n, key in enumerate(made_for.decomposed)]
+def _target(read: _Target, origin: str) -> PlanTarget:
+    if read.implementation not in IMPLEMENTATIONS:
+        raise _wrong(origin, f"expected one of {', '.join(IMPLEMENTATIONS)}", "target.implementation")
+    codec.names(read.environment, "target.environment", origin, _KIND)
     return PlanTarget(
-        hardware=str(made_for.hardware),
-        link=str(made_for.link),
-        setting=str(made_for.setting),
-        collectives=str(made_for.collectives),
-        decomposed=tuple(decomposed),
-        environment=tuple(sorted((name, str(value)) for name, value in start.environment.items())),
-        xla_flags=tuple(map(str, start.xla_flags)),
-        memory_limit=made_for.memory_limit,
-        max_in_flight=made_for.max_in_flight,
-        skew=made_for.skew,
-        row_parts=made_for.row_parts,
-        reduced=made_for.reduced,
-        gpus_per_node=made_for.gpus_per_node,
+        hardware=str(read.hardware),
+        link=str(read.link),
+        setting=str(read.setting),
+        implementation=str(read.implementation),
+        environment=tuple(sorted((name, str(value)) for name, value in read.environment.items())),
+        xla_flags=tuple(map(str, read.xla_flags)),
+        gpus_per_node=read.gpus_per_node,
     )
+
+
+def _collectives(read: _Collectives, origin: str) -> CollectivesSection:
+    if read.row_parts == 1:
+        raise _wrong(origin, "expected 0 or 2 or more", "collectives.row_parts")
+    keys = (_decomposed(key, f"collectives.decomposed[{n}]", origin) for n, key in enumerate(read.decomposed))
+    return CollectivesSection(tuple(keys), read.row_parts, read.reduced)
 
 
 def _decomposed(text: str, place: str, origin: str) -> CollectiveKey:
