@@ -25,9 +25,9 @@ from dhelix.benchmarks.pipeline_variants import VARIANTS, Variant
 from dhelix.benchmarks.strand_variants import Setting
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.evaluation.timeline import evaluate as play
 from dhelix.passes.evaluation.timeline import settled, simulate_module
 from dhelix.passes.hlo import Computation, HloModule, Instruction, graph

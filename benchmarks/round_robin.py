@@ -20,7 +20,7 @@ from dhelix.passes.evaluation.instruction_costs import Cost
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.order_search import OrderSearch
-from dhelix.passes.ordering.orders import Limits, apply_order
+from dhelix.passes.ordering.orders import MEMORY_SLACK, Limits, apply_order
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200, Hardware
 
@@ -31,7 +31,7 @@ class RoundRobin:
 
     hardware: Hardware = H200
     memory_limit: int | None = None
-    memory_slack: float = 0.03
+    memory_slack: float = MEMORY_SLACK
     model: CostModel | None = None
     max_in_flight: int | None = None
 

@@ -34,8 +34,8 @@ from dhelix.models import preset
 from dhelix.models.config import LlamaConfig
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
+from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.profiles import hardware
 from dhelix.profiles.files import xla_tables

@@ -19,6 +19,7 @@ from dhelix.launch.inspect.dumps import Memory as Counted
 from dhelix.launch.plan.program import Program
 from dhelix.launch.shown.instruction_words import bytes_moved, communicates
 from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.execution import executions
 from dhelix.passes.communication import exchange
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.intervals import Timeline
@@ -27,15 +28,14 @@ from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.ordering.orders import MemoryRefusal
+from dhelix.passes.ordering.orders import MEMORY_SLACK, MemoryRefusal
 from dhelix.passes.plans.plan import OrderSection, Plan, PlanTarget
-from dhelix.passes.plans.plan_making import executions, make_plan
+from dhelix.passes.plans.plan_making import make_plan
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import default_passes
 
-SLACK = 0.03
 _DECOMPOSED = 1.01
 """Two strands over NVLink took 0.8 % longer with all-to-alls (docs/benchmarks.md), where 0.3 % less are predicted:
 pauses grow. Where they pay, without peer-to-peer, they save a sixth."""
@@ -167,7 +167,7 @@ class MemoryLimit:
         """What the user says, or 3 % more than the plain step needs (DHelix section 6)."""
         if given is not None:
             return cls(given, given=True)
-        return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + SLACK)))
+        return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + MEMORY_SLACK)))
 
     def with_gaps_of(self, candidate: Candidate, memory: Counted) -> MemoryLimit:
         """Leaves as much free between buffers as the compiler did in that order; `memory` is what it counted."""
@@ -203,7 +203,7 @@ class OverLimitError(DhelixError):
     def __init__(self, program: Program, limit: MemoryLimit, needed: int):
         allowed = "memory" if limit.bytes is None else f"--memory_limit={bytes_option(limit.bytes)}"
         if limit.bytes is not None and not limit.given:
-            allowed = f"{bytes_text(limit.bytes)}, what the plain step needs and {SLACK:.0%}"
+            allowed = f"{bytes_text(limit.bytes)}, what the plain step needs and {MEMORY_SLACK:.0%}"
         super().__init__(
             f"no order of {program.name} was found that keeps within {allowed}; the smallest limit that would do is"
             f" --memory_limit={bytes_option(needed)} (on a GPU, arguments and all)"

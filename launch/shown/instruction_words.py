@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import Collective, find_collective
+from dhelix.passes.analysis.execution import sequence_of, trip_count, visits
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
 from dhelix.passes.evaluation.step_parts import kernel_of, moved
 from dhelix.passes.evaluation.transfers import Transfer, find_transfer
 from dhelix.passes.hlo import Computation, HloModule, Instruction
@@ -86,27 +85,19 @@ def _op_names(instruction: Instruction) -> Iterator[str]:
 
 def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
     """Computations whose instructions are kernels of the step: the entry and what loops and calls lead to."""
-    waiting = [(module.entry, Place((), 1))]
-    while waiting:
-        computation, place = waiting.pop()
-        yield computation, place
-        for instruction in sequence_of(computation):
-            if instruction.opcode == "while":
-                waiting.append((instruction.called[0], _in_loop(instruction, place)))
-            elif instruction.opcode == "call":
-                waiting.extend((called, place) for called in instruction.called)
-            elif instruction.opcode == "conditional":
-                branches = len(instruction.called)
-                note = f"it runs in one branch of {branches} of {instruction.name}"
-                inner = dataclasses.replace(place, notes=(*place.notes, note))
-                waiting.extend((called, inner) for called in instruction.called)
+    for visit in visits(module.entry):
+        loops = [control for control in visit.through if control.opcode == "while"]
+        notes = (_unsure(control) for control in visit.through)
+        yield visit.computation, Place(tuple(loop.name for loop in loops), visit.count, tuple(filter(None, notes)))
 
 
-def _in_loop(loop: Instruction, place: Place) -> Place:
-    count, notes = trip_count(loop), place.notes
-    if count is None:
-        count, notes = 1, (*notes, f"how often {loop.name} runs is not known: it counts once")
-    return Place((*place.loops, loop.name), place.executions * count, notes)
+def _unsure(control: Instruction) -> str:
+    """What of a loop or a conditional makes it uncertain how often its computations run; "" for nothing."""
+    if control.opcode == "conditional":
+        return f"it runs in one branch of {len(control.called)} of {control.name}"
+    if control.opcode == "while" and trip_count(control) is None:
+        return f"how often {control.name} runs is not known: it counts once"
+    return ""
 
 
 def place_notes(places: dict[Computation, Place]) -> Iterator[str]:

@@ -3,14 +3,13 @@
 It only ranks loops against each other; costs in seconds are in `costs.py`.
 """
 
+from dhelix.passes.analysis.execution import counted_trips, entered
 from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import proved_trip_count
 
 
 def loop_work(loop: Instruction) -> int:
-    """Operations of all iterations of a `while`; one iteration where the trip count is not proved."""
-    count = proved_trip_count(loop)
-    return (1 if count is None else count) * computation_work(loop.called[0])
+    """Operations of all iterations of a `while`; one iteration where nobody knows how many there are."""
+    return counted_trips(loop) * max(map(computation_work, entered(loop)))
 
 
 def computation_work(computation: Computation) -> int:

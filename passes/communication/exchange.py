@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, device_groups, find_collective
+from dhelix.passes.analysis.execution import CONTROL_FLOW, counted_trips, entered
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import counted_trips
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys, collective_key
+from dhelix.passes.evaluation.operator_keys import OperatorKeys, collective_key
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
 from dhelix.profiles.estimates import roofline
@@ -193,8 +193,7 @@ def is_communication_bound(module: HloModule, model: CostModel) -> bool:
             for instruction in computation.instructions:
                 if instruction.opcode in CONTROL_FLOW:
                     count = counted_trips(instruction)
-                    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-                    inner = max(map(loads, called), key=sum)  # the longest branch, as in `costs`
+                    inner = max(map(loads, entered(instruction)), key=sum)  # the longest branch, as in `costs`
                     communication, rest = communication + count * inner[0], rest + count * inner[1]
                 elif find_collective(instruction) is None:
                     rest += alone.seconds(instruction)

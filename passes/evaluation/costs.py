@@ -18,9 +18,10 @@ from typing import Self
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective
+from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_of
 from dhelix.passes.evaluation.instruction_costs import FREE, Cost, Lane, constant_rates, instruction_cost
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.evaluation.operator_keys import collective_key as collective_key_of
 from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction

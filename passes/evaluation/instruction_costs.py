@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dhelix.passes.analysis.collectives import Collective, find_collective, is_done
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES
-from dhelix.passes.evaluation.operator_work import Work, backend_config, work_of
+from dhelix.passes.analysis.configuration import backend_config
+from dhelix.passes.analysis.execution import CONTROL_FLOW, counted_trips, entered
+from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
+from dhelix.passes.evaluation.operator_work import Work, work_of
 from dhelix.passes.evaluation.transfers import SENDS, Transfer, find_transfer, host_bytes
 from dhelix.passes.hlo import Computation, Instruction, shapes
-from dhelix.passes.hlo.loops import proved_trip_count
 from dhelix.profiles.estimates import roofline
 from dhelix.profiles.estimates.estimator import Source
 from dhelix.profiles.hardware import Hardware
@@ -118,36 +119,17 @@ def constant_rates(hardware: Hardware, lane: Lane) -> tuple[float, float]:
     return (1.0, 1.0) if lane is Lane.HOST else hardware.rates(lane is Lane.COMM_INTER)
 
 
-def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a `while` runs: as the compiler noted it, or proved from constants; else None."""
-    known = backend_config(loop).get("known_trip_count")
-    if known is not None:
-        return int(known["n"])
-    return proved_trip_count(loop)
-
-
-def counted_trips(control: Instruction) -> int:
-    """How often what a `while`, a call or a conditional leads to counts: once where nobody knows."""
-    count = trip_count(control) if control.opcode == "while" else 1
-    return 1 if count is None else count
-
-
 def made_synchronous(start: Instruction) -> bool:
     """Whether XLA has decided that nothing runs beside a pair, wherever its done stands. XLA of today replaces it by
     its plain form; until 2024 it noted so."""
     return bool((backend_config(start).get("collective_backend_config") or {}).get("is_sync"))
 
 
-def sequence_of(computation: Computation) -> list[Instruction]:
-    """The order in which a computation runs: its schedule, or where it has none, as it stands."""
-    return computation.module.schedule.get(computation, computation.instructions)
-
-
 def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
     """A loop's body times its trip count (once if unknown), a call's callee, the longest branch."""
     count = counted_trips(instruction)
-    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-    longest = max((_sum([inner(i) for i in c.instructions]) for c in called), key=lambda c: c.seconds, default=FREE)
+    called = (_sum([inner(i) for i in c.instructions]) for c in entered(instruction))
+    longest = max(called, key=lambda c: c.seconds, default=FREE)
     return replace(
         longest,
         seconds=count * longest.seconds,

@@ -6,13 +6,12 @@ buffer counts as the slice, an update in place as the update, the workspace of a
 roofline in `costs` and the keys of profiles (`operator_keys`) use these counts.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 from dhelix.passes.analysis.collectives import is_exclusive
+from dhelix.passes.analysis.configuration import backend_config
 from dhelix.passes.evaluation.custom_calls import attention_flops, convolution_flops, family_of, product_flops
 from dhelix.passes.hlo import Computation, Instruction, shapes
 
@@ -64,11 +63,6 @@ def payload(fused: Computation) -> Instruction | None:
         if inside.opcode == "fusion" and (found := payload(inside.called[0])):
             return found
     return None
-
-
-def backend_config(instruction: Instruction) -> dict[str, Any]:
-    """A `backend_config` that is a JSON object; anything else reads as empty. Not to be changed."""
-    return _parse(instruction.proto.backend_config)
 
 
 def _fusion_work(fused: Computation) -> Work:
@@ -178,12 +172,3 @@ def _attention_flops(result: Any, config: dict[str, Any], backward: bool) -> flo
 
 def _bits(shape: Any) -> int:
     return max(8, 8 * shapes.byte_size(shape) // max(shapes.element_count(shape), 1))
-
-
-@lru_cache(maxsize=4096)
-def _parse(config: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(config) if config[:1] == b"{" else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

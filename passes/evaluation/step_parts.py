@@ -12,7 +12,7 @@ from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
-from dhelix.passes.evaluation.step_time import executions, predict
+from dhelix.passes.evaluation.step_time import executed, predict
 from dhelix.passes.evaluation.timeline import guessed_overlap, simulate_module
 from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.framework.words import bytes_text
@@ -33,7 +33,7 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
     """
     played = simulate_module(module, costs.hardware, costs) if played is None else played
     full = costs.at_clock(1.0)
-    kernels = [(i, count) for i, count in executions(module, full) if full[i].lane is Lane.COMPUTE]
+    kernels = [(i, count) for i, count in executed(module, full) if full[i].lane is Lane.COMPUTE]
     copies = sum(count * full[i].seconds for i, count in kernels if moved(i) is not None)
     compute = sum(count * full[i].seconds for i, count in kernels)
     return StepParts(

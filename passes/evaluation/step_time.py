@@ -13,13 +13,14 @@ A pause counts once per instruction, also where an instruction is several kernel
 backward): their pauses are in the time of that instruction. What the host does between steps is not in it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dhelix.errors import DhelixError
+from dhelix.passes.analysis.execution import CONTROL_FLOW, entered, instructions, trip_count, visits
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import sequence_of, trip_count
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates.estimator import Source
@@ -127,8 +128,7 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
             "such as compiled.as_text() or the *after_optimizations* file of an --xla_dump_to folder"
         )
     operators: dict[Key, OperatorTime] = {}
-    unknown: dict[str, None] = {}
-    for instruction, count in _executions(module.entry, 1, costs, unknown):
+    for instruction, count in executed(module, costs):
         key = costs.operator_keys[instruction] or kernel_key(instruction) or transfer_key(instruction)
         if key is None:
             continue
@@ -139,29 +139,23 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
             cost = costs[instruction]
             operators[key] = OperatorTime(key, count, cost.seconds, cost.source, instruction.name)
     ordered = sorted(operators.values(), key=lambda o: (-o.total, str(o.key)))
-    return StepTime(tuple(ordered), gap_seconds, tuple(unknown))
+    return StepTime(tuple(ordered), gap_seconds, unknown_loops(module, costs))
 
 
-def executions(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction that a step runs, and how often."""
-    return _executions(module.entry, 1, costs, {})
+def executed(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int]]:
+    """Every instruction that a step runs, loops, calls and branches entered, and how often; of branches the longest."""
+    for instruction, visit in instructions(module.entry, partial(_entered, costs)):
+        if instruction.opcode not in CONTROL_FLOW:
+            yield instruction, visit.count
 
 
-def _executions(
-    computation: Computation, count: int, costs: Costs, unknown: dict[str, None]
-) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction that runs and how often; of branches the longest. A loop's condition is not counted: XLA
-    runs loops of a known trip count without it."""
-    for instruction in sequence_of(computation):
-        if instruction.opcode == "while":
-            trips = trip_count(instruction)
-            if trips is None:
-                unknown[instruction.name] = None
-            yield from _executions(instruction.called[0], count * (1 if trips is None else trips), costs, unknown)
-        elif instruction.opcode == "call":
-            yield from _executions(instruction.called[0], count, costs, unknown)
-        elif instruction.opcode == "conditional":
-            longest = max(instruction.called, key=lambda c: sum(costs[i].seconds for i in c.instructions))
-            yield from _executions(longest, count, costs, unknown)
-        else:
-            yield instruction, count
+def unknown_loops(module: HloModule, costs: Costs) -> tuple[str, ...]:
+    """Names of loops that run, of a length that nobody knows."""
+    loops = (visit.through[-1] for visit in visits(module.entry, partial(_entered, costs)) if visit.through)
+    return tuple(dict.fromkeys(i.name for i in loops if i.opcode == "while" and trip_count(i) is None))
+
+
+def _entered(costs: Costs, control: Instruction) -> Sequence[Computation]:
+    if control.opcode != "conditional":
+        return entered(control)
+    return [max(control.called, key=lambda c: sum(costs[i].seconds for i in c.instructions))]

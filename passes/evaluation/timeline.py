@@ -49,15 +49,9 @@ from dataclasses import dataclass, field
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_start, start_of
+from dhelix.passes.analysis.execution import sequence_of, trip_count
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs
-from dhelix.passes.evaluation.instruction_costs import (
-    Cost,
-    Lane,
-    constant_rates,
-    made_synchronous,
-    sequence_of,
-    trip_count,
-)
+from dhelix.passes.evaluation.instruction_costs import Cost, Lane, constant_rates, made_synchronous
 from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timeline
 from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
@@ -199,6 +193,7 @@ class Player:
             self.under_way[instruction] = flight
 
     def play(self, instruction: Instruction) -> None:
+        """A walk of its own (`analysis/execution.py` has the one for all else), since what runs moves the clock."""
         opcode = instruction.opcode
         if opcode.endswith("-done"):
             self._wait(start_of(instruction))

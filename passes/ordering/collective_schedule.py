@@ -32,7 +32,7 @@ from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player, simulate
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.ordering.orders import Limits, apply_order, dependencies, least_gain
+from dhelix.passes.ordering.orders import MEMORY_SLACK, Limits, apply_order, dependencies, least_gain
 from dhelix.profiles.hardware import H200, Hardware
 
 _CALLS = ("while", "call", "conditional")
@@ -48,7 +48,7 @@ class CollectiveSchedule:
       hardware: whose costs and rates count where there is no `model`.
       memory_limit: bytes that the module may need, arguments and all, by the pass's own estimate; by default what the
         order it got needs and `memory_slack` of what that is beside the arguments.
-      memory_slack: 3 %, which is what all passes together may cost (DHelix section 6).
+      memory_slack: share of the same.
       min_gain: share of what overlap could save at most that a new order must be predicted to save, as of
         `orders.apply_order`, where costs were measured (`orders.least_gain`). Less is within their error.
       model: measured costs and rates.
@@ -57,7 +57,7 @@ class CollectiveSchedule:
 
     hardware: Hardware = H200
     memory_limit: int | None = None
-    memory_slack: float = 0.03
+    memory_slack: float = MEMORY_SLACK
     min_gain: float = 0.02
     model: CostModel | None = None
     max_in_flight: int | None = None

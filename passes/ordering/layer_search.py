@@ -16,9 +16,9 @@ Linear in operators: the number of columns that are searched is bounded, the oth
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.instruction_costs import Cost
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.ordering.order_search import Order, OrderSearch, needed_of
 from dhelix.passes.ordering.orders import Limits

@@ -21,8 +21,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.instruction_costs import Cost
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.timeline import Flights, Player
 from dhelix.passes.hlo import Instruction
 from dhelix.passes.ordering.orders import Limits, few_in_flight

@@ -29,6 +29,8 @@ from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.profiles.hardware import Hardware
 
+MEMORY_SLACK = 0.03
+"""Of what the plain step needs, that a step may need more: what all passes together may cost (DHelix section 6)."""
 _UNMEASURED = 2.5
 """How much more than by measured costs an order has to gain by a roofline's."""
 _GUESSED = 0.1

@@ -36,7 +36,14 @@ from dhelix.passes.ordering.body_plan import BodyPlan, segments_of
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.layer_search import orders_by_layer
 from dhelix.passes.ordering.order_search import Order, OrderSearch
-from dhelix.passes.ordering.orders import Limits, apply_order, few_in_flight, least_gain, starts_behind_ends
+from dhelix.passes.ordering.orders import (
+    MEMORY_SLACK,
+    Limits,
+    apply_order,
+    few_in_flight,
+    least_gain,
+    starts_behind_ends,
+)
 from dhelix.passes.ordering.pairing_table import pair
 from dhelix.passes.ordering.strand_sequences import Operator, Strand, find_strands
 from dhelix.profiles.hardware import H200, Hardware
@@ -63,7 +70,7 @@ class StrandPairing:
 
     hardware: Hardware = H200
     memory_limit: int | None = None
-    memory_slack: float = 0.03
+    memory_slack: float = MEMORY_SLACK
     min_gain: float = 0.02
     model: CostModel | None = None
     max_segment: int = 3

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, start_of
+from dhelix.passes.analysis.execution import CONTROL_FLOW, executions, sequence_of
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import Lane, counted_trips, sequence_of
+from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
@@ -88,19 +88,6 @@ def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Predictio
         predict(module, costs.at_clock(1.0)).shares[Source.GUESS],
         guessed_overlap(timeline, costs),
     )
-
-
-def executions(module: HloModule) -> dict[Computation, int]:
-    """How often a step runs each computation that the schedule leads to; loops of unknown length count once."""
-    runs = {module.entry: 1}
-    for computation in reversed(module.computations):  # callers first
-        for instruction in sequence_of(computation) if computation in runs else ():
-            if instruction.opcode in ("while", "call", "conditional"):
-                count = counted_trips(instruction)
-                called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-                for inner in called:
-                    runs[inner] = runs.get(inner, 0) + runs[computation] * count
-    return runs
 
 
 def _early_ends(

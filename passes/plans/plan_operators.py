@@ -21,9 +21,10 @@ from functools import cached_property
 from hashlib import blake2b
 
 from dhelix.passes.analysis.collectives import is_done, start_of
+from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.evaluation.collective_matmul_kernels import FAMILY, kernel_key
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, OperatorKeys
+from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key, OperatorKey

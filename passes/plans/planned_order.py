@@ -33,7 +33,7 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.ordering.orders import MemoryRefusal, predecessors
+from dhelix.passes.ordering.orders import MEMORY_SLACK, MemoryRefusal, predecessors
 from dhelix.passes.plans.plan import FINALLY, Plan, PlanBody
 from dhelix.passes.plans.plan_operators import END, PlanOperators, is_work
 from dhelix.profiles.hardware import describe
@@ -52,7 +52,7 @@ class PlannedOrder:
 
     plan: Plan
     memory_limit: int | None = None
-    memory_slack: float = 0.03
+    memory_slack: float = MEMORY_SLACK
 
     name = "planned-order"
     stage = Stage.POST_SCHEDULER

@@ -18,9 +18,10 @@ import jax
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.ordering.orders import MEMORY_SLACK
 
-SLACK = 0.025
-"""Of the plain step's memory, that a step may need more: 3 % (DHelix section 6), less what is lost in gaps."""
+SLACK = MEMORY_SLACK - 0.005
+"""Of the plain step's memory by live ranges, that a step may need more; the rest is lost in gaps."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
 from dhelix.passes.framework.words import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.ordering.orders import MEMORY_SLACK
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.runtime.compiler import lowering, memory_need, registration
@@ -158,9 +159,8 @@ class Specialization:
         after = next((stage.parts for stage in stages if stage.parts is not None), None)
         if self._plain is None or after is None:
             return None
-        start = time.perf_counter()
-        known = self._plain.known  # with a memory limit of the user's, nobody asked before
-        self._seconds += time.perf_counter() - start
+        before, known = self._plain.seconds, self._plain.known  # with a memory limit of the user's, nobody asked before
+        self._seconds += self._plain.seconds - before
         return None if known is None else Gain(known[1], after)
 
     def _begin(self, memory_limit: int | None, program: bytes | None = None) -> registration.Session:
@@ -260,9 +260,9 @@ class Specialization:
             if self._compiled is None or (needed := self._needed(self._compiled)) <= limit:
                 return
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
+        why = "" if self._limit_given else f", which is the plain step and {MEMORY_SLACK:.0%}"
         reason = (
-            f"two strands need more than {bytes_text(limit)}, arguments and all"
-            f"{'' if self._limit_given else ', which is the plain step and 3 %'}; the smallest limit that would do is"
+            f"two strands need more than {bytes_text(limit)}, arguments and all{why}; the smallest limit that would do is"
             f" memory_limit={bytes_option(would_do)!r}"
         )
         if self._options.strict:

@@ -8,8 +8,8 @@ import pytest
 from dhelix import strand_interleave
 from dhelix.launch.train.pipelined import make_pipelined_step
 from dhelix.models import make_mesh, preset
+from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.analysis.names import ALPHA, BETA
-from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.hlo import Computation, graph
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.compiler.lowering import compiled_module

@@ -41,15 +41,15 @@ from typing import Any
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective
+from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.communication.collective_matmul.collective_matmul import Forms, executed, find_all
 from dhelix.passes.communication.collective_matmul.pattern import Placed
 from dhelix.passes.evaluation.costs import CostModel, Kernel
-from dhelix.passes.evaluation.instruction_costs import sequence_of
 from dhelix.passes.evaluation.operator_work import work_of
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.ordering.orders import MemoryRefusal, Scheduler, apply_order
+from dhelix.passes.ordering.orders import MEMORY_SLACK, MemoryRefusal, Scheduler, apply_order
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site
 
 MOST = 48
@@ -117,7 +117,7 @@ class Trial:
     ) -> None:
         self._module, self._costs = module, model.costs()
         self._original = dict(module.schedule)
-        self._limits = memory_limit, 0.03, 0.02, max_in_flight
+        self._limits = memory_limit, MEMORY_SLACK, 0.02, max_in_flight
         self._orders: dict[tuple[Scheduler, Computation, frozenset[Instruction]], list[Instruction]] = {}
         self._kernels: dict[_Scheduled, Kernel] = {}
         for site in _scheduled(module, candidates):

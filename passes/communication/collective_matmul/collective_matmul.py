@@ -35,6 +35,7 @@ from typing import Protocol
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.dimension_factors import dense
+from dhelix.passes.analysis.execution import entered, once, visits
 from dhelix.passes.communication.collective_matmul.pattern import Match, Pattern, Placed, Product, co_executes
 from dhelix.passes.communication.collective_matmul.sites import find
 from dhelix.passes.communication.collective_matmul.splicing import Splicer
@@ -139,18 +140,9 @@ def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computatio
 
 
 def executed(entry: Computation) -> Iterator[Computation]:
-    """The computations whose instructions run one by one: not those of fusions, reductions and composites."""
-    pending, seen = [entry], {entry}
-    while pending:
-        computation = pending.pop()
-        yield computation
-        for instruction in computation.instructions:
-            if instruction.opcode not in ("while", "conditional", "call") or instruction.proto.is_composite:
-                continue
-            for called in instruction.called:
-                if called not in seen:
-                    seen.add(called)
-                    pending.append(called)
+    """The computations whose instructions run one by one, each once: not those of composites."""
+    for visit in visits(entry, once(lambda control: () if control.proto.is_composite else entered(control))):
+        yield visit.computation
 
 
 def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:

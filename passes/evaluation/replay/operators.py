@@ -29,8 +29,8 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Buffers
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_start
-from dhelix.passes.evaluation.instruction_costs import sequence_of
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW, FREE_OPCODES
+from dhelix.passes.analysis.execution import CONTROL_FLOW, instructions, once
+from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.profiles.keys import Key
@@ -148,7 +148,7 @@ def find_operators(
         raise DhelixError(f"{module.name} has no schedule; give the compiled module, not the lowered one")
     found: dict[Key, Operator] = {}
     refused: dict[Key | str, tuple[str, str]] = {}
-    for instruction in _instructions(module.entry, set()):
+    for instruction in _launching(module.entry):
         reason = _why_not(instruction)
         key = key_of(instruction)
         if reason is not None:
@@ -239,15 +239,10 @@ def content(instruction: Instruction) -> Iterator[bytes]:
         yield inner.proto.SerializeToString(deterministic=True)
 
 
-def _instructions(computation: Computation, entered: set[Computation]) -> Iterator[Instruction]:
-    """What launches kernels, loops and branches entered where they stand, each computation once."""
-    entered.add(computation)
-    for instruction in sequence_of(computation):
-        if instruction.opcode in CONTROL_FLOW:
-            for called in instruction.called:
-                if called not in entered:
-                    yield from _instructions(called, entered)
-        elif instruction.opcode not in FREE_OPCODES and not is_done(instruction):
+def _launching(entry: Computation) -> Iterator[Instruction]:
+    """What launches kernels, conditions of loops among it, in the order in which it runs; each computation once."""
+    for instruction, _ in instructions(entry, once(lambda control: control.called)):
+        if instruction.opcode not in CONTROL_FLOW | FREE_OPCODES and not is_done(instruction):
             yield instruction
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
+from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.instruction_costs import Cost, Lane
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
 from dhelix.passes.evaluation.timeline import Player, evaluate
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.ordering.orders import Limits, dependencies

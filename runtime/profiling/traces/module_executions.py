@@ -16,10 +16,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from dhelix.passes.analysis.collectives import find_collective, is_done
-from dhelix.passes.evaluation.instruction_costs import counted_trips, sequence_of
-from dhelix.passes.evaluation.operator_keys import CONTROL_FLOW
+from dhelix.passes.analysis.execution import CONTROL_FLOW, counted_trips, entered, executions, sequence_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.plans.plan_making import executions
 from dhelix.runtime.profiling.traces.executions import Execution
 
 
@@ -71,9 +69,8 @@ def _launches(computation: Computation) -> Iterator[Instruction]:
     """Collectives in the order in which a step launches them; loops of unknown length count once."""
     for instruction in sequence_of(computation):
         if instruction.opcode in CONTROL_FLOW:
-            called = instruction.called[:1]
             for _ in range(counted_trips(instruction)):
-                for inner in called:
+                for inner in entered(instruction)[:1]:
                     yield from _launches(inner)
         elif not is_done(instruction) and find_collective(instruction) is not None:
             yield instruction
@@ -84,8 +81,7 @@ def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]])
     count = counted_trips(instruction)
     if not count:
         return []
-    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-    runs = [times[i] for c in called for i in sequence_of(c) if i in times]
+    runs = [times[i] for c in entered(instruction) for i in sequence_of(c) if i in times]
     often = max((len(run) for run in runs), default=0) // count
     parts = (
         [e for run in runs for e in run[n * len(run) // often : (n + 1) * len(run) // often]] for n in range(often)

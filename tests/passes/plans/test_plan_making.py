@@ -12,7 +12,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.strand_pairing import StrandPairing
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import Plan, PlanSegment, PlanTarget
-from dhelix.passes.plans.plan_making import executions, make_plan
+from dhelix.passes.plans.plan_making import make_plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.profiles.profile import Profile, Section
 from dhelix.tests.passes import strand_module
@@ -88,15 +88,3 @@ def test_an_edited_plan_is_another_order_with_another_time() -> None:
 
 def test_equal_programs_give_equal_plans() -> None:
     assert plan_files.dumps(plan()[0]) == plan_files.dumps(plan()[0])
-
-
-def test_how_often_computations_run() -> None:
-    text = """HloModule m, is_scheduled=true
-inner { a = s32[] parameter(0) ROOT b = s32[] copy(a) }
-condition { c = (s32[]) parameter(0) g = s32[] get-tuple-element(c), index=0 n = s32[] constant(6)
-  ROOT r = pred[] compare(g, n), direction=LT }
-body { s = (s32[]) parameter(0) i = s32[] get-tuple-element(s), index=0 one = s32[] constant(1)
-  j = s32[] add(i, one) k = s32[] call(j), to_apply=inner l = s32[] call(k), to_apply=inner ROOT t = (s32[]) tuple(j) }
-ENTRY e { z = s32[] constant(0) u = (s32[]) tuple(z) ROOT w = (s32[]) while(u), condition=condition, body=body }
-"""
-    assert {c.name: n for c, n in executions(HloModule.from_text(text)).items()} == {"e": 1, "body": 6, "inner": 12}
