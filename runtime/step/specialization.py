@@ -262,8 +262,8 @@ class Specialization:
             would_do = min(would_do, self._limit_that_would_do(needed)[0])
         why = "" if self._limit_given else f", which is the plain step and {MEMORY_SLACK:.0%}"
         reason = (
-            f"two strands need more than {bytes_text(limit)}, arguments and all{why}; the smallest limit that would do is"
-            f" memory_limit={bytes_option(would_do)!r}"
+            f"two strands need more than {bytes_text(limit)}, arguments and all{why}; the smallest limit that would do"
+            f" is memory_limit={bytes_option(would_do)!r}"
         )
         if self._options.strict:
             raise DhelixError(f"{self._name}: {reason}")

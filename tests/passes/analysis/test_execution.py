@@ -38,7 +38,7 @@ def test_places_know_what_leads_to_them(module: HloModule) -> None:
 
 
 def test_instructions_come_in_the_order_in_which_they_run(module: HloModule) -> None:
-    names = [i.name for i, _ in instructions(module.entry)]
+    names = [i.name.partition(".")[0] for i, _ in instructions(module.entry)]
     assert names == "z u w s i one j k a b l a b t o d a b a n".split()
 
 
@@ -48,7 +48,7 @@ def test_each_computation_once(module: HloModule) -> None:
 
 
 def test_a_loop_of_unknown_length_counts_once(module: HloModule) -> None:
-    open_ended = HloModule.from_text(TEXT.replace("n = s32[] constant(6)", "n = s32[] add(g, g)"))
+    open_ended = HloModule.from_text(TEXT.replace("z = s32[] constant(0)", "z = s32[] parameter(0)"))
     assert executions(open_ended)[next(c for c in open_ended.computations if c.name == "body")] == 1
     (loop,) = (i for i in open_ended.entry.instructions if i.opcode == "while")
     assert counted_trips(loop) == 1
