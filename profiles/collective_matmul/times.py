@@ -25,8 +25,8 @@ One fact a line, times in microseconds with five digits as [median, distance of 
     }
 
 Equal times give equal text. A file may come from a stranger: every field is checked when it is read, as those of
-profiles are. Files are read when they are asked for, once until they change. `benchmarks/collective_matmul.py`
-measures, `benchmarks/collective_matmul_tables.py --ship` writes them.
+profiles are. Files are read when they are asked for, once until they change. `benchmarks/collective_matmul/run.py`
+measures, `benchmarks/collective_matmul/tables.py --ship` writes them.
 """
 
 from __future__ import annotations

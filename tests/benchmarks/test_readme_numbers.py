@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dhelix.benchmarks import strands
-from dhelix.benchmarks.strand_results import Group, groups, read
-from dhelix.benchmarks.strand_variants import BOUND, OURS
+from dhelix.benchmarks.strands import run as strands
+from dhelix.benchmarks.strands.results import Group, groups, read
+from dhelix.benchmarks.strands.variants import BOUND, OURS
 from dhelix.errors import DhelixError
 
-ROOT = Path(strands.__file__).parent.parent
+ROOT = Path(strands.__file__).parents[2]
 ROW = re.compile(
     r"\| (NVLink|peer-to-peer disabled), (\d+) \| (\d+) ms \| (\d+) ms \| ([\d.]+) \| (?:(\d+) %)? ?"
     r"\| (\d+) % \| (-[\d.]+) % \|"

@@ -2,7 +2,7 @@
 
 Twenty, because an error that one step rounds away, in a carried state or in the order of micro-batches, grows from step
 to step. AdamW would make much of nothing: it divides small gradients by their size, rounding errors included. On CPU
-devices, where orders of operators play no part; `benchmarks/strands.py --check_steps 20` checks every order on GPUs.
+devices, where orders of operators play no part; `benchmarks/strands/run.py --check_steps 20` checks all orders on GPUs.
 
 Pairings that leave two loops of one direction apart run on one device: XLA's CPU runtime, unlike GPUs, runs independent
 loops at the same time, and takes collectives of the same kind in both for one, which stops the process.

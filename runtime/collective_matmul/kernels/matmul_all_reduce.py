@@ -58,7 +58,7 @@ def default_tiles(site: Site) -> Tiles:
     The defaults on a third one: 148 of 186, 408 of 426, and 46 of 42 with 64 rows.
 
     All of these by small tiles in six steps. Four leave shared memory for pieces of 64 columns, 128 bytes, of four
-    devices. One H200, without links (2026-11-23, `benchmarks/own_tiles.py`), one of as many rounds of tiles as devices
+    devices. One H200, without links (2026-11-23, `own_tiles.py`), one of as many rounds of tiles as devices
     an own one:
 
         rows x k x columns      devices    cuBLAS    128x128, 6 steps    5      4      128x256
@@ -93,7 +93,7 @@ def splits_for(site: Site, tiles: Tiles) -> int:
 
     A block reads w at some 85 GB/s, so tiles of 64 columns beside each other keep the memory busy: where there are
     fewer, contractions are split until as many blocks read. It costs some 4 us, so not below a depth of 4096; of very
-    deep ones the rest of the SMs has its share, too. On an H200 (2026-11-23, `benchmarks/own_tiles.py`), in
+    deep ones the rest of the SMs has its share, too. On an H200 (2026-11-23, `own_tiles.py`), in
     microseconds of the GEMM alone:
 
         rows x k x columns      cuBLAS   1 split    2       4       8       chosen

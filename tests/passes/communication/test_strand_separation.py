@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from dhelix.benchmarks.structure import Case, lower
+from dhelix.benchmarks.programs.structure import Case, lower
 from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.communication.strand_separation import StrandSeparation
 from dhelix.passes.framework.manager import PassManager, Stage

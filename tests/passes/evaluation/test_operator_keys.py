@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.benchmarks.structure import Case, lower
+from dhelix.benchmarks.programs.structure import Case, lower
 from dhelix.passes.evaluation.operator_keys import OperatorKeys, key_of
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, parse

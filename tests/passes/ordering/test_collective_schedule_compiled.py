@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.benchmarks.structure import Case, interleave, lower
+from dhelix.benchmarks.programs.structure import Case, interleave, lower
 from dhelix.passes.framework.manager import PassManager
 from dhelix.passes.framework.report import CHANGED
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dhelix.benchmarks.structure import Case, interleave, lower
+from dhelix.benchmarks.programs.structure import Case, interleave, lower
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassManager, Stage

@@ -1,7 +1,7 @@
 """The interleaved train step, compiled for 4, 8 and 64 H200s without having one: loops, copies and memory.
 
 Llama-8B shapes, 8 layers, 16 micro-batches. One test per case, as each compiles two programs (about
-10 s on one core). `benchmarks/structure.py` prints the numbers of these and more cases; docs/benchmarks.md
+10 s on one core). `benchmarks/programs/structure.py` prints the numbers of these and more cases; docs/benchmarks.md
 quotes them.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import pytest
 
-from dhelix.benchmarks.structure import Case, interleave, lower, measure
+from dhelix.benchmarks.programs.structure import Case, interleave, lower, measure
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import replace_uses
 from dhelix.runtime.compiler import lowering

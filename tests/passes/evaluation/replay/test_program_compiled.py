@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.benchmarks.structure import Case, lower
+from dhelix.benchmarks.programs.structure import Case, lower
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.evaluation.replay.operators import Operator, find_operators, leaves, memory_space
 from dhelix.passes.evaluation.replay.program import Item, OperatorReplay, Program, parse_name, placeholder_name

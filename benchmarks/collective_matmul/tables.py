@@ -1,0 +1,240 @@
+"""Tables of what `collective_matmul.py` measured, and the times that dhelix ships, made from the same files.
+
+    python benchmarks/collective_matmul/tables.py FILE.json FILE.json ...        # prints the tables
+    python benchmarks/collective_matmul/tables.py FILE.json --docs docs/collective_matmul.md --name nvlink
+    python benchmarks/collective_matmul/tables.py FILE.json --ship profiles/data/collective_matmul
+
+Files of one GPU, link and axis size make one set of tables; of a site in several files the last one counts, and forms
+that only an earlier one has are scaled by the monolithic form's time in both. A page holds the tables between lines as
+of `strands/tables.py`; `--ship` writes a file for each GPU and link, axis sizes together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dhelix.benchmarks.collective_matmul.results import Results
+from dhelix.benchmarks.collective_matmul.sites import DISTFUSE_ROWS, MODELS
+from dhelix.benchmarks.strands.tables import into_page
+from dhelix.errors import DhelixError
+from dhelix.profiles.collective_matmul import times as collective_matmul_times
+from dhelix.profiles.collective_matmul.sites import KINDS, MONOLITHIC, Site, Times, choose
+from dhelix.profiles.files import storage
+
+# Of issue "Collective matmul": (must, aim) of the share on 4 H200s over NVLink; of the speed-up for DistFuse's shapes.
+SHARES: Mapping[str, tuple[float, float]] = {"all_gather_matmul": (0.87, 0.93), "matmul_reduce_scatter": (0.85, 0.92)}
+SPEED_UP = (1.2, 1.35)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A row of DistFuse's table 1, on 4 A100-40GB over NVLink: microseconds."""
+
+    gemm: float
+    all_reduce: float
+    together: float
+    distfuse: float
+
+
+DISTFUSE = {8192: Paper(166.0, 221.0, 387.0, 333.8), 28672: Paper(534.5, 221.0, 764.5, 621.6)}
+"""By global K; M 1024, N 8192."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Results of one GPU, link, setting and axis size."""
+
+    results: Sequence[Results]
+
+    @property
+    def times(self) -> Times:
+        return merged(self.results)
+
+    @property
+    def names(self) -> dict[Site, str]:
+        """Measured sites, by kind, shape and rows."""
+        timed = self.times.sites
+        names = {site: found.name for r in self.results for site, found in r.sites.items() if site in timed}
+        return {site: names[site] for site in sorted(names, key=lambda s: (KINDS.index(s.kind), names[s], s))}
+
+
+def merged(results: Iterable[Results]) -> Times:
+    """Of one GPU, link and setting."""
+    first, *others = (result.times() for result in results)
+    for later in others:
+        first = first.merged(later)
+    return first
+
+
+def groups(results: Iterable[Results], by_devices: bool = True) -> list[Group]:
+    """In the order of the files."""
+    found: dict[tuple[str, str, str, int], list[Results]] = {}
+    for r in results:
+        found.setdefault((r.on.gpu, r.link, r.setting, by_devices * r.devices), []).append(r)
+    return [Group(of_one) for of_one in found.values()]
+
+
+def tables(results: Sequence[Results]) -> str:
+    """All tables, in Markdown."""
+    return "\n\n".join(_of_group(group) for group in groups(results)) + "\n"
+
+
+def _of_group(group: Group) -> str:
+    times, names = group.times, group.names
+    parts = [_head(group)]
+    for kind in KINDS:
+        of_kind = {site: name for site, name in names.items() if site.kind == kind}
+        if of_kind:
+            parts += [_sentence(kind, times, of_kind), _markdown(collective_matmul_times.share_table(times, of_kind))]
+    parts += [_distfuse(times), _checked(group), _missing(group)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(group: Group) -> str:
+    first = group.results[0]
+    dates = ", ".join(sorted({r.on.date for r in group.results}))
+    machines = ", ".join(sorted({r.on.machine for r in group.results if r.on.machine})) or "unknown"
+    rounds = sorted({len(us) for r in group.results for m in r.sites.values() for us in m.us.values()})
+    return (
+        f"**{first.on.gpu}, axis of {first.devices}, {first.link}, setting {first.setting}; medians of "
+        f"{' or '.join(map(str, rounds))} rounds** (machine {machines}, jax {first.on.jax}, NCCL "
+        f"{first.on.nccl or 'unknown'}, {dates})"
+    )
+
+
+def _sentence(kind: str, times: Times, sites: Iterable[Site]) -> str:
+    """The shares of what is chosen; of the monolithic form; and the goal."""
+    chosen, monolithic = [], []
+    for site in sites:
+        here = times.sites[site]
+        if MONOLITHIC in here.forms:
+            chosen.append(here.bound / here.forms[choose(site, times)].seconds)
+            monolithic.append(here.bound / here.forms[MONOLITHIC].seconds)
+    if not chosen:
+        return f"`{kind}`"
+    text = (
+        f"`{kind}`: share of the chosen form, median {statistics.median(chosen):.3f}, least {min(chosen):.3f}; of the "
+        f"monolithic form {statistics.median(monolithic):.3f}, {min(monolithic):.3f}"
+    )
+    if kind in SHARES:
+        text += " (must be {}, should be {} on 4 H200s over NVLink)".format(*SHARES[kind])
+    return text + "."
+
+
+def _distfuse(times: Times) -> str:
+    """Table 1 of the paper beside the same shapes here; "" where none was measured."""
+    rows: list[tuple[str, ...]] = [(
+        "global K", "GEMM µs", "all-reduce µs", "monolithic µs", "chosen µs", "form", "speed-up",
+        "paper: GEMM, all-reduce, together", "paper: DistFuse", "paper: speed-up",
+    )]  # fmt: skip
+    for site in sorted(times.sites):
+        here, paper = times.sites[site], DISTFUSE.get(site.contraction * site.axis_size)
+        shape = (KINDS[2], DISTFUSE_ROWS, MODELS[-1].hidden)
+        if paper is None or (site.kind, site.rows, site.columns) != shape or MONOLITHIC not in here.forms:
+            continue
+        form = choose(site, times)
+        plain, best = here.forms[MONOLITHIC].seconds, here.forms[form].seconds
+        ours = (f"{1e6 * s:.1f}" for s in (here.gemm.seconds, here.collective.seconds, plain, best))
+        printed = (f"{paper.gemm}, {paper.all_reduce}, {paper.together}", f"{paper.distfuse}")
+        speed_up, of_paper = f"{plain / best:.2f}", f"{paper.together / paper.distfuse:.2f}"
+        rows.append((str(site.contraction * site.axis_size), *ours, form.name, speed_up, *printed, of_paper))
+    if len(rows) == 1:
+        return ""
+    must = (
+        "DistFuse's table 1 (M 1024, N 8192; the paper: 4 x A100-40GB), speed-up must be {}, should be {} on 4 H200s:"
+    )
+    return must.format(*SPEED_UP) + "\n\n" + _markdown(rows)
+
+
+def _checked(group: Group) -> str:
+    found = [
+        (difference, f"{key.partition(':')[0]}, {site.key}")
+        for r in group.results
+        for site, measured in r.sites.items()
+        for key, difference in measured.differs.items()
+        if key in measured.us
+    ]
+    if not found:
+        return ""
+    worst, where = max(found)
+    return f"All results differ from float32 by at most {worst:.4f} of the largest number ({where})."
+
+
+def _missing(group: Group) -> str:
+    """Forms without times by reason, and sites that a budget had no time for."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in group.results:
+        for site, measured in r.sites.items():
+            for key, why in measured.failed.items():
+                reasons.setdefault((key.partition(":")[0], why), []).append(f"{key} at {site.key}")
+    lines = [f"- {name}, {len(at)} times, such as {at[0]}: {why}" for (name, why), at in reasons.items()]
+    lines += _dropped(group)
+    return "Not measured:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _dropped(group: Group) -> list[str]:
+    """For each kind how many sites there was no time for in any call."""
+    known = {site.key for site in group.times.sites}
+    left = dict.fromkeys(line for r in group.results for line in r.dropped if not any(k in line for k in known))
+    kinds = collections.Counter(kind for line in left for kind in KINDS if kind in line)
+    return [f"- {kind}: no time left for {count} of the sites" for kind, count in kinds.items()]
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *others = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
+
+
+def without_leads(times: Times) -> Times:
+    """Leaves out reduce-scatters' tiles with a lead, and sites where that was all that the kernel had.
+
+    They were measured when a tile was stored before the next one was multiplied. Since it is stored beside it, the same
+    tiles are faster without a lead (2 H200s, 16384x2048x4096: 442 us, with a lead of 66 503 us), and a site that is
+    left out goes by its neighbours.
+    """
+    sites = {}
+    for site, here in times.sites.items():
+        leads = {f for f in here.forms if site.kind == KINDS[1] and f.tiles is not None and f.tiles.lead is not None}
+        if not leads or any(form.tiles is not None for form in here.forms.keys() - leads):
+            sites[site] = replace(here, forms={f: timing for f, timing in here.forms.items() if f not in leads})
+    return replace(times, sites=sites)
+
+
+def ship(results: Sequence[Results], folder: Path) -> list[Path]:
+    """Writes the times that the library reads, a file for each GPU and link. Settings but the default are left out."""
+    paths = []
+    for group in groups([r for r in results if r.setting == "default"], by_devices=False):
+        times = without_leads(group.times)
+        paths.append(folder / storage.file_name(times.hardware, times.link))
+        collective_matmul_times.save(times, paths[-1])
+    return paths
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
+    parser.add_argument("--name", default="nvlink", help="of the marks")
+    parser.add_argument("--ship", type=Path, help="a folder, to write times into")
+    arguments = parser.parse_args()
+    try:
+        results = [Results.read(path) for path in arguments.files]
+        if arguments.docs is not None:
+            page = arguments.docs.read_text()
+            arguments.docs.write_text(into_page(page, arguments.name, tables(results)))
+        if arguments.ship is not None:
+            print("\n".join(map(str, ship(results, arguments.ship))))
+        if arguments.docs is None and arguments.ship is None:
+            print(tables(results))
+    except (DhelixError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

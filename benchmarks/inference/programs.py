@@ -1,0 +1,200 @@
+"""A stack of Llama layers in inference as programs that are timed, and their operands.
+
+    prefill, 1 x 4096     layers, x [1, 4096, hidden]            -> x, keys and values of 4096 tokens
+    decode, 64 x 4096     layers, x [64, 1, hidden], 64 caches   -> x, the caches with one token more
+
+Layers are arrays of their own, as in a serving engine: in a loop over stacked layers XLA copies weights out of the
+stack for kernels and for matmuls in pieces, and nothing else would be measured in decode. Caches are donated and
+written in place; each call writes the same token, so all calls do the same work, whichever variant was before.
+
+Variants differ in what attention's and the feed-forward's output matmuls, two per layer, do for their sum over devices:
+
+    xla                  the matmul, then NCCL's all-reduce
+    tile_all_reduce      the matmul, then the tile-wise all-reduce: no overlap, what DistFuse measures in vLLM
+    a form's key         that form of `matmul_all_reduce`
+    no communication     the matmul: the bound, wrong by design. A barrier keeps XLA from adding the residual stream
+                         inside of the matmul, which no variant with communication can
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dhelix.benchmarks.inference.results import BOUND, TILE_WISE, XLA
+from dhelix.errors import DhelixError
+from dhelix.models import LlamaConfig, llama
+from dhelix.models.inference import Cache, cache_shapes, cache_specs, decode_layers, prefill_layers
+from dhelix.models.layers import resolve_attention
+from dhelix.models.parallel import TensorParallel
+from dhelix.runtime.collective_matmul import CollectiveMatmuls
+from dhelix.runtime.collective_matmul.kernels.tile_all_reduce import tile_all_reduce
+from dhelix.runtime.collective_matmul.products import matmul
+from dhelix.runtime.processes.launch_settings import link_of
+
+_ROOM = 128  # tokens that a cache has left, so that the new one is inside and the room divides by tiles
+_OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,  # matrix products are cuBLAS's alone, as in `collective_matmul.py`
+    "xla_gpu_dot_merger_threshold_mb": 0,  # else each call copies weights of q, k, v together, to multiply them at once
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one call does.
+
+    Attributes:
+      batch: sequences.
+      tokens: of each of their prompts, or that are cached of each.
+    """
+
+    kind: Literal["prefill", "decode"]
+    batch: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.batch} x {self.tokens}"
+
+    @property
+    def new(self) -> int:
+        """Tokens of each sequence that go through the layers."""
+        return self.tokens if self.kind == "prefill" else 1
+
+    @property
+    def capacity(self) -> int:
+        return self.tokens + (0 if self.kind == "prefill" else _ROOM)
+
+
+class WithoutCommunication(CollectiveMatmuls):
+    """A row-parallel matmul that leaves its partial sum as it is."""
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+        return lax.optimization_barrier(matmul(x, w))
+
+
+class TileWise(CollectiveMatmuls):
+    """A row-parallel matmul, and an all-reduce through peers' memory behind it."""
+
+    def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+        if link_of(os.environ) != "nvlink":
+            raise DhelixError(f"{TILE_WISE} needs peer-to-peer access, and NCCL_P2P_DISABLE is set: leave it out")
+        return tile_all_reduce(matmul(x, w), axis_name)
+
+
+def parallel_of(variant: str) -> TensorParallel:
+    """Of one of the above."""
+    if variant == XLA:
+        return TensorParallel()
+    others = {TILE_WISE: TileWise, BOUND: WithoutCommunication}
+    return TensorParallel(collective_matmuls=others[variant]() if variant in others else CollectiveMatmuls(variant))
+
+
+def config_for(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
+    """Layers as arrays of their own, and the attention of the mesh's devices."""
+    platform = mesh.devices.flat[0].platform
+    return dataclasses.replace(config, scan_layers=False, attention=resolve_attention(config, platform))
+
+
+def program(config: LlamaConfig, mesh: Mesh, case: Case, variant: str) -> Callable[..., tuple[jax.Array, Any]]:
+    """Jitted: layers, x, and for decode caches (donated) and how many tokens they hold, to x and caches."""
+    parallel = parallel_of(variant)
+    layers, cached = llama.param_specs(config)["layers"], cache_specs(config).layers
+
+    def prefill(layers: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        x, cache = prefill_layers(config, layers, x, case.capacity, parallel)
+        return x, cache.layers
+
+    def decode(layers: Any, x: jax.Array, cached: Any, length: jax.Array) -> tuple[jax.Array, Any]:
+        x, cache = decode_layers(config, layers, x, Cache(cached, length), parallel)
+        return x, cache.layers
+
+    on_each = functools.partial(jax.shard_map, mesh=mesh, out_specs=(P(), cached), check_vma=False)
+    if case.kind == "prefill":
+        return jax.jit(on_each(prefill, in_specs=(layers, P())))
+    return jax.jit(on_each(decode, in_specs=(layers, P(), cached, P())), donate_argnums=2)
+
+
+def lowered(config: LlamaConfig, mesh: Mesh, case: Case, variant: str) -> jax.stages.Lowered:
+    """`program` for the shapes of a case."""
+    shapes = [_layer_shapes(config)] * config.layers, _x_shape(config, case), *_cache_shapes(config, case)
+    operands = jax.tree.map(_placed, shapes, _shardings(config, mesh, case))
+    return program(config, mesh, case, variant).lower(*operands)
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
+    """Of all variants."""
+    return {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
+
+
+def make_layers(config: LlamaConfig, mesh: Mesh) -> list[dict[str, jax.Array]]:
+    """Weights of all layers: normal numbers, scaled so that outputs have a deviation near 1, and ones for norms."""
+    shapes = _layer_shapes(config)
+    depths = {"wo": config.heads * config.head_dim, "w_down": config.ffn}
+
+    def make(key: jax.Array) -> dict[str, jax.Array]:
+        keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+        return {
+            name: jnp.ones(shape.shape, shape.dtype)
+            if name.endswith("norm")
+            else _normal(keys[name], shape, depths.get(name, config.hidden) ** -0.5)
+            for name, shape in shapes.items()
+        }
+
+    specs = llama.param_specs(config)["layers"][0]
+    made = jax.jit(make, out_shardings={name: NamedSharding(mesh, spec) for name, spec in specs.items()})
+    return [made(key) for key in jax.random.split(jax.random.key(0), config.layers)]
+
+
+def make_inputs(config: LlamaConfig, mesh: Mesh, case: Case) -> tuple[Any, ...]:
+    """What `program` takes beside layers: x, and for decode normal keys and values of the cached tokens, and how many
+    these are."""
+    shapes = [_x_shape(config, case), *_cache_shapes(config, case)[:1]]
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def make(key: jax.Array) -> Any:
+        keys = jax.random.split(key, len(leaves))
+        made = [_normal(key, shape) for key, shape in zip(keys, leaves, strict=True)]
+        length = (jnp.int32(case.tokens),) if case.kind == "decode" else ()
+        return *jax.tree.unflatten(structure, made), *length
+
+    return jax.jit(make, out_shardings=_shardings(config, mesh, case)[1:])(jax.random.key(1))
+
+
+def _normal(key: jax.Array, shape: jax.ShapeDtypeStruct, deviation: float = 1.0) -> jax.Array:
+    return (deviation * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
+
+
+def _layer_shapes(config: LlamaConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of one layer, in the compute dtype."""
+    params = jax.eval_shape(functools.partial(llama.init_params, config), jax.random.key(0))
+    return {name: jax.ShapeDtypeStruct(w.shape, jnp.dtype(config.dtype)) for name, w in params["layers"][0].items()}
+
+
+def _x_shape(config: LlamaConfig, case: Case) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((case.batch, case.new, config.hidden), jnp.dtype(config.dtype))
+
+
+def _cache_shapes(config: LlamaConfig, case: Case) -> tuple[Any, ...]:
+    return cache_shapes(config, case.batch, case.capacity) if case.kind == "decode" else ()
+
+
+def _shardings(config: LlamaConfig, mesh: Mesh, case: Case) -> tuple[Any, ...]:
+    """Of layers, x, and for decode caches and their length."""
+    cached = cache_specs(config) if case.kind == "decode" else ()
+    specs = llama.param_specs(config)["layers"], P(), *cached
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P))
+
+
+def _placed(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -1,0 +1,81 @@
+"""Step time of pipelines on the GPUs of one host: the fold with two strands beside what else there is.
+
+    python benchmarks/pipeline/run.py --stages 2 --settings no_p2p,no_p2p_connections1 --budget_s 550 --out DIR
+    python benchmarks/pipeline/run.py --stages 4 --settings default,copy_engine1 --budget_s 550 --out DIR
+    python benchmarks/pipeline/run.py --stages 2 --settings no_p2p --on_paper --out DIR       # no GPU: predictions
+    python benchmarks/pipeline/tables.py DIR/*.json
+
+All variants (`variants.py`) run the same model on the same batch, stages x tensor parallelism on all GPUs, or no
+pipeline at all. How it is done is told in `strands/run.py`: a process for each launch setting, all of which take
+turns, as variants do, results written after every turn, autotuning that one process adds and the next one reads. The
+variant that matters most comes first. Losses of the first steps are compared with each other's; the tables say what
+differs.
+
+Time, for 16 layers of Llama-8B on 4 H200s: a step takes 2 to 3 s (6 s without peer-to-peer and pipeline), and each
+variant of a setting check_steps + rounds x steps of them; compiles take about a minute each on 2 cores, 25 s of it
+the passes of "dp", and run `--threads` at a time. A setting with 14 variants took about 7 minutes without
+peer-to-peer, one with 6 of them 3 minutes.
+
+Whether the largest model of `pipeline_memory.py` fits on the card, in one step:
+
+    python benchmarks/pipeline/run.py --stages 2 --layers LAYERS --variants "W, xla" --rounds 0 --check_steps 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dhelix.benchmarks.pipeline.tables import tables
+from dhelix.benchmarks.pipeline.variants import ESSENTIAL, VARIANTS
+from dhelix.benchmarks.strands import run as strands
+from dhelix.benchmarks.strands.variants import SETTINGS, chosen
+from dhelix.errors import DhelixError
+
+WORKER = Path(__file__).parent / "worker.py"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--layers", type=int, default=16)
+    made.add_argument("--tp", type=int, default=4, help="GPUs; tensor parallelism of a step without a pipeline")
+    made.add_argument("--stages", type=int, default=2, help="of the pipelines, over tp / stages GPUs each")
+    made.add_argument("--variants", default=ESSENTIAL, help=f"all, or of: {'; '.join(VARIANTS)}")
+    made.add_argument("--traces", action="store_true", help="a traced step of each, too")
+    strands.add_common_flags(made, rounds=2)
+    return made
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    try:
+        complete(arguments)
+        path = strands.measure(arguments, _file_name(arguments), WORKER, tables)
+    except DhelixError as error:
+        sys.exit(str(error))
+    print(f"results in {path}")
+
+
+def complete(arguments: argparse.Namespace) -> None:
+    """Names looked up, and what a worker of `strands/run.py` asks for beside. Raises DhelixError."""
+    arguments.settings = chosen(arguments.settings, SETTINGS, "setting")
+    names = "; ".join(VARIANTS) if arguments.variants.strip() == "all" else arguments.variants
+    arguments.variants = chosen(names, VARIANTS, "variant")
+    if not arguments.variants or not arguments.settings:
+        raise DhelixError("name at least one variant and one setting")
+    if several := [name for name in arguments.settings if SETTINGS[name].nodes > 1]:
+        raise DhelixError(f"setting {several[0]}: a pipeline's GPUs are one process here; leave it out")
+    if arguments.stages < 1 or arguments.tp % arguments.stages:
+        raise DhelixError(f"{arguments.stages} stages do not divide {arguments.tp} GPUs; take a divisor")
+    arguments.channels, arguments.shards, arguments.unrolled, arguments.no_traces = 0, 0, False, not arguments.traces
+    arguments.dp, arguments.sharding = 1, "shard_map"
+
+
+def _file_name(arguments: argparse.Namespace) -> str:
+    parts = [arguments.preset, f"l{arguments.layers}", f"pp{arguments.stages}tp{arguments.tp // arguments.stages}"]
+    return "_".join(["pipeline", *parts, f"m{arguments.microbatches}", arguments.settings[0]])
+
+
+if __name__ == "__main__":
+    main()

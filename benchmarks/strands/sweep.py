@@ -1,0 +1,204 @@
+"""How much strands gain for how much communication there is: `strands/run.py` over several workloads, and a picture.
+
+    python benchmarks/strands/sweep.py --tp 2,4 --seq 4096,8192 --channels 0,4 --budget_s 500 --out DIR
+    python benchmarks/strands/sweep.py --plot DIR/*.json --picture docs/images/strands-sweep.png
+
+The share of communication is what it costs XLA's best program, (plain - no communication) / plain; channel caps make
+it larger, as slower links would. With `--profile` what operators cost under a cap is measured first (`dhelix profile`),
+as users would on such a link; without it our order is made for the link without a cap. Beside our points stand the
+papers' own, as far as they publish both numbers (`profiles/papers/published.py`); theirs is the share that the
+Megatron-LM baseline spends in collectives, on other GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dhelix.benchmarks.strands import run as strands
+from dhelix.benchmarks.strands.results import Group, groups, read
+from dhelix.benchmarks.strands.variants import OURS, SETTINGS, VARIANTS, chosen
+from dhelix.errors import DhelixError
+from dhelix.launch.shown import figures
+from dhelix.profiles.files.storage import SEARCH_PATH
+from dhelix.profiles.papers import published
+from dhelix.profiles.papers.published import Published
+
+_COMPARED = "plain; strands, dp; plain, no communication; strands, no communication"
+_SPEED_UP, _SHARE = "speed-up over Megatron-LM", "share of time in communication"
+# (numbers, workload of the speed-up, workloads and kinds of collectives whose shares add up)
+_PAPERS: tuple[tuple[Sequence[Published], str, tuple[tuple[str, str], ...]], ...] = (
+    (published.DHELIX_A40, "Llama-39B, S 16384, CP 2", (("Llama-39B", " (TP, CP)"),)),
+    (published.DHELIX_A40, "Phi-31B, EP 8, DP 16, PP 4, capacity 6", (("Phi-31B", " (EP)"),)),
+    (published.DHELIX_A800, "Llama-66B, S 16384, TP 8, CP 2", (("Llama-66B, S 16384, TP 8, CP 2", " (TP)"),)),
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One workload: the share of its step that is communication's, and how much faster it becomes."""
+
+    name: str
+    share: float
+    speed_up: float
+    of_paper: bool = False
+
+
+def points(measured: Sequence[Group]) -> list[Point]:
+    """Of groups with a step without communication and one of ours."""
+    found = []
+    for group in measured:
+        best, xla, cost = group.best(OURS), group.xla, group.communication_cost
+        if best is None or xla is None or cost is None:
+            continue
+        w = group.run.workload
+        cap = f", {w['channels']} channel{'s' * (w['channels'] > 1)}" if w.get("channels") else ""
+        setting = best.setting.replace("_", " ")
+        shards = f" (shards of {w['shards']})" if w.get("shards") else ""
+        name = f"{w['preset'].title()}, TP {w['tp']}{shards}, S {w['seq']}, M {w['microbatches']}{cap}, {setting}"
+        found.append(Point(name, cost / xla.median_ms, xla.median_ms / best.median_ms))
+    return found
+
+
+def paper_points() -> list[Point]:
+    """DHelix's own: workloads of which it publishes the speed-up and the share of communication."""
+    return [
+        Point(
+            f"DHelix: {workload}",
+            sum(_published(numbers, "Megatron-LM", of, _SHARE + kind) for of, kind in shares) / 100,
+            _published(numbers, "DHelix", workload, _SPEED_UP),
+            of_paper=True,
+        )
+        for numbers, workload, shares in _PAPERS
+    ]
+
+
+def _published(numbers: Sequence[Published], system: str, workload: str, quantity: str) -> float:
+    found = (p for p in numbers if (p.system, p.workload, p.quantity) == (system, workload, quantity))
+    return next(found).value
+
+
+def save_png(drawn: Sequence[Point], path: Path) -> None:
+    """Speed-up over share, and the bound: the longer of communication and the rest is all that the step takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, axis = pyplot.subplots(figsize=(10, 5), dpi=150)
+    most = max([0.6, *(p.share for p in drawn)]) + 0.03
+    shares = [most * n / 100 for n in range(100)]
+    bound = [1 / max(s, 1 - s) for s in shares]
+    axis.plot(shares, bound, color="#aab2bb", linestyle="--", label="all hidden that compute can hide")
+    named: list[str] = []
+    placed: list[Point] = []  # with their numbers above them
+    for of_paper, colour, marker, label in (
+        (True, figures.ALPHA, "s", "DHelix (A40, A800)"),
+        (False, figures.BETA, "o", "here"),
+    ):
+        some = sorted((p for p in drawn if p.of_paper is of_paper), key=lambda p: p.share)
+        axis.scatter([p.share for p in some], [p.speed_up for p in some], color=colour, marker=marker, label=label)
+        for p in some:
+            named.append(f"{len(named) + 1}  {p.name.removeprefix('DHelix: ')}")
+            crowded = any(abs(q.share - p.share) < 0.018 and abs(q.speed_up - p.speed_up) < 0.03 for q in placed)
+            place = {"xytext": (0, -13 if crowded else 6), "textcoords": "offset points"}
+            axis.annotate(str(len(named)), (p.share, p.speed_up), ha="center", size=8, **place)
+            placed += [] if crowded else [p]
+    axis.text(1.02, 1.0, "\n".join(named), transform=axis.transAxes, size=7, va="top", linespacing=1.8)
+    axis.set(xlabel="share of communication", ylabel="speed-up", xlim=(0, most))
+    axis.set_ylim(0.95, max([1.5, *(p.speed_up for p in drawn)]) + 0.1)
+    axis.xaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0))
+    axis.legend(frameon=False, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def sweep(arguments: argparse.Namespace) -> list[Path]:
+    """Measures every workload there is time for. Returns the files."""
+    began, longest, files = time.monotonic(), 0.0, []
+    lists = ("channels", "tp", "shards", "seq", "microbatches")
+    numbers = (map(int, str(getattr(arguments, name)).split(",")) for name in lists)
+    for channels, tp, shards, seq, microbatches in itertools.product(*numbers):
+        left = arguments.budget_s - (time.monotonic() - began) if arguments.budget_s else 0.0
+        name = f"sweep_tp{tp}" + f"of{shards}" * bool(shards) + f"_s{seq}_m{microbatches}_c{channels}"
+        if arguments.budget_s and left < 0.8 * longest:
+            print(f"dropped {name}: {left:.0f} s of the budget were left", flush=True)
+            continue
+        given = {"preset": arguments.preset, "layers": arguments.layers, "vocab": arguments.vocab, "tp": tp}
+        given |= {"shards": shards, "seq": seq, "microbatches": microbatches, "channels": channels}
+        given |= {"rounds": arguments.rounds, "steps": arguments.steps}
+        given |= {"name": name, "out": arguments.out, "budget_s": left}
+        options = strands.parser().parse_args(["--no_traces", *(f"--{key}={value}" for key, value in given.items())])
+        options.settings = chosen(arguments.settings, SETTINGS, "setting")
+        options.variants = chosen(arguments.variants, VARIANTS, "variant")
+        start = time.monotonic()
+        try:
+            if arguments.profile:
+                profile(options)
+            files.append(strands.measure(options))
+        except DhelixError as error:  # a workload that does not fit must not cost the others their turn
+            print(f"{name}: {error}", flush=True)
+        longest = max(longest, time.monotonic() - start)
+    return files
+
+
+def profile(options: argparse.Namespace) -> None:
+    """Measures what a workload's operators cost under its cap, if that is not known, for the processes that follow.
+
+    Raises:
+      DhelixError: it could not be measured.
+    """
+    folder = options.out / f"costs_tp{options.tp}_c{options.channels}"
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = sorted({SETTINGS[name].profiled for name in options.settings})
+    workload = {"preset": options.preset, "layers": options.layers, "seq": options.seq, "mesh": f"tp={options.tp}"}
+    workload |= {"microbatches": options.microbatches, "settings": ",".join(settings)}
+    command = [sys.executable, "-c", "from dhelix.launch import cli; cli.main()", "profile", "--interleave"]
+    command += [f"--{key}={value}" for key, value in workload.items()]
+    os.environ[SEARCH_PATH] = str(folder)  # the processes of `strands.measure` look there, and this one writes there
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    flags += [f"--xla_gpu_nccl_collective_max_nchannels={options.channels}"] * bool(options.channels)
+    if subprocess.run(command, env={**os.environ, "XLA_FLAGS": " ".join(flags).strip()}).returncode:
+        raise DhelixError("its costs were not measured")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-8b")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--tp", default="2,4", help="sizes, separated by commas")
+    parser.add_argument("--shards", default="0", help="GPUs have as much as with so many; 0: as with --tp")
+    parser.add_argument("--seq", default="8192")
+    parser.add_argument("--microbatches", default="8")
+    parser.add_argument("--channels", default="0", help="most channels of a collective; 0: NCCL's choice")
+    parser.add_argument("--settings", default="default,connections1")
+    parser.add_argument("--variants", default=_COMPARED)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant, of --steps steps")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="measure costs under each cap first")
+    parser.add_argument("--budget_s", type=float, default=0.0, help="seconds for all workloads; 0: no limit")
+    parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
+    parser.add_argument("--plot", type=Path, nargs="+", help="files to draw; nothing is measured")
+    parser.add_argument("--picture", type=Path, default=Path("strands-sweep.png"))
+    arguments = parser.parse_args()
+    try:
+        files = arguments.plot or sweep(arguments)
+        drawn = [*points(groups([read(file) for file in files])), *paper_points()]
+        for point in drawn:
+            print(f"{point.name}: communication {point.share:.1%}, {point.speed_up:.3f} times as fast")
+        save_png(drawn, arguments.picture)
+    except DhelixError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

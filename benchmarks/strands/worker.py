@@ -1,0 +1,390 @@
+"""One process of `strands/run.py`: compiles the variants of one setting and lets them take turns.
+
+Everything is read from one JSON argument, and results are written to a file as they come. The order of events: the
+first variant is compiled, which tunes what is not known yet, then the others, several at a time; each runs its first
+steps from the same state, for losses to compare; then rounds of timed steps, on one state that they hand on; last, one
+traced step of each. Between these parts the processes of other settings have their turns (`strand_processes.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from dhelix import strand_interleave
+from dhelix.benchmarks.collectives.gpu_clocks import Clocks
+from dhelix.benchmarks.strands.processes import end_part
+from dhelix.benchmarks.strands.results import Result, Run
+from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
+from dhelix.errors import DhelixError
+from dhelix.models import preset
+from dhelix.models.config import LlamaConfig
+from dhelix.models.parallel import make_mesh
+from dhelix.models.train_step import Training, make_train_step
+from dhelix.passes.analysis.execution import CONTROL_FLOW
+from dhelix.passes.evaluation.costs import Costs
+from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.profiles import hardware
+from dhelix.profiles.files import xla_tables
+from dhelix.runtime.compiler import deviceless
+from dhelix.runtime.compiler.lowering import compiled_module
+from dhelix.runtime.profiling.provenance import provenance
+from dhelix.runtime.profiling.traces import trace
+
+
+@dataclass
+class Program:
+    """A variant on its way: compiled, and what is known of it."""
+
+    variant: Any
+    compiled: Any
+    result: Result
+
+
+class Worker:
+    """The variants of one setting. Another benchmark's worker has others, each perhaps with a train step of its own."""
+
+    variants: Mapping[str, Any] = VARIANTS
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        setting: Setting = SETTINGS[options.setting]
+        per_node = options.dp * options.tp // setting.nodes if setting.nodes > 1 else 0
+        self.setting = replace(setting, gpu=gpu_of(options), gpus_per_node=per_node)
+        self.began = time.monotonic()
+        self.training = self.make_training()
+        self.run = self.describe()
+        self.programs: list[Program] = []
+        self.steps: dict[str, Any] = {}
+
+    def make_training(self) -> Training:
+        return make_training(self.options)
+
+    def describe(self) -> Run:
+        return describe(self.options, self.training)
+
+    def training_of(self, variant: Any) -> Training:
+        """The train step that a variant compiles."""
+        return self.training
+
+    def parts(self) -> Iterator[None]:
+        """Does the work, and yields between its parts, where another setting's process may have its turn."""
+        self.compile_all()
+        if self.options.on_paper:
+            return self.predict_all()
+        if self.programs:
+            self.check()
+        if self.programs and self.options.rounds:
+            for _ in self.turns():
+                yield
+        if self.programs and not self.options.no_traces and jax.default_backend() == "gpu":
+            yield
+            self.trace_all()
+
+    # --- Compiling.
+
+    def compile_all(self) -> None:
+        names = [name for name in self.options.variants]
+        threads = 1 if jax.process_count() > 1 else self.options.threads  # processes must compile in one order
+        first, others = names[:1], names[1:]
+        with ThreadPoolExecutor(max(threads, 1)) as pool:
+            made = [self.compile(name) for name in first] + list(pool.map(self.compile, others))
+        self.programs = [program for program in made if program is not None]
+        self.say(f"{len(self.programs)} of {len(names)} programs compiled")
+        self.save()
+
+    def compile(self, name: str) -> Program | None:
+        """None if that fails: one variant must not cost the others their turn."""
+        variant, result = self.variants[name], Result(self.setting.name, name)
+        self.run.results.append(result)
+        start = time.monotonic()
+        try:
+            compiled, result.passes, result.passes_s = self.build(variant)
+            result.compile_s = time.monotonic() - start
+            memory = compiled.memory_analysis()
+            if memory is not None:
+                result.peak_gib, result.temp_gib = (
+                    memory.peak_memory_in_bytes / 2**30,
+                    memory.temp_size_in_bytes / 2**30,
+                )
+            if self.options.dump_hlo:
+                file = f"{self.setting.name}_{name}.txt".replace(" ", "_").replace(",", "")
+                Path(self.options.out, file).write_text(compiled.as_text())
+        except Exception as error:
+            self.fail(result, "did not compile", error)
+            return None
+        self.say(f"{name}: compiled in {result.compile_s:.0f} s")
+        return Program(variant, compiled, result)
+
+    def build(self, variant: Variant) -> tuple[Any, dict[str, str], float]:
+        """The compiled step, as a user's `jax.jit` or our decorator makes it, what became of passes, their seconds."""
+        options = dict(variant.options)
+        if self.options.channels:
+            options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
+        example = self.training.abstract_state(), self.training.abstract_batch(rows(self.options))
+        if variant.as_used:
+            return self.build_by_decorator(variant, options, example)
+        passes = passes_of(variant, self.setting, list(self.training.mesh.devices.flat))
+        if not passes:
+            lowered = jax.jit(self.training.train_step, donate_argnums=0).lower(*example)
+            if variant.guided:
+                options["xla_gpu_pgle_profile_file_or_directory_path"] = self.guide(self.xla(lowered, {}))
+            return self.xla(lowered, options), {}, 0.0
+        key = repr(replace(variant, name="", options={}))
+        new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
+        step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
+        return self.compile_step(step, options, example)
+
+    def build_by_decorator(
+        self, variant: Variant, options: dict[str, Any], example: Any
+    ) -> tuple[Any, dict[str, str], float]:
+        """What users get who leave to the decorator what it can choose."""
+        order: Any = variant.order
+        step = strand_interleave(
+            self.training.train_step, schedule=order, profile=self.setting.costs().profile,
+            collective_matmul=variant.collective_matmul, strict=True, donate_argnums=0, compiler_options=options,
+        )  # fmt: skip
+        return self.compile_step(step, options, example)
+
+    def compile_step(self, step: Any, options: dict[str, Any], example: Any) -> tuple[Any, dict[str, str], float]:
+        compiled = self.xla(step.lower(*example), options)
+        on_gpus = self.training.mesh.devices.flat[0].platform == "gpu"
+        report = step.report(*example) if on_gpus else step.preview(*example)
+        outcomes = {entry.name: entry.outcome for entry in report}
+        return compiled, outcomes, sum(stage.seconds for stage in report.stages)
+
+    def xla(self, lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
+        return deviceless.compile(lowered, **options) if self.options.on_paper else lowered.compile(options)
+
+    def guide(self, compiled: Any) -> str:
+        """A file of the instructions' times for XLA's scheduler, from the shipped profile."""
+        costs = self.setting.costs().costs()
+        instructions = (i for c in compiled_module(compiled).schedule for i in c.instructions)
+        timed = (i for i in instructions if i.opcode not in CONTROL_FLOW and costs.operator_keys[i] is not None)
+        path = Path(self.options.out, f"{self.setting.name}.pgle.pbtxt")
+        path.write_text(xla_tables.cost_text({i.name: costs[i].seconds for i in timed}))
+        return str(path)
+
+    # --- Running.
+
+    def check(self) -> None:
+        """First steps of every variant from the same state; which also warm it up."""
+        for program in list(self.programs):
+            if self.late(0.9):
+                self.fail(program.result, "did not run", TimeoutError("out of time"))
+                self.programs.remove(program)
+                continue
+            try:
+                training = self.training_of(program.variant)
+                state = training.init(jax.random.key(0))
+                for batch in self.batches(training, max(self.options.check_steps, 1)):
+                    state, metrics = program.compiled(state, batch)
+                    program.result.losses.append(float(metrics["loss"]))
+                    program.result.grad_norms.append(float(metrics["grad_norm"]))
+            except Exception as error:
+                self.fail(program.result, "did not run", error)
+                self.programs.remove(program)
+            state = None  # or two of them would live
+        self.save()
+
+    def turns(self) -> Iterator[None]:
+        """Rounds of timed steps; yields before each."""
+        training, state, batches = None, None, []
+        with Clocks() as clocks:
+            for turn in range(self.options.rounds):
+                yield
+                for program in self.programs:
+                    if self.training_of(program.variant) is not training:
+                        training, state = self.training_of(program.variant), None  # or two states would live
+                        state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
+                        jax.block_until_ready((state, batches))  # or the first step's time would hold theirs
+                    for batch in batches:
+                        state = timed(program, clocks, state, batch)
+                self.save()
+                if self.late(0.6):
+                    self.run.dropped.append(f"setting {self.setting.name}: {turn + 1} of {self.options.rounds} rounds")
+                    break
+
+    def trace_all(self) -> None:
+        """One step of each under the profiler, those that matter most first; and what the evaluator says of it."""
+        order = sorted(
+            self.programs, key=lambda p: (p.variant.kind == XLA and p.variant.name != "plain", p.variant.kind)
+        )
+        for program in order:
+            if self.late(0.9):
+                self.run.dropped.append(f"setting {self.setting.name}: the trace of {program.variant.name}")
+                continue
+            try:
+                module, training = compiled_module(program.compiled), self.training_of(program.variant)
+                state = jax.block_until_ready(training.init(jax.random.key(0)))
+                add_trace(program.result, traced(program.compiled, state, self.batches(training, 1)[0], module))
+                program.result.predicted_ms = self.predict(module)
+            except Exception as error:
+                self.say(f"{program.variant.name}: no trace: {first_line(error)}")
+            self.save()
+
+    def predict_all(self) -> None:
+        for program in self.programs:
+            program.result.predicted_ms = self.predict(compiled_module(program.compiled))
+            self.say(f"{program.variant.name}: {program.result.predicted_ms:.1f} ms by the evaluator")
+
+    def predict(self, module: Any) -> float:
+        model = self.setting.costs()
+        costs: Costs = model.costs()
+        return 1e3 * simulate_module(module, model.hardware, costs).seconds
+
+    def batches(self, training: Training, count: int) -> list[dict[str, jax.Array]]:
+        random = np.random.default_rng(0)
+        shape = (rows(self.options), self.options.seq + 1)
+        tokens = (random.integers(0, training.config.vocab, shape, "int32") for _ in range(count))
+        return [{"tokens": jax.device_put(t, training.batch_sharding)} for t in tokens]
+
+    # --- Book-keeping.
+
+    def late(self, share: float) -> bool:
+        """Whether that share of the time is spent. Processes that run together must not decide that alone."""
+        return jax.process_count() == 1 and time.monotonic() - self.began > share * self.options.seconds
+
+    def fail(self, result: Result, what: str, error: Exception) -> None:
+        result.failed = f"{what}: {first_line(error)}"
+        self.say(f"{result.variant} {result.failed}")
+
+    def save(self) -> None:
+        if jax.process_index() == 0:
+            self.run.write(Path(self.options.file))
+
+    def say(self, text: str) -> None:
+        if jax.process_index() == 0:
+            print(f"[{time.monotonic() - self.began:4.0f} s] {self.setting.name}: {text}", file=sys.stderr, flush=True)
+
+
+def gpu_of(options: Namespace) -> str:
+    """Whose costs the orders are found by."""
+    here = not options.on_paper and jax.default_backend() == "gpu"
+    return hardware.gpu_name(jax.devices()[0].device_kind) if here else options.hardware
+
+
+def make_training(options: Namespace) -> Training:
+    config = preset(
+        options.preset, options.layers, seq=options.seq, vocab=options.vocab, scan_layers=not options.unrolled
+    )
+    if options.shards:
+        config = narrowed(config, options.tp, options.shards)
+    nodes = SETTINGS[options.setting].nodes
+    shape = f"1x{nodes}x{options.dp * options.tp // nodes}"
+    if options.on_paper:
+        mesh = deviceless.mesh({"dp": options.dp, "tp": options.tp}, options.hardware.lower(), shape)
+    else:
+        mesh = make_mesh(options.dp, options.tp)
+    return make_train_step(config, mesh, optax.adamw(1e-4), options.microbatches, options.sharding)
+
+
+def rows(options: Namespace) -> int:
+    """Sequences of a step."""
+    return options.dp * options.microbatches
+
+
+def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
+    """`config` with as much of its heads, FFN and vocabulary on each of `tp` GPUs as each of `shards` GPUs would have.
+
+    Raises:
+      DhelixError: they do not divide.
+    """
+    sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "ffn", "vocab")}
+    if odd := [f"{name} {size}" for name, size in sizes.items() if size * tp % shards or size % shards]:
+        raise DhelixError(f"{', '.join(odd)}: no multiple of {shards} shards; give --shards that divides them")
+    return replace(config, **{name: size * tp // shards for name, size in sizes.items()})
+
+
+def describe(options: Namespace, training: Training) -> Run:
+    """The run without results."""
+    on = provenance()
+    tokens = rows(options) * options.seq
+    known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
+    names = ("preset", "layers", "seq", "vocab", "tp", "microbatches", "unrolled", "channels", "shards")
+    names += ("dp", "sharding") if options.dp > 1 or options.sharding != "shard_map" else ()
+    gpus = f"{on.gpus} x {on.gpu}, driver {on.driver}"
+    if options.on_paper:
+        gpus = f"{options.dp * options.tp} x {options.hardware}, on paper"
+    facts = {"gpus": gpus, "machine": on.machine, "platform": jax.default_backend()}
+    return Run(
+        on={**facts, "jax": on.jax, "nccl": on.nccl, "date": on.date},
+        workload={name: getattr(options, name) for name in names},
+        tokens=tokens,
+        flops=float(tokens * training.config.flops_per_token(options.seq)),
+        gpus=options.dp * options.tp,
+        peak_flops=known.peak_flops if known else 0.0,
+        results=[],
+    )
+
+
+def timed(program: Program, clocks: Clocks, state: Any, batch: Any) -> Any:
+    """One step, into the program's result; the state that it returns."""
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(program.compiled(state, batch))
+    end = time.perf_counter()
+    program.result.steps_ms.append((end - start) * 1e3)
+    found = clocks.between(start, end)
+    if found is not None:
+        program.result.mhz.append(found.mhz)
+        program.result.watts.append(found.watts)
+    return state
+
+
+def traced(compiled: Callable[..., Any], state: Any, batch: Any, module: Any) -> trace.TraceReport:
+    """What the trace of one step says of the first GPU."""
+    options: Any = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0  # only what the GPUs did: the host's events are many
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(compiled(state, batch))
+        return trace.analyse(trace.load(folder), module=module)
+
+
+def add_trace(result: Result, report: trace.TraceReport) -> None:
+    result.span_ms, result.busy_ms, result.compute_ms = report.span_ms, report.busy_ms, report.compute_ms
+    result.communication_ms, result.hidden_ms = report.communication_ms, report.hidden_ms
+    result.copies_ms = report.copies_ms
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, in one line; of an error of a pass, which XLA hands on with its traceback, that error's."""
+    text = str(error)
+    if "Traceback (most recent call last)" in text:
+        raised = [line for line in text.splitlines() if re.match(r"[\w.]+: \S", line)]
+        return (raised[-1] if raised else text)[:400]
+    return f"{type(error).__name__}: {text}".partition("\n")[0][:400]
+
+
+def main() -> None:
+    options = Namespace(**json.loads(sys.argv[1]))
+    if options.on_paper:
+        deviceless.prepare_environment()
+    if hasattr(options, "coordinator"):
+        nodes = SETTINGS[options.setting].nodes
+        jax.distributed.initialize(options.coordinator, nodes, options.process, local_device_ids=options.devices)
+    work(Worker(options))
+
+
+def work(worker: Worker) -> None:
+    """All parts, with other settings' turns in between."""
+    for _ in worker.parts():
+        end_part()
+    worker.save()
+
+
+if __name__ == "__main__":
+    main()
