@@ -10,7 +10,6 @@ command says what would be. docs/profiles.md says what the numbers mean.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 import time
@@ -176,7 +175,7 @@ def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterato
         request = Request(setting, str(job.path), job.link, pairs=job.pairs, again=job.again)
         bases = tuple(chosen["bases"])
         if chosen["preset"]:
-            yield setting, replace(request, bases=bases, preset=dataclasses.asdict(_options(chosen)))
+            yield setting, replace(request, bases=bases, preset=_options(chosen).said())
         elif arguments:
             yield setting, replace(request, bases=bases, module=str(dumps.find_module(arguments[0])))
         if chosen["collectives"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from dhelix.runtime.step.options import StepOptions
 
@@ -41,3 +42,8 @@ class Options:
     save_every: int | None = None
     resume: bool = False
     peak_tflops: float | None = None
+
+    def said(self) -> dict[str, Any]:
+        """All but how micro-batches are interleaved, as JSON values: what `Options(**said)` takes."""
+        fields = (field.name for field in dataclasses.fields(self) if field.name != "step")
+        return {name: getattr(self, name) for name in fields}

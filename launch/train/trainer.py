@@ -284,8 +284,7 @@ def results(run: Run, steps: list[Step]) -> dict[str, Any]:
 
 def _said(options: Options) -> dict[str, Any]:
     """Options by their flags' names, as JSON values."""
-    own = {field.name: getattr(options, field.name) for field in dataclasses.fields(options) if field.name != "step"}
-    return own | {name: getattr(options.step, name) for name in step_options.flags()}
+    return options.said() | {name: getattr(options.step, name) for name in step_options.flags()}
 
 
 def identity(run: Run) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dhelix.launch import cli
 from dhelix.launch.inspect.dumps import Memory
 from dhelix.launch.plan import command as plan_command
 from dhelix.launch.plan import picture as plan_picture
+from dhelix.launch.plan import program as plan_program
 from dhelix.launch.plan import tables as plan_tables
 from dhelix.launch.plan.program import Program
 from dhelix.launch.plan.search import Candidate, MemoryLimit, OverLimitError, search
@@ -317,38 +318,42 @@ def test_errors_are_one_line(dump: Path, plan: RunPlan, arguments: tuple[str, ..
     assert status == 1 and said in errors.splitlines()[-1]
 
 
+def carried_out(options: trainer.Options, plan: str) -> None:
+    """The step runs in the plan's order, though it has more layers and micro-batches than what was planned."""
+    training, batch = profile_step.deviceless_training(options)
+    step = trainer.make_step(training, plain=False, options=StepOptions(plan=plan))
+    example = training.abstract_state(), training.abstract_batch(batch)
+    # Not tuned, so fused otherwise than what was planned. The order is the last that XLA asks passes for.
+    broken_off.at_schedule(step.lower(*example), {**deviceless.COMPILER_OPTIONS, **deviceless.results_option()})
+    done = step.report(*example)["planned-order"]
+    assert done.changed and any(note.message == "ordered as planned" for note in done.notes)
+
+
 @pytest.mark.slow
 @pytest.mark.deviceless
-@pytest.mark.parametrize(
-    ("pp", "tp", "layers", "skew", "start", "row_parts"),
-    [
-        (2, 2, 8, 0, "--setting=connections1", 0),
-        (1, 4, 4, 1, "--link=no-p2p --setting=small-buffers", 2),
-    ],
-)
-def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(
-    pp: int, tp: int, layers: int, skew: int, start: str, row_parts: int, plan: RunPlan, tmp_path: Path
-) -> None:
-    """Without a GPU, from the shipped profile; what runs it has more layers and micro-batches."""
+def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp_path: Path) -> None:
+    """Without a GPU, from the shipped profile."""
     out = tmp_path / "plan.json"
     status, text, _ = plan(
-        "--preset=llama-8b", f"--layers={layers}", f"--pp={pp}", f"--mesh=tp={tp}", "--microbatches=3",
-        *start.split(), f"--skew={skew}", "--json", f"--out={out}",
+        "--preset=llama-8b", "--layers=4", "--mesh=tp=4", "--microbatches=3", "--skew=1", "--link=no-p2p",
+        "--setting=small-buffers", "--json", f"--out={out}",
     )  # fmt: skip
     found = json.loads(text)
     assert status == 0 and found["guessed_fraction"] < 0.05
     assert found["makespan_us"] < min(found["xla_order_us"], found["plain_us"])
     assert found["memory"]["interleaved"] <= found["memory"]["limit"]
     made = plan_files.load(out)
-    assert (made.order.skew, made.collectives.row_parts) == (skew, row_parts) == (found["skew"], found["row_parts"])
+    assert (made.order.skew, made.collectives.row_parts) == (1, 2) == (found["skew"], found["row_parts"])
     assert len([name for name in made.bodies[0].order if name.startswith("beta ")]) >= 11
     assert len({body.fingerprint for body in made.bodies}) == len(made.bodies)
-    training, batch = profile_step.deviceless_training(
-        trainer.Options("llama-8b", layers=2 * layers, pp=pp, mesh=f"tp={tp}", microbatches=6)
-    )
-    step = trainer.make_step(training, plain=False, options=StepOptions(plan=str(out)))
-    example = training.abstract_state(), training.abstract_batch(batch)
-    # Not tuned, so fused otherwise than what was planned. The order is the last that XLA asks passes for.
-    broken_off.at_schedule(step.lower(*example), {**deviceless.COMPILER_OPTIONS, **deviceless.results_option()})
-    done = step.report(*example)["planned-order"]
-    assert done.changed and any(note.message == "ordered as planned" for note in done.notes)
+    carried_out(trainer.Options("llama-8b", layers=8, mesh="tp=4", microbatches=6), str(out))
+
+
+@pytest.mark.slow
+@pytest.mark.deviceless
+def test_a_pipeline_is_planned_and_runs_its_plan(tmp_path: Path) -> None:
+    options = trainer.Options("llama-demo", layers=8, seq=128, pp=2, mesh="tp=2", microbatches=3)
+    step = plan_program.of_preset(options)
+    found = search(step, CostModel.find("H200", "nvlink", "connections1"), DP, MemoryLimit(None))
+    plan_files.save(found.plan, tmp_path / "plan.json")
+    carried_out(replace(options, layers=16, microbatches=6), str(tmp_path / "plan.json"))

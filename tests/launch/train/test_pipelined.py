@@ -162,5 +162,5 @@ def test_a_plan_for_a_step_without_a_pipeline_is_refused_and_stops_nothing() -> 
     plan = Plan("a step", PlanTarget.of("H200", "nvlink", "default"), CollectivesSection(reduced=1), order)
     training = pipelined()
     step = trainer.make_step(training, False, StepOptions(plan=plan))
-    report = step.report(training.abstract_state(), training.abstract_batch(6))
+    report = step.preview(training.abstract_state(), training.abstract_batch(6))
     assert "gradient-reduction" not in [entry.name for entry in report]

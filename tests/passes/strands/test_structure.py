@@ -20,7 +20,6 @@ OF_BOTH = 1.05  # where gathered parameters of both strands live at once: in XLA
 
 CASES = (
     Case("4 GPUs"),
-    Case("8 GPUs", dp=2),
     Case("64 GPUs", dp=8, tp=8),
     Case("4 GPUs, automatic sharding", sharding="auto"),
     Case("4 GPUs, parameters split over dp", dp=4, tp=1, layers=6, sharding="fsdp"),

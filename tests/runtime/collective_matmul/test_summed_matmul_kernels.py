@@ -268,7 +268,6 @@ def lowered(kind: str, axes: dict[str, int], rows: int, columns: int = 1024, dep
     [
         ("matmul_reduce_scatter", {"tp": 2}, 1024),
         ("matmul_reduce_scatter", {"dp": 2, "tp": 2}, 1024),  # LLVM's time grows with the square of all devices
-        ("matmul_reduce_scatter", {"tp": 8}, 2048),
         ("matmul_all_reduce", {"tp": 2, "dp": 2}, 1024),
         ("matmul_all_reduce", {"tp": 4}, 1024),
         ("matmul_all_reduce", {"tp": 4}, 64),

@@ -74,8 +74,8 @@ def test_what_does_not_go_with_a_pipeline() -> None:
         verify=True,
     )  # fmt: skip
     refuse(
-        "schedule='intra_batch' has no pipeline: take dp, list,", interleave, step, microbatches=2, pipeline=Fold(2),
-        schedule="intra_batch",
+        "schedule='intra_batch' has no pipeline: take dp, list or xla",
+        interleave, step, microbatches=2, pipeline=Fold(2), schedule="intra_batch",
     )  # fmt: skip
 
 
