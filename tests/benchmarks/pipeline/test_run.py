@@ -113,7 +113,7 @@ def test_results_survive_a_file_and_other_files_are_refused(tmp_path: Path) -> N
     some.write(tmp_path / "a.json")
     assert read(tmp_path / "a.json") == some
     (tmp_path / "b.json").write_text('{"results": []}')
-    with pytest.raises(DhelixError, match=r"holds no results of benchmarks/pipeline\.py"):
+    with pytest.raises(DhelixError, match=r"holds no results of benchmarks/pipeline/run\.py"):
         read(tmp_path / "b.json")
 
 
