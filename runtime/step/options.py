@@ -12,6 +12,8 @@ Nothing here imports jax, since `dhelix train --help` comes here.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,14 +291,13 @@ def with_options_of[**O](options: Callable[O, StepOptions]) -> Callable[[Callabl
     mean."""
 
     def of(function: Callable[..., Any]) -> StrandInterleave[O]:
-        import inspect
-
         own = inspect.signature(function)
         first = next(iter(own.parameters.values()))
-        keywords = inspect.signature(options).parameters.values()
+        of_jit = {field.name for field in dataclasses.fields(JitOptions)}
+        keywords = sorted(inspect.signature(options).parameters.values(), key=lambda p: p.name in of_jit)  # ours first
         function.__signature__ = own.replace(parameters=[first, *keywords])  # pyright: ignore[reportFunctionMemberAccess]
         said = inspect.cleandoc(options.__doc__ or "").partition("\n\n")[2].partition("\n\nRaises")[0]
-        function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("<options>", said.replace("\n", "\n    "))
+        function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("  <options>", textwrap.indent(said, "  "))
         return cast("StrandInterleave[O]", function)
 
     return of

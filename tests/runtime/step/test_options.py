@@ -48,7 +48,7 @@ def test_options_are_those_of_the_step_and_of_jit() -> None:
 
 def test_help_says_what_each_option_means() -> None:
     said = strand_interleave.__doc__ or ""
-    assert all(f"        {field.name}: " in said for field in dataclasses.fields(StepOptions)[len(JIT) :])
+    assert all(f"      {field.name}: " in said for field in dataclasses.fields(StepOptions)[len(JIT) :])
 
 
 def test_memory_may_be_said_with_a_unit() -> None:
