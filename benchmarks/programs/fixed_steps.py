@@ -3,8 +3,9 @@
     python benchmarks/programs/fixed_steps.py --out before.json      # then change the code
     python benchmarks/programs/fixed_steps.py --against before.json  # status 1 and a line for each that differs
 
-Steps are compiled for H200s that need not be there. A digest is of the program after the lowered passes, or of the
-compiled program in its order, without what does not compute: metadata, and the marker in names.
+Steps are compiled for H200s that need not be there. A digest is of the program after the lowered passes, of the
+compiled program in its order, both without what does not compute (metadata, and the marker in names), or of the plan
+that this order is, as it is read from a file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ import jax  # noqa: E402
 
 from dhelix.launch.profile import step as profile_step  # noqa: E402
 from dhelix.launch.train import trainer  # noqa: E402
+from dhelix.passes.evaluation.costs import CostModel  # noqa: E402
 from dhelix.passes.hlo import HloModule  # noqa: E402
+from dhelix.passes.plans import plan_files  # noqa: E402
+from dhelix.passes.plans.plan import Plan, PlanTarget  # noqa: E402
+from dhelix.passes.plans.plan_making import make_plan  # noqa: E402
 from dhelix.runtime.compiler import lowering  # noqa: E402
 from dhelix.runtime.step.options import StepOptions  # noqa: E402
 
@@ -55,6 +60,7 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the st
 }
 
 
+MODEL = CostModel.find("H200", "nvlink", "default")
 _LEFT_OUT = (  # the marker, sources, and numbers of a process: the hash of all that, and where Python's callbacks lie
     r"__dhelix_[0-9a-f]{16}",
     r", metadata=\{[^}]*\}",
@@ -76,7 +82,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     if arguments.against:
         before = json.loads(arguments.against.read_text())
-        different = [name for name in STEPS if found[name] != before.get(name)]
+        different = [name for name in STEPS if before.get(name, {}).items() - found[name].items() or name not in before]
         for name in different:
             print(f"{name}: {before.get(name)} -> {found[name]}")
         print(f"{len(STEPS) - len(different)} of {len(STEPS)} steps are as before")
@@ -90,7 +96,22 @@ def digests(options: dict[str, Any], interleaving: dict[str, Any]) -> dict[str, 
     step: Any = trainer.make_step(training, False, StepOptions(**interleaving))
     lowered = step.lower(training.abstract_state(), training.abstract_batch(batch))
     compiled = lowering.compiled_module(deviceless.compile(lowered))
-    return {"lowered": _digest(HloModule.from_bytes(lowering.hlo_bytes(lowered))), "compiled": _digest(compiled)}
+    lowered_digest = _digest(HloModule.from_bytes(lowering.hlo_bytes(lowered)))
+    return {"lowered": lowered_digest, "compiled": _digest(compiled), "plan": _plan(compiled)}
+
+
+def _plan(compiled: HloModule) -> str:
+    """Of the plan that the compiled order is, as it is read again from a file."""
+    like = Plan("a step", PlanTarget.of(MODEL.profile.hardware, MODEL.profile.link, MODEL.setting))
+    made = make_plan(compiled, dict(compiled.schedule), MODEL, like)
+    read = plan_files.loads(plan_files.dumps(made), "the plan")
+    rounded = plan_files.loads(plan_files.dumps(read), "the plan")
+    if (read.target, read.collectives, [b.order for b in read.bodies]) != (
+        made.target, made.collectives, [b.order for b in made.bodies]
+    ) or rounded != read:  # fmt: skip
+        raise SystemExit("a plan is another one after reading")
+    told = repr([(b.fingerprint, b.runs, b.operators, b.order, b.small) for b in read.bodies])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def _digest(module: HloModule) -> str:
