@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dhelix.runtime import collective_matmul
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.pipeline.fold import Fold
-    from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+    from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
     from dhelix.runtime.step.strand_interleave import strand_interleave
 
     __version__: str
@@ -33,7 +33,7 @@ _HOMES = {
     "DhelixError": "dhelix.errors",
     "Fold": "dhelix.runtime.pipeline.fold",
     "strand_interleave": "dhelix.runtime.step.strand_interleave",
-    "value_and_grad": "dhelix.runtime.step.gradients.value_and_grad",
+    "value_and_grad": "dhelix.runtime.step.microbatches.value_and_grad",
 }
 _MODULES = {"collective_matmul": "dhelix.runtime.collective_matmul", "deviceless": "dhelix.runtime.compiler.deviceless"}
 

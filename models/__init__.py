@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dhelix.models.config import PRESETS, LlamaConfig, preset
     from dhelix.models.llama import Llama
+    from dhelix.models.llama_config import PRESETS, LlamaConfig, preset
     from dhelix.models.parallel import make_mesh
     from dhelix.models.train_step import Training, TrainState, make_train_step
 
@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PRESETS": "config",
-    "LlamaConfig": "config",
-    "preset": "config",
+    "PRESETS": "llama_config",
+    "LlamaConfig": "llama_config",
+    "preset": "llama_config",
     "Llama": "llama",
     "make_mesh": "parallel",
     "TrainState": "train_step",

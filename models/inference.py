@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from dhelix.models.config import LlamaConfig
 from dhelix.models.layers import (
     attention_output,
     causal_attention,
@@ -33,6 +32,7 @@ from dhelix.models.layers import (
     rotation,
 )
 from dhelix.models.llama import Params, project
+from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
 KeysValues = tuple[jax.Array, jax.Array]

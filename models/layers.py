@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from dhelix.models.config import LlamaConfig
+from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import Parallel, vocab_position
 
 Rotation = tuple[jax.Array, jax.Array]

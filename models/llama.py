@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from dhelix.models.config import LlamaConfig
 from dhelix.models.cross_entropy import cross_entropy
 from dhelix.models.layers import decoder_layer, embed, rms_norm, rotation
+from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
 Params = dict[str, Any]

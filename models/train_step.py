@@ -25,8 +25,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dhelix.models import llama
-from dhelix.models.config import LlamaConfig
 from dhelix.models.layers import resolve_attention
+from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 
 Batch = dict[str, jax.Array]

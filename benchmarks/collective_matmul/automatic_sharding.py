@@ -78,12 +78,12 @@ def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
 
 def partitioned(tp: int, sharding: str) -> bytes:
     """The module of a step of two layers and two micro-batches that passes at PRE_SCHEDULER get."""
-    from dhelix.runtime.compiler import broken_off
+    from dhelix.runtime.compiler import scheduled_only
     from dhelix.runtime.compiler.lowering import hlo_bytes
 
     lowered = lower(tp, sharding, 2, 2)
     found: list[bytes] = []
-    broken_off.scheduled(lowered, hlo_bytes(lowered), "sites", found.append)
+    scheduled_only.scheduled(lowered, hlo_bytes(lowered), "sites", found.append)
     return found[0]
 
 

@@ -4,8 +4,8 @@
 
 Tables for each launch setting, in Markdown: what the collective adds to an operator of at least 150 us, both launch
 orders; classes of operators beside collectives by launch order; what launch order is worth; operators beside operators;
-collectives beside collectives; and figure 4's findings (profiles/papers/overlap_findings.py). Numbers are medians over
-the pairs of a class whose repeats agree (`PairTiming.steady`).
+collectives beside collectives; and figure 4's findings (`overlap_findings.py`). Numbers are medians over the
+pairs of a class whose repeats agree (`PairTiming.steady`).
 """
 
 import argparse
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dhelix.benchmarks.collectives.overlap_findings import FINDINGS, judge
 from dhelix.launch.profile.tables import readable
 from dhelix.profiles.files import storage
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
-from dhelix.profiles.papers.overlap_findings import FINDINGS, judge
 from dhelix.profiles.profile import PairTiming, Profile, Section
 
 SMS = 132  # of an H200

@@ -32,13 +32,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.benchmarks.inference.results import BOUND, TILE_WISE, XLA
+from dhelix.benchmarks.inference.tile_all_reduce import tile_all_reduce
 from dhelix.errors import DhelixError
 from dhelix.models import LlamaConfig, llama
 from dhelix.models.inference import Cache, cache_shapes, cache_specs, decode_layers, prefill_layers
 from dhelix.models.layers import resolve_attention
 from dhelix.models.parallel import TensorParallel
 from dhelix.runtime.collective_matmul import CollectiveMatmuls
-from dhelix.runtime.collective_matmul.kernels.tile_all_reduce import tile_all_reduce
 from dhelix.runtime.collective_matmul.products import matmul
 from dhelix.runtime.processes.launch_settings import link_of
 

@@ -20,13 +20,13 @@ from typing import Any
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_start
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.exact.order import exact_order
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits
 from dhelix.passes.ordering.order_search import OrderSearch
-from dhelix.passes.ordering.orders import Limits
 from dhelix.passes.ordering.strand_pairing import pairing_order
 from dhelix.passes.ordering.strand_sequences import find_strands
 
@@ -116,7 +116,7 @@ def study(
     costs, memory = model.costs(), Memory(module)
     computation = layer_body(module, costs)
     sequence = module.schedule[computation]
-    limits = Limits(model.hardware, int(memory.peak(computation, sequence) * 1.03), memory)
+    limits = Limits(model.hardware, int(memory.peak(computation, sequence) * (1.0 + MEMORY_SLACK)), memory)
     listed = list_order(computation, sequence, costs, limits)
     begin = time.process_time()
     paired = pairing_order(computation, sequence, costs, limits)

@@ -22,11 +22,11 @@ from pathlib import Path
 from dhelix.benchmarks.orders.optimality import CASES, compiled, layer_body
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.ordering.collective_schedule import list_order
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits
 from dhelix.passes.ordering.strand_pairing import pairing_order
 
 DRAWS = 12
@@ -80,7 +80,7 @@ def study(preset: str, module: HloModule, link: str, setting: str) -> Iterator[R
     costs, memory = model.costs(), Memory(module)
     computation = layer_body(module, costs)
     sequence = module.schedule[computation]
-    limits = Limits(model.hardware, int(memory.peak(computation, sequence) * 1.03), memory)
+    limits = Limits(model.hardware, int(memory.peak(computation, sequence) * (1.0 + MEMORY_SLACK)), memory)
     orders = sequence, *(make(computation, sequence, costs, limits) for make in (list_order, pairing_order))
     for change in CHANGES:
         draws = [changed(model.costs(), sequence, change, seed) for seed in range(DRAWS if change.noise else 1)]

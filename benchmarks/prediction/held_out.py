@@ -4,7 +4,7 @@
 
 Each operator shape is left out in turn with all its pairs, then each collective size, then everything of one model's
 train step; a model fitted on the rest predicts the excess P - max(T_i, T_j) of what was left out
-(dhelix.profiles.estimates.held_out). Per launch setting: mean absolute errors, in us and as a share of
+(dhelix.benchmarks.prediction.left_out). Per launch setting: mean absolute errors, in us and as a share of
 max(T_i, T_j), of the model, of the best constant slow-down, of perfect overlap (`max`) and of none (`sum`).
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dhelix.benchmarks.prediction.left_out import METHODS, HeldOut, evaluate
 from dhelix.profiles.estimates.estimator import hardware_of
-from dhelix.profiles.estimates.held_out import METHODS, HeldOut, evaluate
 from dhelix.profiles.files import storage
 from dhelix.profiles.profile import SETTINGS, Profile
 

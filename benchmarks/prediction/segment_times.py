@@ -22,7 +22,7 @@ from pathlib import Path
 
 from dhelix.benchmarks.strands.variants import GPU, SETTINGS
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.plans.plan import Plan, PlanTarget

@@ -188,13 +188,14 @@ def _stack_sizes(loop: "Instruction") -> set[int]:
 def _copies(computation: "Computation", sizes: set[int]) -> Iterator[str]:
     """Instructions, also in what a computation runs, that move a whole array of one of `sizes`, no more."""
     from dhelix.passes.hlo import shapes
+    from dhelix.passes.hlo.graph import CONTROL_FLOW
 
     movers, free = {"copy", "copy-start", "transpose"}, {"parameter", "bitcast", "tuple"}
     for instruction in computation.instructions:
         opcodes = {instruction.opcode}
         if instruction.opcode == "fusion":
             opcodes = {i.opcode for i in instruction.called[0].instructions} - free
-        elif instruction.opcode in ("while", "call", "conditional"):
+        elif instruction.opcode in CONTROL_FLOW:
             for called in instruction.called:
                 yield from _copies(called, sizes)
         parts = instruction.shape.tuple_shapes or [instruction.shape]

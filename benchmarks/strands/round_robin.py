@@ -8,19 +8,19 @@ Two strands, whose operators take turns in XLA's order, whatever they cost:
 A collective thus runs beside the one operator of the other strand that comes next, or until something needs it. Where
 the next operator waits for one of the other strand, that one goes on. Bodies without two strands keep XLA's order.
 
-Legality and memory are as for any order (`passes/ordering/orders.py`). It is applied even where it is predicted to be
-slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.
+Legality and memory are as for any order (`passes/ordering/order_rules.py`). It is applied even where it is predicted to
+be slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.evaluation.costs import CostModel, costs_of
-from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits, apply_order
 from dhelix.passes.ordering.order_search import OrderSearch
-from dhelix.passes.ordering.orders import MEMORY_SLACK, Limits, apply_order
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200, Hardware
 

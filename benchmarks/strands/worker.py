@@ -31,12 +31,12 @@ from dhelix.benchmarks.strands.results import Result, Run
 from dhelix.benchmarks.strands.variants import SETTINGS, VARIANTS, XLA, Setting, Variant, passes_of
 from dhelix.errors import DhelixError
 from dhelix.models import preset
-from dhelix.models.config import LlamaConfig
+from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import make_mesh
 from dhelix.models.train_step import Training, make_train_step
-from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.timeline import simulate_module
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles import hardware
 from dhelix.profiles.files import xla_tables
 from dhelix.runtime.compiler import deviceless

@@ -29,8 +29,8 @@ from dhelix.passes.analysis.collectives import Collective, is_start
 from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.custom_calls import calls_of, family_of
-from dhelix.passes.evaluation.instruction_costs import Lane, made_synchronous
 from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timeline
+from dhelix.passes.evaluation.roofline_costs import Lane, made_synchronous
 from dhelix.passes.evaluation.step_parts import loops_to_look_at, moved, step_parts
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.evaluation.transfers import Transfer

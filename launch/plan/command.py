@@ -26,6 +26,7 @@ from rich.console import Console
 from dhelix.errors import DhelixError
 from dhelix.launch.defaults import DEFAULT_GPU, NO_EFFECT
 from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.plan import bounds as plan_bounds
 from dhelix.launch.plan import measured as plan_measured
 from dhelix.launch.plan import picture as plan_picture
 from dhelix.launch.plan import program as plan_step
@@ -42,6 +43,7 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import Gain
 from dhelix.passes.hlo import HloModule
+from dhelix.passes.ordering.exact import order as exact
 from dhelix.passes.plans import plan_files
 from dhelix.passes.plans.plan import CollectivesSection
 from dhelix.profiles.estimates import alike
@@ -109,14 +111,16 @@ def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
     if chosen["schedule"] not in (None, *_ORDERING):
         raise DhelixError(f"--schedule {chosen['schedule']} plans nothing; take one of {', '.join(_ORDERING)}")
     _order_options(chosen)
+    if chosen["bound"]:
+        exact.solver()
     for name in filter(None, (chosen["out"], chosen["picture"])):
         if not Path(name).absolute().parent.is_dir():
             raise DhelixError(f"cannot write {name}: name a file in a folder that exists")
     if chosen["picture"] and Path(chosen["picture"]).suffix != ".png":
         raise DhelixError(f"--picture {chosen['picture']}: pictures of plans are .png; name one")
-    unknown = [name for name in chosen["setting"] if name not in SETTINGS]
+    unknown = [name for name in chosen["settings"] if name not in SETTINGS]
     if unknown:
-        raise DhelixError(f"--setting {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
+        raise DhelixError(f"--settings {','.join(unknown)} means nothing; take of {', '.join(SETTINGS)}")
 
 
 def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> PlanView:
@@ -163,7 +167,11 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
     gain = _gain(best, plain or best.program, {model.setting: model for model in models})
     if chosen["inter_bandwidth"] and not gain.after.assumed:
         say(console, NO_EFFECT)
-    return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit)
+    proved: list[plan_bounds.BodyBound] = []
+    if chosen["bound"]:
+        with _Work(console, 1) as work:
+            proved = work.do("other orders are bounded", plan_bounds.bounds, best)
+    return PlanView(best, tuple(candidates), gain, plain, plain_seconds, memory, limit, tuple(proved))
 
 
 def _order_options(chosen: dict[str, Any]) -> StepOptions:
@@ -279,7 +287,7 @@ def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
 def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Console) -> list[CostModel]:
     """Costs under each launch setting that is asked for."""
     profile = _profile(chosen, gpu)
-    wanted = chosen["setting"] or [name for name in SETTINGS if name in profile.sections]
+    wanted = chosen["settings"] or [name for name in SETTINGS if name in profile.sections]
     if line := alike.told(profile, wanted):
         say(console, line)
     for line in storage.differences(profile, Provenance("", 0, jax=jax.__version__)):

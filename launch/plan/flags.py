@@ -18,7 +18,8 @@ Decides what of one strand runs with what of the other, from measured costs and 
 people and for `dhelix train --plan` or strand_interleave(plan=...).
 
   dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
-  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --link no-p2p --setting default,connections1
+  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --link no-p2p --settings default,connections1
+  dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --bound   # how much other orders could save at most
   dhelix plan DUMP --json                                        # any step, as it was compiled
   dhelix plan plan.json --trace DIR                              # what its segments took (dhelix train --trace DIR)
 
@@ -36,12 +37,13 @@ def define_flags(values: flags.FlagValues) -> None:
     number("gpus_per_node", None, "GPUs of a node (default: 8; with --link two-nodes half of the step's)")
     define_inter_bandwidth(values)
     flags.DEFINE_list(
-        "setting", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
+        "settings", [], f"launch settings, of {', '.join(SETTINGS)} (default: the profile's)", flag_values=values
     )
     step_flags.define_options(values, ("schedule", "profile", "memory_limit", "max_in_flight"))
     flags.DEFINE_list(
         "skew", [], "layers that the strands are apart, each number one more try (default: 0)", flag_values=values
     )
+    flags.DEFINE_bool("bound", False, "prove how much other orders could save at most (minutes)", flag_values=values)
     text("trace", None, "folder of a profiler trace: says what the plan's segments took in it, and plans nothing")
     text("out", None, "write the plan to this file")
     text("picture", None, "draw the pairing to this file, a PNG")

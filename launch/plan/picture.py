@@ -25,12 +25,12 @@ from dhelix.launch.shown.instruction_words import parts_of
 from dhelix.launch.shown.timeline_plot import subtract
 from dhelix.passes.communication import exchange
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.step_parts import loops_to_look_at
 from dhelix.passes.evaluation.timeline import evaluate, settled, simulate_module
 from dhelix.passes.framework.gain import Gain
-from dhelix.passes.framework.words import bytes_text, milliseconds
+from dhelix.passes.framework.units import bytes_text, milliseconds
 from dhelix.passes.hlo import Computation, HloModule
 from dhelix.passes.plans.plan_operators import PlanOperators
 from dhelix.profiles.keys import CollectiveKey, Key

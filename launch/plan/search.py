@@ -26,9 +26,9 @@ from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.step_time import StepTime, predict
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassContext, Stage
-from dhelix.passes.framework.words import bytes_option, bytes_text
+from dhelix.passes.framework.units import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.ordering.orders import MEMORY_SLACK, MemoryRefusal
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, MemoryRefusal
 from dhelix.passes.plans.plan import OrderSection, Plan, PlanTarget
 from dhelix.passes.plans.plan_making import make_plan
 from dhelix.passes.plans.plan_operators import PlanOperators

@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dhelix.launch.inspect.dumps import Memory
+from dhelix.launch.plan.bounds import BodyBound, in_words
 from dhelix.launch.plan.program import Program
 from dhelix.launch.plan.search import Candidate, MemoryLimit, microseconds
 from dhelix.launch.shown.progress import say
 from dhelix.passes.communication import exchange
 from dhelix.passes.framework.gain import Gain, guesses
-from dhelix.passes.framework.words import bytes_text
+from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.plans.plan import Plan, PlanBody, PlanSegment
 from dhelix.profiles.hardware import LINKS, describe
 
@@ -32,6 +33,7 @@ class PlanView:
       gain: of the best one, against the plain step under the same launch setting; of a dump, against its own order.
       plain: the plain step; None for a dump, which is planned as it is; `plain_seconds` of it by launch setting.
       memory: of the planned step, by the compiler.
+      bounds: of the best one's bodies, where they were asked for.
     """
 
     best: Candidate
@@ -41,6 +43,7 @@ class PlanView:
     plain_seconds: Mapping[str, float] | None
     memory: Memory | None
     limit: MemoryLimit
+    bounds: tuple[BodyBound, ...] = ()
 
     @property
     def plain_memory(self) -> Memory | None:
@@ -76,6 +79,7 @@ class PlanView:
                 "estimated_temporaries_xla_order": self.best.bytes_xla,
             },
             "solve_seconds": round(self.best.solve_seconds, 3),
+            "bounds": [body.to_json() for body in self.bounds],
             "candidates": [self._candidate(c) for c in self.candidates],
         }
 
@@ -112,6 +116,8 @@ def print_view(view: PlanView, console: Console, top: int) -> None:
     if others:
         say(console, f"The plan orders too: {'; '.join(others)}.")
     reduced = "Gradients are reduced layer by layer, beside the last backward." if best.plan.collectives.reduced else ""
+    for line in in_words(view.bounds, best.seconds):
+        say(console, line)
     for line in filter(None, (best.step_time.unknown_text, reduced, *_memory(view), _start(best))):
         say(console, line)
 

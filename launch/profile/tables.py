@@ -21,7 +21,7 @@ from rich.text import Text
 
 from dhelix.launch.shown.units import time_text
 from dhelix.passes.evaluation.step_time import OperatorTime, StepTime
-from dhelix.passes.framework.words import bytes_text
+from dhelix.passes.framework.units import bytes_text
 from dhelix.profiles.estimates import roofline
 from dhelix.profiles.estimates.estimator import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey

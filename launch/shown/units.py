@@ -1,5 +1,5 @@
 """Times and bytes in the unit that suits them: one unit for all numbers that are compared, or each for itself (bytes:
-`passes/framework/words.py`).
+`passes/framework/units.py`).
 
 unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, by the largest
 unit.text(512 * 2**20)                         # '0.50 GiB'

@@ -43,7 +43,7 @@ from dhelix.models.train_step import Gradients, Sharding, assemble, check_mesh, 
 from dhelix.passes.pipeline_fold import LOCKSTEP, Layout
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.folded_state import Move
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 
 AXIS = "pp"
 

@@ -13,7 +13,7 @@ from typing import Any
 from absl import flags
 
 from dhelix.launch.train.options import Options
-from dhelix.models.config import PRESETS
+from dhelix.models.llama_config import PRESETS
 from dhelix.passes.pipeline_fold import SCHEDULES
 from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions

@@ -20,6 +20,7 @@ from typing import Any
 
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 
 _RENAMES = frozenset("bitcast opt-barrier async-update add-dependency domain".split())
 _NO_ACCESS = _RENAMES | frozenset("parameter constant tuple get-tuple-element after-all".split())
@@ -98,7 +99,7 @@ class Buffers:
     @cached_property
     def calling(self) -> list[Instruction]:
         """Instructions that run other computations."""
-        return [i for i in self.computation.instructions if i.opcode in ("while", "call", "conditional")]
+        return [i for i in self.computation.instructions if i.opcode in CONTROL_FLOW]
 
     @cached_property
     def touch_counts(self) -> dict[int, int]:

@@ -8,8 +8,10 @@ A loop runs its body; its condition does not count, since XLA runs loops of a kn
 length nobody knows counts once. Of a conditional all branches are visited, as if each ran. Fusions, reductions and what
 is inside of an asynchronous pair are no computations of their own here: each is one kernel of its caller.
 
-Two others go their own way: the timeline plays a clock (`passes/evaluation/timeline.py`), and memory asks what lives at
-once (`buffers.py`).
+Walks for other questions stand where the question is: the timeline plays a clock (`passes/evaluation/timeline.py`),
+memory asks what lives at once (`buffers.py`), `hlo/graph.py` walks all that is called whether or not it runs, the
+fingerprint of the collective order keeps digests (`passes/framework/fingerprint.py`), and a trace is matched with what
+ran (`runtime/profiling/traces/module_executions.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ from dataclasses import dataclass
 
 from dhelix.passes.analysis.configuration import backend_config
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.hlo.loops import proved_trip_count
 
 type Into = Callable[[Instruction], Sequence[Computation]]
-
-CONTROL_FLOW = frozenset(("while", "call", "conditional"))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 
 BACKWARD_NAME = "transpose("  # in JAX's name stack, of what reverse-mode differentiation made
 ALPHA, BETA = "strand_alpha", "strand_beta"
@@ -30,6 +31,6 @@ def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
     for instruction in instructions:
         if instruction.op_name:
             instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"
-        if instruction.opcode in ("while", "conditional", "call"):
+        if instruction.opcode in CONTROL_FLOW:
             for called in instruction.called:
                 name_strand(strand, called.instructions)

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dhelix.passes.analysis.collectives import GROUP_FIELDS, Groups, device_groups, find_collective
-from dhelix.passes.analysis.execution import CONTROL_FLOW, counted_trips, entered
+from dhelix.passes.analysis.execution import counted_trips, entered
 from dhelix.passes.evaluation.costs import CostModel, Costs
 from dhelix.passes.evaluation.operator_keys import OperatorKeys, collective_key
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shape, edit, shapes
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.estimates import roofline
 from dhelix.profiles.keys import CollectiveKey
 

@@ -37,7 +37,7 @@ from dhelix.passes.analysis.collectives import device_groups
 from dhelix.passes.analysis.names import LAYERS, REPLICAS
 from dhelix.passes.communication.exchange import UNMEASURED
 from dhelix.passes.evaluation.costs import CostModel
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, shapes
 from dhelix.passes.hlo.constraints import mesh_size

@@ -1,4 +1,4 @@
-"""What each HLO instruction costs on a GPU: `instruction_costs`, with what was measured in its place.
+"""What each HLO instruction costs on a GPU: `roofline_costs`, with what was measured in its place.
 
 Without a profile every cost is the roofline's (`dhelix.profiles.estimates.roofline`), so a guess. With one,
 `Costs(hardware, Estimator(profile, hardware, setting))`, times of scheduled programs are what was measured or
@@ -18,13 +18,13 @@ from typing import Self
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective
-from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_of
-from dhelix.passes.evaluation.instruction_costs import FREE, Cost, Lane, constant_rates, instruction_cost
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.evaluation.operator_keys import collective_key as collective_key_of
+from dhelix.passes.evaluation.roofline_costs import FREE, Cost, Lane, constant_rates, instruction_cost
 from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.estimates import collective_key, estimate, gemm_key
 from dhelix.profiles.collective_matmul.sites import Form, Site, Times

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 
 
 @dataclass(frozen=True)

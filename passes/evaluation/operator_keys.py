@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from dhelix.passes.analysis.collectives import Collective, exclusive_kernel, find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
-from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.custom_calls import family_of
 from dhelix.passes.evaluation.fusion_form import first, form_of, in_memory
 from dhelix.passes.evaluation.operator_work import payload, work_of
 from dhelix.passes.evaluation.transfers import SENDS, find_transfer
 from dhelix.passes.hlo import Instruction, shapes
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 
 FREE_OPCODES = frozenset(

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from dhelix.passes.analysis.collectives import find_collective
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.step_time import executed, predict
 from dhelix.passes.evaluation.timeline import guessed_overlap, simulate_module
 from dhelix.passes.framework.gain import StepParts
-from dhelix.passes.framework.words import bytes_text
+from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates.estimator import Source
 

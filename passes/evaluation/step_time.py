@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dhelix.errors import DhelixError
-from dhelix.passes.analysis.execution import CONTROL_FLOW, entered, instructions, trip_count, visits
+from dhelix.passes.analysis.execution import entered, instructions, trip_count, visits
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.estimates.estimator import Source
 from dhelix.profiles.keys import CollectiveKey, Key
 

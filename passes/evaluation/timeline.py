@@ -51,8 +51,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import is_start, start_of
 from dhelix.passes.analysis.execution import sequence_of, trip_count
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane, constant_rates, made_synchronous
 from dhelix.passes.evaluation.intervals import CollectiveTime, Interval, Timeline
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane, constant_rates, made_synchronous
 from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.errors import DhelixError
+from dhelix.passes.analysis.execution import sequence_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction, schema, shapes
 from dhelix.profiles.collective_matmul.sites import Times
 from dhelix.profiles.profile import Profile
@@ -187,7 +188,7 @@ def collective_order(module: HloModule) -> tuple[str, ...]:
     """The collectives of a module in execution order, each loop body once, one readable line each."""
 
     def walk(computation: Computation) -> Iterator[str]:
-        for instruction in _execution_order(module, computation):
+        for instruction in sequence_of(computation):
             if _is_collective(instruction):
                 yield _describe(instruction)
             for called in _with_collectives(instruction, content):
@@ -202,7 +203,7 @@ def _collectives_of(module: HloModule) -> dict[Computation, bytes]:
     content: dict[Computation, bytes] = {}
     for computation in module.computations:  # callees first
         parts = []
-        for instruction in _execution_order(module, computation):
+        for instruction in sequence_of(computation):
             if _is_collective(instruction):
                 parts.append(_describe(instruction).encode())
             called = [content[c] for c in _with_collectives(instruction, content)]
@@ -217,10 +218,6 @@ def _with_collectives(instruction: Instruction, content: Mapping[Computation, by
     if instruction.opcode in ("async-done", "async-update"):
         return []
     return [c for c in instruction.called if content[c]]
-
-
-def _execution_order(module: HloModule, computation: Computation) -> list[Instruction]:
-    return module.schedule.get(computation, computation.instructions)
 
 
 def _is_collective(instruction: Instruction) -> bool:

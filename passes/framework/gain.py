@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dhelix.passes.framework.words import gibibytes, milliseconds
+from dhelix.passes.framework.units import gibibytes, milliseconds
 
 MANY_GUESSES = 0.1  # a share that is said
 _SAME_WORK = 0.01  # by which a step's floating point operations may differ: what is fused is not counted alike

@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from dhelix.passes.hlo.module import Computation, HloModule, Instruction
 
+CONTROL_FLOW = frozenset(("while", "call", "conditional"))
+"""Opcodes of instructions that run other computations, each of which has a schedule of its own."""
+
 
 def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
     """The seeds and everything that depends on them. Instructions stand operands first, so one sweep does."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dhelix.errors import DhelixError
 from dhelix.passes.hlo import shapes
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.hlo.module import Computation, HloModule, Instruction
 
 
@@ -73,7 +74,7 @@ def _check_coverage(module: HloModule) -> None:
             who = f"{caller.name} ({caller.opcode})" if caller else "the module"
             raise HloVerifyError(f"{who} runs {computation.name}, which has no schedule in a scheduled module")
         for instruction in computation.instructions:
-            if instruction.opcode in ("while", "conditional", "call"):
+            if instruction.opcode in CONTROL_FLOW:
                 pending.extend((called, instruction) for called in instruction.called)
 
 

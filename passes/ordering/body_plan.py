@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player
 from dhelix.passes.hlo import Computation, Instruction
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.strand_sequences import Body
 
 

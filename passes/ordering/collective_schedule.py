@@ -12,7 +12,7 @@ length of the longest path that hangs on it, or in XLA's order, whichever plays 
     gemm x                      all-gather-done a
     gemm y(a)                   gemm y(a)
 
-Legal, and within memory, as `orders.py` says. Where no order plays better than XLA's, XLA's stays.
+Legal, and within memory, as `order_rules.py` says. Where no order plays better than XLA's, XLA's stays.
 
 Costs are those of a profile where one is given, else the roofline's; so is what collectives and compute do to
 each other (`passes/evaluation/timeline.py`). The pass takes n log n time in the instructions.
@@ -28,14 +28,14 @@ from functools import partial
 from dhelix.passes.analysis.buffers import LiveSet
 from dhelix.passes.analysis.collectives import is_done, start_of
 from dhelix.passes.evaluation.costs import CostModel, costs_of
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player, simulate
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.ordering.orders import MEMORY_SLACK, Limits, apply_order, dependencies, least_gain
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits, apply_order, dependencies, least_gain
 from dhelix.profiles.hardware import H200, Hardware
 
-_CALLS = ("while", "call", "conditional")
 _LAID = 150_000  # instructions, over all tries
 _TRIED = 8  # candidates that are tried for memory before the oldest one is taken
 
@@ -50,7 +50,7 @@ class CollectiveSchedule:
         order it got needs and `memory_slack` of what that is beside the arguments.
       memory_slack: share of the same.
       min_gain: share of what overlap could save at most that a new order must be predicted to save, as of
-        `orders.apply_order`, where costs were measured (`orders.least_gain`). Less is within their error.
+        `order_rules.apply_order`, where costs were measured (`order_rules.least_gain`). Less is within their error.
       model: measured costs and rates.
       max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
     """
@@ -149,7 +149,7 @@ class _Graph:
         path: dict[Instruction, float] = {}
         for instruction in reversed(sequence):
             seconds = costs[instruction].seconds
-            if instruction.opcode in _CALLS:
+            if instruction.opcode in CONTROL_FLOW:
                 alone = simulate(computation, [instruction], costs, limits.hardware, limits.bodies)
                 seconds = alone.seconds
             path[instruction] = seconds + max((path[s] for s in successors[instruction]), default=0.0)
@@ -279,7 +279,7 @@ class _Layer:
                 self.dones.append(instruction)
         elif cost.lane is not Lane.COMPUTE:
             heapq.heappush(self.starts[cost.lane], self._key(instruction))
-        elif cost.seconds > 0.0 or instruction.opcode in _CALLS:
+        elif cost.seconds > 0.0 or instruction.opcode in CONTROL_FLOW:
             heapq.heappush(self.compute, self._key(instruction))
         else:
             heapq.heappush(self.free, position)

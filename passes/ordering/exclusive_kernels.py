@@ -32,10 +32,10 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_exclusive, is_start, start_of
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.ordering.orders import dependencies
+from dhelix.passes.ordering.order_rules import dependencies
 from dhelix.profiles.hardware import H200, Hardware
 
 Pair = tuple[Instruction, Instruction]

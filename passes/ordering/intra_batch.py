@@ -2,7 +2,7 @@
 
 The paper's intra-batch baseline (MegaScale; DHelix section 6.1) also splits products, which no order does: collective
 matmuls do, and `schedule="intra_batch"` has them run before (`runtime/step/pass_lists.py`). Legality and memory are
-as for any order (`orders.py`).
+as for any order (`order_rules.py`).
 """
 
 from dataclasses import dataclass

@@ -16,12 +16,12 @@ Linear in operators: the number of columns that are searched is bounded, the oth
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.hlo import Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.order_search import Order, OrderSearch, needed_of
-from dhelix.passes.ordering.orders import Limits
 from dhelix.passes.ordering.strand_sequences import Body, Operator
 
 _SHORTEST, _LONGEST = 24, 72  # operators of both strands in a column

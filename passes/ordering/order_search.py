@@ -22,11 +22,11 @@ from functools import cached_property
 
 from dhelix.passes.analysis.buffers import LiveSet
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player
 from dhelix.passes.hlo import Instruction
+from dhelix.passes.ordering.order_rules import Limits, few_in_flight
 from dhelix.passes.ordering.order_timing import Order, OrderTiming, States, Step
-from dhelix.passes.ordering.orders import Limits, few_in_flight
 from dhelix.passes.ordering.strand_sequences import Body, Operator, lay
 
 Timed = tuple[float, Order]  # seconds of the whole, and the order

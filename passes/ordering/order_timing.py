@@ -21,11 +21,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.analysis.execution import CONTROL_FLOW
-from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.evaluation.timeline import Flights, Player
 from dhelix.passes.hlo import Instruction
-from dhelix.passes.ordering.orders import Limits, few_in_flight
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.ordering.order_rules import Limits, few_in_flight
 from dhelix.passes.ordering.strand_sequences import Body, lay
 
 Order = tuple[int, ...]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.ordering.strand_sequences import Operator
 
 SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]
@@ -30,7 +30,7 @@ class SegmentPair:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Pairing:
     """Segments in the order in which they run; `seconds` of all, with a barrier after each."""
 
     seconds: float
@@ -44,7 +44,7 @@ def pair(
     max_segment: int,
     allowed: Callable[[int, int], bool] = lambda i, j: True,
     less_than: float = math.inf,
-) -> Plan | None:
+) -> Pairing | None:
     """The fastest way to cut two sequences into segments and pair them (DHelix section 4.2, equation 2).
 
     Args:
@@ -84,7 +84,7 @@ def pair(
     return _plan(best, len(first), len(second))
 
 
-def _plan(best: Mapping[tuple[int, int], tuple[float, SegmentPair | None]], i: int, j: int) -> Plan | None:
+def _plan(best: Mapping[tuple[int, int], tuple[float, SegmentPair | None]], i: int, j: int) -> Pairing | None:
     if (i, j) not in best:
         return None
     seconds, segment = best[i, j]
@@ -92,7 +92,7 @@ def _plan(best: Mapping[tuple[int, int], tuple[float, SegmentPair | None]], i: i
     while segment is not None:
         segments.append(segment)
         segment = best[segment.first[0], segment.second[0]][1]
-    return Plan(seconds, tuple(reversed(segments)))
+    return Pairing(seconds, tuple(reversed(segments)))
 
 
 class _Bounds:

@@ -28,15 +28,14 @@ from functools import partial
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import CostModel, costs_of
-from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.ordering.body_plan import BodyPlan, segments_of
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.layer_search import orders_by_layer
-from dhelix.passes.ordering.order_search import Order, OrderSearch
-from dhelix.passes.ordering.orders import (
+from dhelix.passes.ordering.order_rules import (
     MEMORY_SLACK,
     Limits,
     apply_order,
@@ -44,6 +43,7 @@ from dhelix.passes.ordering.orders import (
     least_gain,
     starts_behind_ends,
 )
+from dhelix.passes.ordering.order_search import Order, OrderSearch
 from dhelix.passes.ordering.pairing_table import pair
 from dhelix.passes.ordering.strand_sequences import Operator, Strand, find_strands
 from dhelix.profiles.hardware import H200, Hardware

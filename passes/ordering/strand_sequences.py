@@ -26,14 +26,14 @@ from functools import cached_property
 
 from dhelix.passes.analysis.buffers import is_update
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
-from dhelix.passes.analysis.execution import CONTROL_FLOW
 from dhelix.passes.analysis.names import BACKWARD_NAME
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.evaluation.operator_work import work_of
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import Computation, Instruction
-from dhelix.passes.ordering.orders import Limits, dependencies
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.ordering.order_rules import Limits, dependencies
 
 _TINY = 3e-3  # share of a body's time below which an instruction is no operator of its own, unless it takes
 _LONG = 2e-5  # seconds

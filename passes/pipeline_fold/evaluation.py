@@ -5,7 +5,7 @@ Two ways of running a schedule take different times, and each is timed as it run
     lockstep        a tick lasts until its slowest stage is done: stages compute along, chunks are as long as the
                     longest one, and messages have to arrive before the next tick
     not lockstep    a stage waits for its own order and for messages only (`simulation.makespan`), as the literature
-                    counts; or, as the executor's program does, for who takes its messages, too (`meetings.py`)
+                    counts; or, as the executor's program does, for who takes its messages, too (`message_times.py`)
 
 The bubble is idle over ideal time, when co-execution shortens nothing: for W and 1F1B with equal chunks (P - 1) / M,
 whatever a forward and a backward cost. `idle_share` says it of the step that co-execution has shortened.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from dhelix.passes.pipeline_fold.meetings import meeting_time
+from dhelix.passes.pipeline_fold.message_times import meeting_time
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule
 from dhelix.passes.pipeline_fold.simulation import busy_times, makespan, peak_residuals
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task, task

@@ -14,7 +14,7 @@ phase costs what its ticks cost: a warm-up tick computes no backward pass, and o
 In lockstep, ticks in a row that hold the same may be one run, a loop within that loop: interleaved SI needs the head in
 P ticks, then in none for (v - 1) P, and so on. That is done where it leaves less to compile.
 
-A collective-permute is a meeting of the pairs that it names, in every tick that holds it (`meetings.py`). Who has
+A collective-permute is a meeting of the pairs that it names, in every tick that holds it (`message_times.py`). Who has
 nothing to say to a neighbour must not meet it, so a loop of a schedule that is not lockstep holds a way only where that
 costs less than it saves compiling.
 

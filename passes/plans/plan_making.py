@@ -14,15 +14,16 @@ from dataclasses import replace
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.analysis.execution import CONTROL_FLOW, executions, sequence_of
+from dhelix.passes.analysis.execution import executions, sequence_of
 from dhelix.passes.evaluation.costs import CostModel, Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, settled
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.ordering.body_plan import PlannedSegment, segments_of
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.passes.plans.plan import (
     FINALLY,

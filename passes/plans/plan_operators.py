@@ -21,12 +21,13 @@ from functools import cached_property
 from hashlib import blake2b
 
 from dhelix.passes.analysis.collectives import is_done, start_of
-from dhelix.passes.analysis.execution import CONTROL_FLOW
+from dhelix.passes.analysis.execution import entered
 from dhelix.passes.analysis.names import BACKWARD_NAME
 from dhelix.passes.evaluation.collective_matmul_kernels import FAMILY, kernel_key
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.evaluation.transfers import transfer_key
 from dhelix.passes.hlo import Computation, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.keys import COLLECTIVE_KINDS, CollectiveKey, Key, OperatorKey
 
 END = "end of "
@@ -197,8 +198,7 @@ def is_work(text: str) -> bool:
 
 def _inside(instruction: Instruction, keys: OperatorKeys) -> Counter[str]:
     """What control flow runs, in texts; conditions of loops apart."""
-    called = instruction.called[:1] if instruction.opcode == "while" else instruction.called
-    found = Counter(operator_text(i, keys) for c in called for i in c.instructions)
+    found = Counter(operator_text(i, keys) for c in entered(instruction) for i in c.instructions)
     del found[""]
     return found
 

@@ -30,10 +30,10 @@ from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done
 from dhelix.passes.evaluation.operator_keys import OperatorKeys
 from dhelix.passes.framework.manager import PassContext, Stage
-from dhelix.passes.framework.words import bytes_option, bytes_text
+from dhelix.passes.framework.units import bytes_option, bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.ordering.orders import MEMORY_SLACK, MemoryRefusal, predecessors
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, MemoryRefusal, predecessors
 from dhelix.passes.plans.plan import FINALLY, Plan, PlanBody
 from dhelix.passes.plans.plan_operators import END, PlanOperators, is_work
 from dhelix.profiles.hardware import describe

@@ -9,9 +9,9 @@ Before:                                    After:
                                                B(M-1)
 
 Contract
-    Consumes  a `while` over micro-batches that `strand_partition` splits legally, anywhere in the module, with loop
+    Consumes  a `while` over micro-batches that `forward_backward_cut` splits legally, anywhere in the module, with loop
               bodies and `jit` calls still to be inlined; whatever it was made from (scan, fori_loop, microbatching).
-              `micro_batch_loops` finds it, or makes it of micro-batches that are written out.
+              `microbatch_loops` finds it, or makes it of micro-batches that are written out.
     Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Loops over
               layers merge where they are independent and their trip counts are proved equal (`loop_merging`), nested
               ones and those in shard_maps too (`manual_merging`); others (frozen layers) stay apart and merely share
@@ -27,8 +27,8 @@ Other pairings, as baselines: two micro-batches that go the same way. An iterati
     "same-direction"        both.
 Strand alpha is the earlier micro-batch. Where M is odd, the first one runs alone. The residuals of both are alive.
 
-Why it is legal: B(i-1) and F(i) share nothing that either writes (`strand_partition`, rules 1-3); so F(i+1) may come
-before B(i), too.
+Why it is legal: B(i-1) and F(i) share nothing that either writes (`forward_backward_cut`, rules 1-3); so F(i+1) may
+come before B(i), too.
 Costs: code for one more forward and backward pass; memory for the crossing values of two micro-batches, which
 `activation_sharing` takes back.
 Names: `strand_alpha/` (going backward) and `strand_beta/` (going forward) are put before JAX's name stack, so that
@@ -43,11 +43,11 @@ from dhelix.passes.analysis.names import ALPHA, BETA, SKEWED, STRANDS, name_stra
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead, replace_all_uses
+from dhelix.passes.strands.forward_backward_cut import Partition
 from dhelix.passes.strands.loop_merging import loops_of, merge_loops
 from dhelix.passes.strands.manual_merging import merge_manual_computations
-from dhelix.passes.strands.micro_batch_loops import partitions
-from dhelix.passes.strands.microbatches.missing_loop import no_loop
-from dhelix.passes.strands.strand_partition import Partition
+from dhelix.passes.strands.microbatch_loops import partitions
+from dhelix.passes.strands.microbatches.why_no_loop import no_loop
 
 PAIRINGS = ("forward-backward", "forward-forward", "backward-backward", "same-direction")
 Copies = dict[Instruction, Instruction]

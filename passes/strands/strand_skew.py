@@ -12,15 +12,16 @@ finds layers of two micro-batches that do not wait for each other; without skew 
 is hidden behind nothing: F(0) and B(M-1), which are 1/M of the step.
 
 Contract
-    Consumes  a loop over at least three micro-batches that `strand_partition` splits, with one loop over layers forward
-              and one backward, of the same proved trip count L >= 2k. Runs before strand_duplication.
+    Consumes  a loop over at least three micro-batches that `forward_backward_cut` splits, with one loop over layers
+              forward and one backward, of the same proved trip count L >= 2k. Runs before strand_duplication.
     Makes     the above. Loops over layers are two loops each, and stacks of residuals two stacks each, of k and L - k
               slots, so that those of the first layers can live longer. Gradients are added up layer by layer
               (`gradient_accumulation`). The names of the four loops say what they are.
     Leaves    everything else; raises PassRefusal with the reason.
 
 Why it is legal: F1(i+1) is what leads to the first k layers, and reads nothing that the backward pass writes, as all of
-F(i+1) (`strand_partition`, rule 2); it reads the state as iteration i leaves it. Each micro-batch computes the same.
+F(i+1) (`forward_backward_cut`, rule 2); it reads the state as iteration i leaves it. Each micro-batch computes the
+same.
 Cost: residuals of k layers of a third micro-batch are alive; two to three times as many loops to compile and to order.
 It pays where the step waits for communication: 436.5 instead of 443.9 ms for 8 layers of Llama-8B without peer-to-peer
 on 4 H200s, M 4, k 1 (docs/benchmarks.md). DHelix section 4.1 leaves first and last passes alone.
@@ -36,10 +37,10 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Whil
 from dhelix.passes.hlo.edit import copy_instructions, drop_dead
 from dhelix.passes.hlo.loop_state import bounded_condition, split
 from dhelix.passes.hlo.stacks import is_empty, last_reader, resize, resized, slot_reads, slot_write
+from dhelix.passes.strands.forward_backward_cut import Partition, partition
 from dhelix.passes.strands.gradients.gradient_accumulation import accumulate
-from dhelix.passes.strands.micro_batch_loops import partitions
+from dhelix.passes.strands.microbatch_loops import partitions
 from dhelix.passes.strands.strand_duplication import emit_shared, hand_over
-from dhelix.passes.strands.strand_partition import Partition, partition
 
 Copies = dict[Instruction, Instruction]
 

@@ -19,7 +19,7 @@ would be the best constant slow-down.
 Likeness is a distance over what decides who gets the SMs and the memory (`_kind`, `_features`) and is known for
 unmeasured shapes too: the kind and the library, for cuBLAS's GEMMs starve a collective where Triton's of the same
 shape share; length, use of memory, waves of tiles. Only pairs with the same roles count: which side is a collective,
-and which came first. What shapes that were left out say of all this: `held_out`.
+and which came first. What shapes that were left out say of all this: `benchmarks/prediction/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matmuls whose collective runs beside them: `operations.py` is what users call, `choice.py` decides how."""
+"""Matmuls whose collective runs beside them: `operations.py` is what users call, `form_choice.py` decides how."""
 
 from dhelix.runtime.collective_matmul.operations import (
     CollectiveMatmuls,

@@ -24,8 +24,8 @@ from jax import lax
 
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site
 from dhelix.runtime.collective_matmul import execution
-from dhelix.runtime.collective_matmul.choice import Place, resolve
 from dhelix.runtime.collective_matmul.execution import Arrays
+from dhelix.runtime.collective_matmul.form_choice import Place, resolve
 from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.collective_matmul.products import matmul, row_product
 

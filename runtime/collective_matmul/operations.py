@@ -6,8 +6,8 @@
     y = matmul_all_reduce(x, w, "tp")             = psum(x @ w)                row-parallel layer, rows whole
 
 The results, and their derivatives, are those of the expression on the right, in the operands' type and but for the
-order of additions. `form` says how: `choice.py` what the forms are and which is taken, `gradients.py` what is kept for
-backward. Batch dimensions lead, before rows; each batch element's rows are sharded.
+order of additions. `form` says how: `form_choice.py` what the forms are and which is taken, `gradients.py` what is kept
+for backward. Batch dimensions lead, before rows; each batch element's rows are sharded.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from jax import lax
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul.sites import Form
 from dhelix.runtime.collective_matmul import gradients
-from dhelix.runtime.collective_matmul.choice import requested
+from dhelix.runtime.collective_matmul.form_choice import requested
 from dhelix.runtime.collective_matmul.monolithic import AxisName
 
 

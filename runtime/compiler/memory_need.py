@@ -6,7 +6,7 @@
 
 The promise is that interleaving takes no more than 3 % of the plain step's memory (DHelix section 6), and what the
 plain step takes is XLA's to say. To compile all of it would cost as much again as the step itself. Its schedule
-is enough (`runtime/compiler/broken_off.py`): what lives at once in that order is within 1 % of what XLA allocates
+is enough (`runtime/compiler/scheduled_only.py`): what lives at once in that order is within 1 % of what XLA allocates
 (8.33 GiB for 8.34; unrolled layers 8.47 for 8.52). For that, half a per cent of the 3 is kept back.
 """
 
@@ -18,7 +18,7 @@ import jax
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.ordering.orders import MEMORY_SLACK
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK
 
 SLACK = MEMORY_SLACK - 0.005
 """Of the plain step's memory by live ranges, that a step may need more; the rest is lost in gaps."""

@@ -38,7 +38,7 @@ from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.framework.manager import PassManager, Stage, say_once
 from dhelix.passes.framework.report import FAILED, REFUSED, Report, StageReport
-from dhelix.runtime.compiler import beside_cache
+from dhelix.runtime.compiler import cache_notes
 
 _HOOK_STAGES = {
     Stage.PRE_SCHEDULER: xla.PipelineStage.PRE_SCHEDULER,
@@ -135,13 +135,13 @@ class Session:
         changed, found = self.manager.run(Stage.LOWERED, module, self.module_name)
         self._stages[Stage.LOWERED] = found
         if changed is not None and not any(entry.outcome in (REFUSED, FAILED) for entry in found.passes):
-            beside_cache.write(f"{name}.hlo.pb", changed)
-            beside_cache.write(f"{name}.json", Report(self.module_name, self.marker, (found,)).to_json())
+            cache_notes.write(f"{name}.hlo.pb", changed)
+            cache_notes.write(f"{name}.json", Report(self.module_name, self.marker, (found,)).to_json())
         return changed
 
     def _known_lowered(self, name: str) -> tuple[bytes, StageReport] | None:
         try:
-            text, changed = beside_cache.read(f"{name}.json"), beside_cache.read_bytes(f"{name}.hlo.pb")
+            text, changed = cache_notes.read(f"{name}.json"), cache_notes.read_bytes(f"{name}.hlo.pb")
             if text is None or changed is None:
                 return None
             (stage,) = Report.from_json(text).stages
@@ -217,13 +217,13 @@ class Session:
     def _store(self) -> None:
         """Writes the hook stages' reports beside the compilation cache, if any."""
         stages = tuple(self._stages[s] for s in _HOOK_STAGES if s in self._stages)
-        beside_cache.write(f"{self.marker}.json", Report(self.module_name, self.marker, stages).to_json())
+        cache_notes.write(f"{self.marker}.json", Report(self.module_name, self.marker, stages).to_json())
 
     def _stored(self) -> dict[Stage, StageReport]:
         """What lies beside the compilation cache."""
         name = f"{self.marker}.json"
         try:
-            text = beside_cache.read(name)
+            text = cache_notes.read(name)
             if text is None:
                 return {}
             report = Report.from_json(text)
@@ -231,7 +231,7 @@ class Session:
                 raise DhelixError("it is of another step")
             return {Stage(s.stage): s for s in report.stages}
         except (OSError, ValueError, DhelixError) as error:  # ValueError: no UTF-8, or a stage that does not exist
-            path = beside_cache.path_of(name)
+            path = cache_notes.path_of(name)
             say_once(f"the stored report {path} is left out: {' '.join(str(error).split())}", ("stored", str(path)))
             return {}
 

@@ -8,8 +8,8 @@ only cuDNN attention has no workspace, because its plan needs the card (docs/des
 are looked up among measured ones.
 
 Of a step of which a product is not known they give what `deviceless.compile` gives: where XLA looks up all fusions, it
-tries `untuned.pbtxt` on library calls, and crashes. Whether one is unknown, a schedule says (`broken_off`), so hooks of
-the compiler run twice.
+tries `untuned.pbtxt` on library calls, and crashes. Whether one is unknown, a schedule says (`scheduled_only`), so
+hooks of the compiler run twice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from dhelix.runtime.compiler import broken_off, deviceless
+from dhelix.runtime.compiler import deviceless, scheduled_only
 
 _UNTUNED = b'"selected_algorithm":"-1"'  # in the HLO of a product that none of the results was for, see untuned.pbtxt
 
@@ -33,13 +33,13 @@ def scheduled(lowered: jax.stages.Lowered, **options: Any) -> bytes | None:
     chosen, module = _tuned_options(lowered, options)
     if chosen.keys() >= deviceless.COMPILER_OPTIONS.keys():
         return module
-    return broken_off.at_schedule(lowered, chosen)
+    return scheduled_only.at_schedule(lowered, chosen)
 
 
 def _tuned_options(lowered: jax.stages.Lowered, options: dict[str, Any]) -> tuple[dict[str, Any], bytes | None]:
     """The compiler's options, and the module that was scheduled to know them."""
     untuned = {**deviceless.COMPILER_OPTIONS, **deviceless.results_option(), **options}
-    module = broken_off.at_schedule(lowered, untuned)
+    module = scheduled_only.at_schedule(lowered, untuned)
     if module is None or _UNTUNED in module:
         return untuned, module
     return {**deviceless.results_option(), **options}, module

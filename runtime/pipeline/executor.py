@@ -39,7 +39,7 @@ from jax import lax
 from dhelix.passes.analysis.names import ALPHA, BETA
 from dhelix.passes.pipeline_fold import Pattern, Phase, Schedule, patterns, phases
 from dhelix.runtime.pipeline.derivatives import Derivatives
-from dhelix.runtime.pipeline.ends import Ends
+from dhelix.runtime.pipeline.embedding_and_head import Ends
 from dhelix.runtime.pipeline.rows import Row
 from dhelix.runtime.pipeline.slices import add, at, choose, put, where, zeros
 from dhelix.runtime.pipeline.tables import directions
@@ -69,7 +69,7 @@ class Pipeline:
     Attributes:
       of: the loss function's parts, forward and backward.
       axis: the mesh axis of the stages.
-      shared_ends: whether all stages compute embedding and head together (`ends.py`).
+      shared_ends: whether all stages compute embedding and head together (`embedding_and_head.py`).
       sends_beside: whether the last layers of an SI block stand outside of its loop, for messages to lie beside.
       along: whether stages without work compute along, and drop it, under any schedule.
     """

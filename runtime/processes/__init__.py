@@ -1,6 +1,6 @@
 """The processes of a job: what they agree on before a step first runs, and how they tell each other.
 
-    meetings.py      the transport: each process says something, one judges, and all hear the verdict or all stop
+    rendezvous.py      the transport: each process says something, one judges, and all hear the verdict or all stop
     records.py       what each says of itself, and the first difference, in words
     agreement.py     agreement on records, on the largest of numbers, on whether something worked
     description.py   what of a step and of its process must be alike: options, versions, flags, passes

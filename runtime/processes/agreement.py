@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.processes import meetings, records
-from dhelix.runtime.processes.meetings import AT_WORK, Job, Said
+from dhelix.runtime.processes import records, rendezvous
 from dhelix.runtime.processes.records import Record
+from dhelix.runtime.processes.rendezvous import AT_WORK, Job, Said
 
 EVERYONE: Any = object()
 
@@ -75,7 +75,7 @@ def together[T](
 
 
 def _job(job: Job | None) -> Job | None:
-    return meetings.everyone() if job is EVERYONE else job
+    return rendezvous.everyone() if job is EVERYONE else job
 
 
 def _largest(said: Sequence[Said]) -> str:

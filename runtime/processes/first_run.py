@@ -30,8 +30,8 @@ from dhelix.passes import jax_compat
 from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.manager import PassManager
 from dhelix.runtime.compiler.lowering import compiled_module
-from dhelix.runtime.processes import agreement, description, meetings
-from dhelix.runtime.processes.meetings import AT_WORK, Job
+from dhelix.runtime.processes import agreement, description, rendezvous
+from dhelix.runtime.processes.rendezvous import AT_WORK, Job
 
 
 class FirstRun:
@@ -49,7 +49,7 @@ class FirstRun:
         self._jobs: dict[Hashable, Job | None] = {}  # by kind of arguments
         self._lock = threading.RLock()  # so that threads agree once
         _tell_at_exit()
-        if (job := meetings.everyone()) is not None:
+        if (job := rendezvous.everyone()) is not None:
             job.introduce()
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class FirstRun:
             raise
         except BaseException as error:
             if (job := job or _of_arguments(jitted, args, kwargs)) is not None:
-                job.fail(meetings.one_line(error))
+                job.fail(rendezvous.one_line(error))
             raise
 
     def clear(self) -> None:
@@ -113,14 +113,14 @@ def decorating() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (job := meetings.everyone()) is not None:
-            job.fail(f"at decoration, {meetings.one_line(error)}")
+        if (job := rendezvous.everyone()) is not None:
+            job.fail(f"at decoration, {rendezvous.one_line(error)}")
         raise
 
 
 def of_program(lowered: jax.stages.Lowered) -> Job | None:
     """The processes whose devices a program runs on; None if that is this one alone."""
-    return meetings.of(device.process_index for device in jax_compat.devices(lowered))
+    return rendezvous.of(device.process_index for device in jax_compat.devices(lowered))
 
 
 def check_choice(
@@ -180,7 +180,7 @@ def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
     leaves = [*jax.tree.leaves((args, kwargs)), *jax_compat.jit_shardings(jitted)]
     places = (getattr(leaf, "sharding", leaf) for leaf in leaves if not isinstance(leaf, Tracer))
     apart = {place for place in places if isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable}
-    return meetings.of(device.process_index for place in apart for device in place.device_set)
+    return rendezvous.of(device.process_index for place in apart for device in place.device_set)
 
 
 @functools.cache
@@ -194,7 +194,7 @@ def _at_exit(process: int) -> None:
     if os.getpid() != process or jax_compat.coordination_client() is None:
         return
     error = getattr(sys, "last_exc", None)
-    why = "it ended" if error is None else f"it ended with {meetings.one_line(error)}"
-    everyone = meetings.everyone()
-    for job in {*meetings.known(), *([] if everyone is None else [everyone])}:
+    why = "it ended" if error is None else f"it ended with {rendezvous.one_line(error)}"
+    everyone = rendezvous.everyone()
+    for job in {*rendezvous.known(), *([] if everyone is None else [everyone])}:
         job.fail(why)

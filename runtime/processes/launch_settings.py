@@ -147,7 +147,7 @@ def difference(
     unset = "".join(f" without {name}" for name in here if name not in wanted)
     return (
         f"the plan is for launch setting {target.setting!r} and this process was started with {_words(here)}; start it"
-        f" with {_command(target, environment)}{unset}, or make a plan for how it is (`dhelix plan --setting`)"
+        f" with {_command(target, environment)}{unset}, or make a plan for how it is (`dhelix plan --settings`)"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dhelix.errors import HostsDisagreeError
 from dhelix.passes.framework import fingerprint
-from dhelix.runtime.processes.meetings import Said, names_of
+from dhelix.runtime.processes.rendezvous import Said, names_of
 
 NOT_GIVEN = "not given"
 _LONGEST = 120  # characters of a value that messages show as it is

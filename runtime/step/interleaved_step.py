@@ -29,8 +29,8 @@ from dhelix.runtime.profiling import in_process
 from dhelix.runtime.profiling.session import Progress
 from dhelix.runtime.step import verification
 from dhelix.runtime.step.argument_keys import leaf_key
-from dhelix.runtime.step.frameworks import fronts
-from dhelix.runtime.step.gradients.value_and_grad import Microbatching, microbatching
+from dhelix.runtime.step.frameworks import front_choice
+from dhelix.runtime.step.microbatches.value_and_grad import Microbatching, microbatching
 from dhelix.runtime.step.options import JitOptions, StepOptions
 from dhelix.runtime.step.specialization import Specialization
 from dhelix.runtime.step.step_passes import pass_manager
@@ -74,8 +74,8 @@ class InterleavedStep[**P, R]:
         function: Callable[..., Any],
         options: StepOptions,
         *,
-        front: type[fronts.Front] | None = None,
-        jit: fronts.Jit = _PLAIN,
+        front: type[front_choice.Front] | None = None,
+        jit: front_choice.Jit = _PLAIN,
     ):
         """
         Args:
@@ -93,7 +93,7 @@ class InterleavedStep[**P, R]:
         self._manager = pass_manager(options)  # of no program yet; what it refuses is said at decoration
         self._function = function
         self._front_kind = front
-        self._fronts: dict[type[fronts.Front], fronts.Front] = {}
+        self._fronts: dict[type[front_choice.Front], front_choice.Front] = {}
         self._jit = jit
         # A front makes the function to run; of this one static arguments are asked for.
         own = {name: value for name, value in options.jit.items() if front is None or name.startswith("static")}
@@ -104,7 +104,7 @@ class InterleavedStep[**P, R]:
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
 
-    def with_jit(self, jit: fronts.Jit) -> InterleavedStep:
+    def with_jit(self, jit: front_choice.Jit) -> InterleavedStep:
         """The same step of what another `jit` makes of its function, for a front."""
         return InterleavedStep(self._function, self.options, jit=jit)
 
@@ -243,11 +243,11 @@ class InterleavedStep[**P, R]:
         name = f"jit_{self.__name__}"
         return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, registration.switched_off()),))
 
-    def _front(self, args: Any, kwargs: Any) -> fronts.Front | None:
+    def _front(self, args: Any, kwargs: Any) -> front_choice.Front | None:
         """What makes arrays of these arguments; None if they are arrays."""
         if self._jit is not _PLAIN:
             return None
-        kind = self._front_kind or fronts.kind_of(self._function, self._separate(args, kwargs)[1])
+        kind = self._front_kind or front_choice.kind_of(self._function, self._separate(args, kwargs)[1])
         if kind is None:
             return None
         with self._lock:
@@ -293,7 +293,7 @@ class InterleavedStep[**P, R]:
         with self._lock:
             if key is not None and key in self._specializations:
                 return self._specializations[key]
-            with fronts.captured_objects_named(self._function, self.__name__):
+            with front_choice.captured_objects_named(self._function, self.__name__):
                 lowered = self._jitted.lower(*args, **kwargs)
             same = ("program", jax_compat.program_key(lowered))
             if same not in self._specializations:
@@ -310,7 +310,7 @@ class InterleavedStep[**P, R]:
         return compiled(*args, **kwargs)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
-        with fronts.captured_objects_named(self._function, self.__name__):
+        with front_choice.captured_objects_named(self._function, self.__name__):
             return self._jitted(*args, **kwargs)
 
     def _key(self, args: Any, kwargs: Any) -> Hashable | None:

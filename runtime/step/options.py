@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args, overload
 
 from dhelix.errors import DhelixError
-from dhelix.passes.framework.words import parse_bytes
+from dhelix.passes.framework.units import parse_bytes
 
 if TYPE_CHECKING:
     from dhelix.passes.plans.plan import Plan

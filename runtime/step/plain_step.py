@@ -26,7 +26,7 @@ from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.framework.manager import say_once
 from dhelix.passes.hlo import HloModule
-from dhelix.runtime.compiler import beside_cache, broken_off, deviceless, memory_need
+from dhelix.runtime.compiler import cache_notes, deviceless, memory_need, scheduled_only
 from dhelix.runtime.compiler.memory_need import MemoryNeed
 from dhelix.runtime.step.options import StepOptions
 
@@ -73,13 +73,13 @@ class PlainStep:
                     # On GPUs tuning would take as long as the step's own: products are cuBLAS's there, Triton's too.
                     module = self._scheduled(program, tuned=True) or module
                 found = need, of_scheduled(HloModule.from_bytes(module), costs)
-                beside_cache.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
+                cache_notes.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
             return found
         finally:
             self.seconds = time.perf_counter() - start
 
     def _scheduled(self, program: bytes, tuned: bool) -> bytes | None:
-        return broken_off.scheduled(self._lowered, program, "plain", tuned=tuned)
+        return scheduled_only.scheduled(self._lowered, program, "plain", tuned=tuned)
 
     def _fingerprint(self, program: bytes, costs: Costs) -> str:
         """Of the program, of XLA's options, and of all that costs follow from."""
@@ -117,7 +117,7 @@ def of_scheduled(module: HloModule, costs: Costs) -> StepParts:
 
 def _stored(name: str) -> tuple[MemoryNeed, StepParts] | None:
     try:
-        text = beside_cache.read(name)
+        text = cache_notes.read(name)
         if text is None:
             return None
         return msgspec.json.decode(text, type=tuple[MemoryNeed, StepParts])

@@ -20,14 +20,14 @@ from dhelix.passes.framework import fingerprint, report
 from dhelix.passes.framework.gain import Gain, StepParts
 from dhelix.passes.framework.manager import Stage, say_once
 from dhelix.passes.framework.report import Report, StageReport
-from dhelix.passes.framework.words import bytes_option, bytes_text
+from dhelix.passes.framework.units import bytes_option, bytes_text
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.ordering.orders import MEMORY_SLACK
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK
 from dhelix.passes.plans.plan import Plan
 from dhelix.passes.plans.planned_order import PlannedOrder
 from dhelix.runtime.compiler import lowering, memory_need, registration
 from dhelix.runtime.processes import agreement, first_run
-from dhelix.runtime.processes.meetings import Job
+from dhelix.runtime.processes.rendezvous import Job
 from dhelix.runtime.step import plain_step
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import alternatives

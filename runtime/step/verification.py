@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.step.gradients.combining import collections
+from dhelix.runtime.step.microbatches.combining import collections
 
 TOLERANCE = 1e-6
 LOOP_TOLERANCE = 1e-5

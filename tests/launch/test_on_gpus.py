@@ -25,7 +25,7 @@ from dhelix.models import LlamaConfig, Training, make_mesh, make_train_step
 from dhelix.passes.framework.report import Report
 from dhelix.passes.pipeline_fold import SCHEDULES as PIPELINES
 from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.options import SCHEDULES
 from dhelix.runtime.step.strand_interleave import strand_interleave
 

@@ -24,7 +24,7 @@ RUNS: dict[str, tuple[str, int, str]] = {
         "dhelix inspect dump.hlo --compare dump.hlo --png timeline.png --perfetto trace.pb", 0, "1.00 x",
     ),
     "dhelix plan --preset NAME --mesh tp=4 --out plan.json --picture plan.png": (
-        "dhelix plan --preset llama-8b --layers 2 --microbatches 4 --mesh tp=4 --setting connections1"
+        "dhelix plan --preset llama-8b --layers 2 --microbatches 4 --mesh tp=4 --settings connections1"
         " --out plan.json --picture plan.png", 0, "wrote plan.png",
     ),
     "dhelix plan --skew 0,1": ("dhelix plan --skew 0,1", 1, "give one step"),

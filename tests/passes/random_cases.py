@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs, InStep
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction
-from dhelix.passes.ordering.orders import Limits, dependencies
+from dhelix.passes.ordering.order_rules import Limits, dependencies
 from dhelix.profiles.estimates.estimator import Estimator
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.profile import Profile

@@ -14,7 +14,7 @@ import jax
 from hypothesis import strategies as st
 
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
-from dhelix.passes.evaluation.instruction_costs import FREE, Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import FREE, Cost, Lane
 from dhelix.passes.hlo import HloModule, Instruction
 
 PERMUTING_LOOP = """body {

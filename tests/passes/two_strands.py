@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.tests.passes.schedules import Done, Op, Program, Start, programs
 

@@ -18,8 +18,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 
 LAYERS, WIDTH, ROWS = 3, 8, 16

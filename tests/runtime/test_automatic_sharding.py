@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dhelix.models import llama, preset
-from dhelix.models.config import LlamaConfig
+from dhelix.models.llama_config import LlamaConfig
 from dhelix.models.parallel import AutoParallel
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule

@@ -10,7 +10,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.steps import squared_error
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 
 @strand_interleave(microbatches=2, donate_argnums=0, verify=True, strict=True)
 def step(w, batch):

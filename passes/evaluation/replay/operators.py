@@ -29,10 +29,11 @@ from typing import Any
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Buffers
 from dhelix.passes.analysis.collectives import find_collective, is_done, is_start
-from dhelix.passes.analysis.execution import CONTROL_FLOW, instructions, once
+from dhelix.passes.analysis.execution import instructions, once
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shapes
 from dhelix.passes.hlo.edit import has_side_effect
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.keys import Key
 
 _INTEGERS = (shapes.PRED, shapes.S32, shapes.S64, shapes.U32, shapes.U64)

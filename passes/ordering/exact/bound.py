@@ -1,7 +1,7 @@
 """The bound of the exact model, one order of collectives at a time.
 
 What hides what depends first of all on the order in which collectives use their lane. Left open, that is where the
-relaxation of `exact_model.Overlap` cheats: a half of each order is no order. Layers have few orders, since most of
+relaxation of `model.Overlap` cheats: a half of each order is no order. Layers have few orders, since most of
 their collectives need one another: two strands of four collectives have 70. So each order is bounded by itself, with
 constraints that hold in that order alone, and the least of these bounds counts:
 

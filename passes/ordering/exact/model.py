@@ -1,9 +1,9 @@
-"""The integer programs of `exact_order.py`, in nanoseconds; what their constraints mean stands there.
+"""The integer programs of `order.py`, in nanoseconds; what their constraints mean stands there.
 
     Overlap     which compute meets which collective, how, and for how long; no times
     Schedule    that, and when everything begins and ends
 
-The first is a relaxation of the second, and much smaller; `exact_bound.py` adds what holds in one order of collectives.
+The first is a relaxation of the second, and much smaller; `bound.py` adds what holds in one order of collectives.
 
 Rounding keeps the bound: a legal order's numbers, times rounded down, meet every constraint. So each constraint gives
 back what rounding its terms may lose, and rates are whole thousandths, rounded to the side that allows more.
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.ordering.exact.problem import Meeting, Problem
 
 NANO = 1e9

@@ -7,9 +7,10 @@ computation's instructions are one integer program, whose relaxation bounds them
     found.seconds        # 6.41e-3: what the evaluator says of found.order
     found.bound          # 6.33e-3: what it says of no order less than; found.gap is 1.2 %
 
-For tests and benchmarks, on bodies of a hundred instructions; no pass schedules with it.
+On bodies of a hundred instructions. No pass schedules with it: `dhelix plan --bound` says by it how much any order
+could still gain.
 
-The model has one interval for each instruction that takes time (`exact_problem.py`). Of compute x and collective c,
+The model has one interval for each instruction that takes time (`problem.py`). Of compute x and collective c,
 x ends before c begins, begins after c is done, or meets it: running, launched first, or launched second. With y seconds
 beside each other at rates r_x and r_c (of that way to meet), T + w seconds of c alone and a pause of p before x
 
@@ -21,9 +22,9 @@ beside each other at rates r_x and r_c (of that way to meet), T + w seconds of c
 and what follows from how orders are played: collectives of a lane take turns; x meets one at most that was there before
 it or began with it, and others only if that one is done meanwhile; c begins beside one x at most, and what it outlasts
 lies beside it as a whole; x that c must wait for meets no collective that comes after c on its lane, and no x that
-waits for c meets an earlier one. Two programs are made of that (`exact_model.py`): one without times, whose bound is
+waits for c meets an earlier one. Two programs are made of that (`model.py`): one without times, whose bound is
 soon there, and the whole one, whose solutions are orders. Where the first leaves much open, it is bounded for each
-order of the collectives by itself (`exact_bound.py`). The greatest bound counts.
+order of the collectives by itself (`bound.py`). The greatest bound counts.
 
 *The bound is valid*: every legal order, played by the evaluator, gives numbers that meet all constraints with the
 makespan that the evaluator says. So the least makespan of the model is not above the fastest order's, and a lower bound
@@ -42,16 +43,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from dhelix.errors import DhelixError
-from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.ordering.exact.bound import least_makespan
 from dhelix.passes.ordering.exact.model import NANO, Schedule
 from dhelix.passes.ordering.exact.problem import Problem
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 
 _MOST = 250  # instructions that take time; larger models take gigabytes
 _SHARE = 0.85  # of the effort goes to the bound that needs no times
+
+
+class TooLargeError(DhelixError):
+    """A computation has more timed instructions than the model takes."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,13 @@ def exact_order(
       start: an order to begin with, such as `pairing_order`'s; by default `sequence`.
       effort: CP-SAT's deterministic time, about seconds.
 
-    Raises DhelixError where OR-tools is missing, or for more than 250 instructions that take time.
+    Raises TooLargeError for more than 250 instructions that take time, DhelixError where OR-tools is missing.
     """
-    cp_sat = _cp_sat()
+    cp_sat = solver()
     problem = Problem(computation, sequence, costs, limits)
-    if len(problem.compute) + len(problem.collectives) > _MOST:
-        raise DhelixError(f"{computation.name} is too large for an exact model: at most {_MOST} timed instructions")
+    timed = len(problem.compute) + len(problem.collectives)
+    if timed > _MOST:
+        raise TooLargeError(f"{computation.name} has {timed} timed instructions, and an exact model takes {_MOST}")
     best = _Best(problem, costs, limits)
     for order in (sequence, sequence if start is None else start):
         best.offer(order)
@@ -109,23 +115,24 @@ def exact_order(
 
 def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[int, bool]:
     """Nanoseconds that the makespan is not below, and whether it can be that."""
-    solver = cp_sat.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.linearization_level = 2  # ten times faster to a proof on small bodies
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = effort
-    status = solver.solve(model.model, _callback(cp_sat, model, best))
+    engine = cp_sat.CpSolver()
+    engine.parameters.num_workers = 1
+    engine.parameters.linearization_level = 2  # ten times faster to a proof on small bodies
+    engine.parameters.random_seed = 0
+    engine.parameters.max_deterministic_time = effort
+    status = engine.solve(model.model, _callback(cp_sat, model, best))
     if status in (cp_sat.INFEASIBLE, cp_sat.MODEL_INVALID):
         name = model.problem.computation.name
         raise DhelixError(f"the exact model of {name} does not hold its known order: report this, with the module")
-    return math.floor(solver.best_objective_bound), status == cp_sat.OPTIMAL
+    return math.floor(engine.best_objective_bound), status == cp_sat.OPTIMAL
 
 
-def _cp_sat() -> Any:
+def solver() -> Any:
+    """OR-tools' CP-SAT. Raises DhelixError where it is missing."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise DhelixError("an exact order needs OR-tools: pip install 'ortools>=9.15'") from None
+        raise DhelixError("an exact order needs OR-tools: pip install 'dhelix[plan]'") from None
     return cp_model
 
 

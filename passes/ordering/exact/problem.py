@@ -1,4 +1,4 @@
-"""What the exact model (`exact_order.py`) is made of: instructions that take time, what must come before what, rates.
+"""What the exact model (`order.py`) is made of: instructions that take time, what must come before what, rates.
 
     compute       what takes the compute lane, a loop as a whole
     collective    from its start to its done, on a lane of its own; one that is no pair blocks compute
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
-from dhelix.passes.analysis.execution import CONTROL_FLOW
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import Player, evaluate
 from dhelix.passes.hlo import Computation, Instruction
-from dhelix.passes.ordering.orders import Limits, dependencies
+from dhelix.passes.hlo.graph import CONTROL_FLOW
+from dhelix.passes.ordering.order_rules import Limits, dependencies
 
 
 class Meeting(enum.Enum):

@@ -28,9 +28,9 @@ from itertools import count
 
 from dhelix.errors import DhelixError
 from dhelix.passes.pipeline_fold.layouts import check_folded
-from dhelix.passes.pipeline_fold.orders import Pair, in_ticks, of_first
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
 from dhelix.passes.pipeline_fold.slots import with_slots
+from dhelix.passes.pipeline_fold.ticks import Pair, in_ticks, of_first
 
 DOWN, UP = 0, 1
 

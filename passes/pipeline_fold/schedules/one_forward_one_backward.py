@@ -26,9 +26,9 @@ Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters 
 from __future__ import annotations
 
 from dhelix.errors import DhelixError
-from dhelix.passes.pipeline_fold.orders import Pair, in_ticks, of_first
 from dhelix.passes.pipeline_fold.schedule import Layout, Schedule
 from dhelix.passes.pipeline_fold.slots import with_slots
+from dhelix.passes.pipeline_fold.ticks import Pair, in_ticks, of_first
 
 
 def one_forward_one_backward(layout: Layout, microbatches: int) -> Schedule:

@@ -11,9 +11,8 @@
     summed_matmul           what these two share: tiles are sent to their owners and summed
     matmul_reduce_scatter   tiles go to their owners as soon as they are multiplied (DistFuse), and are summed there
     matmul_all_reduce       the same, and sums go back to all
-    tile_all_reduce         the all-reduce alone, tile by tile
 
 They are forward functions, and check sizes alone. What else they need is the caller's to see to, as
-`runtime/collective_matmul/choice.py` and the passes do: no collective of NCCL in flight beside them, as they hold all
-SMs while they wait for their peers, and no CUDA graph that holds them, which would keep their peers' addresses.
+`runtime/collective_matmul/form_choice.py` and the passes do: no collective of NCCL in flight beside them, as they hold
+all SMs while they wait for their peers, and no CUDA graph that holds them, which would keep their peers' addresses.
 """

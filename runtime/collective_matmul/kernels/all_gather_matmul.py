@@ -56,11 +56,11 @@ from jax import lax
 
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul.sites import Site, Tiles
-from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting
-from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer, divided
+from dhelix.runtime.collective_matmul.kernels import device_barrier, gemm_tiles, hopper_gemm
+from dhelix.runtime.collective_matmul.kernels.device_barrier import Meeting
+from dhelix.runtime.collective_matmul.kernels.gathered_rows import GatheredGemm, Transfer, divided
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Gemm, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Storing
-from dhelix.runtime.collective_matmul.kernels.meeting import Meeting
 
 _LOAD_WARP, _COPY_WARP = 0, 1
 
@@ -137,7 +137,7 @@ def all_gather_matmul_kernel(
     return _run(plan, axis_name, x, w)
 
 
-def _run(plan: Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _run(plan: GatheredGemm, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     def all_gather_matmul(*refs: Any, **scratch: Any) -> None:  # the kernel's name in profiles
         _kernel(plan, axis, *refs, **scratch)
 
@@ -148,7 +148,7 @@ def _run(plan: Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, 
         out_type=(
             jax.ShapeDtypeStruct((m, n), x.dtype),
             jax.ShapeDtypeStruct((m, k), x.dtype),
-            meeting.words(plan.devices),
+            device_barrier.words(plan.devices),
         ),
         scratch_types=dict(
             buffers=plan.gemm.buffers(),
@@ -156,7 +156,7 @@ def _run(plan: Plan, axis: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, 
             loaded=plgpu.Barrier(num_barriers=transfer.stages),
         ),
         **plan.gemm.launch(),
-        compiler_params=meeting.PARAMS,
+        compiler_params=device_barrier.PARAMS,
     )(x, w)
     return out, gathered
 
@@ -165,19 +165,28 @@ def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
     return Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, store_columns=store_columns)
 
 
-def _plan(site: Site, tiles: Tiles | None) -> Plan:
+def _plan(site: Site, tiles: Tiles | None) -> GatheredGemm:
     """Pieces of the result are as wide as shared memory allows beside the ring and the staged pieces."""
     tiles = default_tiles(site) if tiles is None else _with_chunks(site, tiles)
     transfer = Transfer(tiles.chunks or 1)
     for store_columns in (64, 32):
-        plan = Plan(_gemm(site, tiles, store_columns), transfer, site.axis_size)
+        plan = GatheredGemm(_gemm(site, tiles, store_columns), transfer, site.axis_size)
         if plan.refusal() is None:
             break
     return plan
 
 
 def _kernel(
-    plan: Plan, axis: str, x: Any, w: Any, out: Any, gathered: Any, words: Any, buffers: Any, staged: Any, loaded: Any
+    plan: GatheredGemm,
+    axis: str,
+    x: Any,
+    w: Any,
+    out: Any,
+    gathered: Any,
+    words: Any,
+    buffers: Any,
+    staged: Any,
+    loaded: Any,
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
@@ -225,7 +234,7 @@ def _kernel(
         def _(warp: jax.Array) -> None:
             pl.when(warp == _LOAD_WARP)(load)
             pl.when(warp == _COPY_WARP)(copy)
-            pl.when((warp == meeting.WARP) & (block == 0))(all_devices.meet)
+            pl.when((warp == device_barrier.WARP) & (block == 0))(all_devices.meet)
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
@@ -234,14 +243,22 @@ def _kernel(
         hopper_gemm.multiply_tiles(gemm, buffers, plan.order(lax.axis_index(axis)), storing.behind, storing.finish)
 
 
-def _wait(plan: Plan, counter: Any) -> None:
+def _wait(plan: GatheredGemm, counter: Any) -> None:
     """Until the rows of this counter are in `gathered`, for TMA loads of this thread that follow."""
     plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope="gpu")
     hopper_gemm.fence_proxies()
 
 
 def _copy(
-    plan: Plan, axis: str, block: jax.Array, x: Any, gathered: Any, arrived: Any, left: Any, staged: Any, loaded: Any
+    plan: GatheredGemm,
+    axis: str,
+    block: jax.Array,
+    x: Any,
+    gathered: Any,
+    arrived: Any,
+    left: Any,
+    staged: Any,
+    loaded: Any,
 ) -> None:
     """Pulls this block's share of the pieces, from each peer and then own rows, into this device's `gathered`."""
     transfer = plan.transfer

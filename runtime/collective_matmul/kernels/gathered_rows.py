@@ -49,7 +49,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GatheredGemm:
     """An all-gather matmul on one device: the GEMM over all rows, and how rows come."""
 
     gemm: Gemm

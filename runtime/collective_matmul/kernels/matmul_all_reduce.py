@@ -21,7 +21,7 @@ from jax import lax
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul.sites import H200_SMS, Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
-from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
+from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 4, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
@@ -115,7 +115,7 @@ def splits_for(site: Site, tiles: Tiles) -> int:
     return max(n for n in (1, 2, _MOST_SPLITS) if n <= max(most, 1) and steps % n == 0)
 
 
-def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
+def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
     """How the kernel would do `site`: owners by rows if these divide into tiles, else by columns.
 
     Few rows, as in decode, are filled up with rows that count for nothing: the GEMM has tiles of no less than 64.
@@ -126,7 +126,7 @@ def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
     tiles = tiles or default_tiles(site)
     shots = shots_for(site, tiles)
     gemm = owned_tiles.gemm_for(site, tiles, shots)
-    return Plan(gemm, site.axis_size, scatter=False, shots=shots, lead=tiles.lead)
+    return SummedGemm(gemm, site.axis_size, scatter=False, shots=shots, lead=tiles.lead)
 
 
 def _owners(site: Site, tiles: Tiles) -> int:

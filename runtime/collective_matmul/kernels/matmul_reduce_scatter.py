@@ -20,7 +20,7 @@ from jax import lax
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import owned_tiles, summed_matmul
-from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
+from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 
 _TILES, _MANY_DEVICES = Tiles(128, 256, 64, 4, "M", 8), 5
 
@@ -46,10 +46,10 @@ def default_tiles(site: Site) -> Tiles:
     return replace(_TILES, steps=3) if site.axis_size >= _MANY_DEVICES else _TILES
 
 
-def plan_for(site: Site, tiles: Tiles | None = None) -> Plan:
+def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
     """How the kernel would do `site`."""
     tiles = tiles or default_tiles(site)
-    return Plan(owned_tiles.gemm_for(site, tiles), site.axis_size, scatter=True, lead=tiles.lead)
+    return SummedGemm(owned_tiles.gemm_for(site, tiles), site.axis_size, scatter=True, lead=tiles.lead)
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:

@@ -1,8 +1,8 @@
 """Whose tile is whose in a GEMM that is summed over devices, in which order tiles are multiplied, where parts arrive.
 
     product         one block of each owner, one above the other or side by side
-    order           tiles of others first, own ones between and behind: `Plan.job`
-    staged          what others send of this device's tiles, piece by piece: `Plan.staged_shape`
+    order           tiles of others first, own ones between and behind: `SummedGemm.job`
+    staged          what others send of this device's tiles, piece by piece: `SummedGemm.staged_shape`
 
 `summed_matmul` multiplies, sends and sums by it.
 """
@@ -39,7 +39,7 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SummedGemm:
     """A GEMM with its sum over devices.
 
     Attributes:

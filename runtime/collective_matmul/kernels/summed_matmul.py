@@ -11,11 +11,12 @@ Every tile of the product has an owner. `shots = 2` (DistFuse's immediate commun
                                        |
                                        +-- all-reduce: the same TMA store goes to the other devices' out, too
 
-A device computes tiles of the others first and its own ones behind (`Plan.job`): when one of its own is multiplied, the
-others' partial sums of it lie in `staged`. Both leave, piece by piece, while the next tile is multiplied: another
-device's part goes there, to an own one what is staged is added in float32 (`held_parts`). So no partial sum of an owner
-goes through memory, and multiplying goes on. `shots = 1`, for results that are one wave of tiles and latency: every
-device sends its partial sums to all, and each adds all of them up; blocks may share a contraction (`split_sums`).
+A device computes tiles of the others first and its own ones behind (`SummedGemm.job`): when one of its own is
+multiplied, the others' partial sums of it lie in `staged`. Both leave, piece by piece, while the next tile is
+multiplied: another device's part goes there, to an own one what is staged is added in float32 (`held_parts`). So no
+partial sum of an owner goes through memory, and multiplying goes on. `shots = 1`, for results that are one wave of
+tiles and latency: every device sends its partial sums to all, and each adds all of them up; blocks may share a
+contraction (`split_sums`).
 
 All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` lie on the
 receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), a
@@ -43,14 +44,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from dhelix.runtime.collective_matmul.kernels import gemm_tiles, hopper_gemm, meeting, opaque, split_sums
+from dhelix.runtime.collective_matmul.kernels import device_barrier, gemm_tiles, hopper_gemm, opaque, split_sums
+from dhelix.runtime.collective_matmul.kernels.device_barrier import Meeting
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import CLUSTERS, GROUP, MEMORY_GROUP, RANK, Place, Tile
 from dhelix.runtime.collective_matmul.kernels.held_parts import Adding, Held, Storing
-from dhelix.runtime.collective_matmul.kernels.meeting import Meeting
-from dhelix.runtime.collective_matmul.kernels.owned_tiles import Job, Plan
+from dhelix.runtime.collective_matmul.kernels.owned_tiles import Job, SummedGemm
 
 
-def summed_matmul(plan: Plan, axis: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
+def summed_matmul(plan: SummedGemm, axis: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
     """x @ w summed over the devices of `axis`, inside `shard_map`; `name` is the kernel's in profiles."""
 
     def kernel(*refs: Any, **scratch: Any) -> None:
@@ -62,20 +63,29 @@ def summed_matmul(plan: Plan, axis: str, x: jax.Array, w: jax.Array, name: str) 
         out_type=(
             jax.ShapeDtypeStruct(plan.out_shape, x.dtype),
             jax.ShapeDtypeStruct(plan.staged_shape, x.dtype),
-            meeting.words(plan.devices),
+            device_barrier.words(plan.devices),
             *split_sums.outputs(plan.gemm),
         ),
         scratch_types=dict(
             buffers=plan.gemm.buffers(), loaded=plgpu.Barrier(num_arrivals=plan.devices - 1, num_barriers=2)
         ),
         **plan.gemm.launch(),
-        compiler_params=meeting.PARAMS,
+        compiler_params=device_barrier.PARAMS,
     )(x, w)
     return out
 
 
 def _kernel(
-    plan: Plan, axis: str, x: Any, w: Any, out: Any, staged: Any, words: Any, *partials: Any, buffers: Any, loaded: Any
+    plan: SummedGemm,
+    axis: str,
+    x: Any,
+    w: Any,
+    out: Any,
+    staged: Any,
+    words: Any,
+    *partials: Any,
+    buffers: Any,
+    loaded: Any,
 ) -> None:
     gemm, group = plan.gemm, lax.axis_index(GROUP)
     tile_m, tile_k = gemm.tiles.tile_m, gemm.tiles.tile_k
@@ -99,7 +109,7 @@ def _kernel(
         def _(warp: jax.Array) -> None:
             pl.when(warp == 0)(load)
             first_block = (lax.axis_index(CLUSTERS) == 0) & (lax.axis_index(RANK) == 0)
-            pl.when((warp == meeting.WARP) & first_block)(all_devices.meet)
+            pl.when((warp == device_barrier.WARP) & first_block)(all_devices.meet)
 
     @pl.when(group < MEMORY_GROUP)
     def _() -> None:
@@ -129,7 +139,7 @@ class _Links:
       all_devices: where they meet, before anything leaves.
     """
 
-    plan: Plan
+    plan: SummedGemm
     axis: str
     me: jax.Array
     peers: list[Any]

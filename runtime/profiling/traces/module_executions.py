@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from dhelix.passes.analysis.collectives import find_collective, is_done
-from dhelix.passes.analysis.execution import CONTROL_FLOW, counted_trips, entered, executions, sequence_of
+from dhelix.passes.analysis.execution import counted_trips, entered, executions, sequence_of
 from dhelix.passes.hlo import Computation, HloModule, Instruction
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.runtime.profiling.traces.executions import Execution
 
 

@@ -44,7 +44,7 @@ from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Times, choose
 from dhelix.profiles.hardware import gpu_name
 from dhelix.runtime.collective_matmul import execution, hybrid, mosaic, ring
-from dhelix.runtime.collective_matmul.choice import Place, refusal, requested
+from dhelix.runtime.collective_matmul.form_choice import Place, refusal, requested
 from dhelix.runtime.collective_matmul.products import joined
 from dhelix.runtime.compiler.lowering import hlo_bytes
 from dhelix.runtime.processes.launch_settings import calls_outside_graphs, graphs_hold_calls, link_of

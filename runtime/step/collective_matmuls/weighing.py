@@ -6,7 +6,7 @@
 
 A collective matmul takes a collective's place before anything is scheduled (PRE_SCHEDULER), and what its collective
 would cost beside the other strand is known of scheduled programs alone. So the program is scheduled once as it is,
-which takes a tenth of a compile, and `passes/communication/collective_matmul/choice.py` weighs its sites there. To
+which takes a tenth of a compile, and `passes/communication/collective_matmul/site_choice.py` weighs its sites there. To
 schedule it anew for each choice would say more, and take a tenth of a compile for each of some twenty; it is done for
 the last one, since what a form copies beside its kernel is only seen there.
 """
@@ -19,16 +19,16 @@ from collections.abc import Callable
 import jax
 from absl import logging
 
-from dhelix.passes.communication.collective_matmul.choice import Candidate, Trial, Weighed, choose, mark
 from dhelix.passes.communication.collective_matmul.collective_matmul import CollectiveMatmul
 from dhelix.passes.communication.collective_matmul.pattern import Placed
+from dhelix.passes.communication.collective_matmul.site_choice import Candidate, Trial, Weighed, choose, mark
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.collective_schedule import list_order
-from dhelix.passes.ordering.orders import Scheduler
-from dhelix.runtime.compiler import broken_off, lowering
+from dhelix.passes.ordering.order_rules import Scheduler
+from dhelix.runtime.compiler import lowering, scheduled_only
 
 
 class Weighing:
@@ -88,7 +88,7 @@ class Weighing:
             marked = view.to_bytes()
             return later.run(Stage.PRE_SCHEDULER, marked)[0] or marked
 
-        module = broken_off.scheduled(self._lowered, source, "trial", before)
+        module = scheduled_only.scheduled(self._lowered, source, "trial", before)
         if module is None:
             return None
         return Trial(HloModule.from_bytes(module), candidates, self._model, *self._limits)
@@ -99,7 +99,7 @@ def predicted(lowered: jax.stages.Lowered, manager: PassManager, model: CostMode
     source = lowering.hlo_bytes(lowered)
     if manager.runs_at(Stage.LOWERED):
         source = manager.run(Stage.LOWERED, source)[0] or source
-    module = broken_off.scheduled(
+    module = scheduled_only.scheduled(
         lowered, source, "predicted", lambda module: manager.run(Stage.PRE_SCHEDULER, module)[0]
     )
     if module is None:

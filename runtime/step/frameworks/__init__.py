@@ -1,6 +1,6 @@
 """Arguments that `jax.jit` does not take as they are: objects of Flax NNX, modules of Equinox.
 
-    fronts.py           which of the two a call needs, and captured objects
+    front_choice.py           which of the two a call needs, and captured objects
     nnx_front.py        a step of NNX objects, by `nnx.jit`
     fixed_leaves.py     a step of arguments with leaves that are no arrays, as `eqx.filter_jit` runs it
     gradients.py        `dhelix.value_and_grad` of either

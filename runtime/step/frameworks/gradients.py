@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from dhelix.runtime.step.frameworks import fixed_leaves, nnx_front
 from dhelix.runtime.step.frameworks.nnx_gradients import NnxGradients
-from dhelix.runtime.step.gradients.batch_arguments import indices
+from dhelix.runtime.step.microbatches.batch_split import indices
 
 
 class Differentiate(Protocol):

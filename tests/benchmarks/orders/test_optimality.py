@@ -7,7 +7,7 @@ from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.evaluation.costs import Costs
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo.verify import verify_sequence
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.profiles.hardware import H200_NO_P2P
 from dhelix.tests.passes.schedules import Done, Op, Start, build
 

@@ -30,10 +30,10 @@ from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.evaluation.step_parts import step_parts
 from dhelix.passes.framework.gain import Gain
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.ordering.orders import most_in_flight
+from dhelix.passes.ordering.order_rules import most_in_flight
 from dhelix.passes.plans import plan_files
 from dhelix.profiles.profile import Profile, Section
-from dhelix.runtime.compiler import broken_off, deviceless
+from dhelix.runtime.compiler import deviceless, scheduled_only
 from dhelix.runtime.step.options import StepOptions
 from dhelix.tests.passes import strand_module
 from dhelix.tests.passes.two_strands import TOGETHER
@@ -67,7 +67,7 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_gpu_like_the_one_that_was_profiled(dump: Path, plan: RunPlan) -> None:
-    flags = dump, "--setting=connections1", "--json"
+    flags = dump, "--settings=connections1", "--json"
     profiled, like = (json.loads(plan(*flags, f"--hardware={gpu}")[1]) for gpu in ("H200", "H100"))
     assert (profiled["hardware"], like["hardware"]) == ("H200", "H100")
     assert like["guessed_fraction"] == pytest.approx(profiled["guessed_fraction"], abs=0.05)
@@ -82,7 +82,13 @@ def test_a_preset_for_a_gpu_that_nobody_described(plan: RunPlan) -> None:
 def test_json_of_a_dump(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     status, text, progress = plan(
-        dump, "--link=no-p2p", "--setting=default,connections1", "--json", f"--out={out}", f"--picture={picture}"
+        dump,
+        "--link=no-p2p",
+        "--settings=default,connections1",
+        "--json",
+        "--bound",
+        f"--out={out}",
+        f"--picture={picture}",
     )
     found = json.loads(text)
     assert status == 0 and "connections1 is planned" in progress
@@ -98,6 +104,13 @@ def test_json_of_a_dump(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
     for row in found["collectives"]:
         assert row["time_us"] == pytest.approx(row["hidden_us"] + row["exposed_us"], abs=0.1)
         assert sum(b["us"] for b in row["beneath"]) == pytest.approx(row["hidden_us"], abs=0.1)
+    (bound,) = found["bounds"]
+    assert (
+        0.5 * bound["order_us"]
+        < bound["bound_us"]
+        <= bound["order_us"]
+        == pytest.approx(found["makespan_us"], rel=0.01)
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     written = plan_files.load(out)
     assert written.target.setting == found["setting"] and written.target.link == "no-p2p"
@@ -105,11 +118,11 @@ def test_json_of_a_dump(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
 
 
 def test_tables_of_a_dump(dump: Path, plan: RunPlan) -> None:
-    status, text, _ = plan(dump, "--link=no-p2p", "--setting=connections1", "--top=1")
+    status, text, _ = plan(dump, "--link=no-p2p", "--settings=connections1", "--top=1", "--bound")
     assert status == 0
     for words in ("One step under each launch setting", "Collectives under connections1", "and 1 more", "beta gemm"):
         assert words in text
-    assert "What runs with what: both strands" in text
+    assert "What runs with what: both strands" in text and "could save at most" in text
     assert "Start the process with CUDA_DEVICE_MAX_CONNECTIONS=1" in text
 
 
@@ -122,24 +135,24 @@ def test_a_plan_knows_which_collectives_leave_a_node(dump: Path, plan: RunPlan, 
         (("--link=two-nodes",), 2, {"comm-inter"}),
         (("--link=two-nodes", "--gpus_per_node=4"), 4, {"comm"}),
     ):
-        status, text, _ = plan(dump, "--setting=default", "--json", f"--out={out}", *flags)
+        status, text, _ = plan(dump, "--settings=default", "--json", f"--out={out}", *flags)
         assert status == 0 and {c["lane"] for c in json.loads(text)["collectives"]} == lanes
         assert plan_files.load(out).target.gpus_per_node == gpus_per_node
 
 
 def test_what_nobody_measured_between_nodes_is_said_and_can_be_set(dump: Path, plan: RunPlan) -> None:
-    flags = dump, "--setting=default", "--gpus_per_node=2"
+    flags = dump, "--settings=default", "--gpus_per_node=2"
     usual, slow = (plan(*flags, *more)[1] for more in ((), ("--inter_bandwidth=5",)))
     assert "assumed: 45 GB/s of each GPU between nodes of 2 (--inter_bandwidth, --gpus_per_node)" in usual
     assert "assumed: 5 GB/s of each GPU between nodes of 2" in slow
-    status, text, _ = plan(dump, "--setting=default", "--inter_bandwidth=5")
+    status, text, _ = plan(dump, "--settings=default", "--inter_bandwidth=5")
     assert status == 0 and "assumed" not in text and "--inter_bandwidth changes nothing" in text
 
 
 def test_a_profile_of_another_jax_is_said(dump: Path, plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "measured with jax" not in plan(dump, "--setting=default")[1]
+    assert "measured with jax" not in plan(dump, "--settings=default")[1]
     monkeypatch.setattr(jax, "__version__", "0.13.1")
-    assert "was measured with jax 0.11.2, not 0.13.1: XLA may compile" in plan(dump, "--setting=default")[1]
+    assert "was measured with jax 0.11.2, not 0.13.1: XLA may compile" in plan(dump, "--settings=default")[1]
 
 
 def test_where_results_cannot_be_written_nothing_is_planned(dump: Path, plan: RunPlan, tmp_path: Path) -> None:
@@ -300,17 +313,17 @@ def test_a_candidate_over_the_limit_does_not_hide_another() -> None:
         (("a", "--preset=llama-8b"), "give one step"),
         (("missing",), "there is no file or folder missing"),
         (("plan.json",), "there is no file or folder plan.json"),
-        (("DUMP", "--memory_limit=1GiB", "--setting=default"), "does not say how much memory its arguments take"),
+        (("DUMP", "--memory_limit=1GiB", "--settings=default"), "does not say how much memory its arguments take"),
         (("DUMP", "--memory_limit=1"), "memory_limit='1': give bytes as a number, or with a unit"),
         (("DUMP", "--schedule=xla"), "--schedule xla plans nothing; take one of dp, list"),
-        (("DUMP", "--setting=fast"), "--setting fast means nothing; take of default"),
-        (("DUMP", "--link=two-nodes", "--setting=user-buffers"), "nothing under the launch setting"),
+        (("DUMP", "--settings=fast"), "--settings fast means nothing; take of default"),
+        (("DUMP", "--link=two-nodes", "--settings=user-buffers"), "nothing under the launch setting"),
         (("DUMP", "--profile=missing.json"), "cannot be read"),
         (("DUMP", "--gpus_per_node=3"), "4 GPUs are no whole nodes of 3: give another --gpus_per_node, or --mesh"),
         (("DUMP", "--skew=1"), "a dump is a step as it was compiled; leave out --skew"),
         (("--preset=llama-8b", "--skew=one"), "--skew one: give numbers of layers"),
         (("--preset=llama-8b", "--pp=2", "--skew=0,1"), "leave out --pp or --skew"),
-        (("DUMP", "--link=no-p2p", "--setting=default", "--out=missing/plan.json"), "cannot write missing"),
+        (("DUMP", "--link=no-p2p", "--settings=default", "--out=missing/plan.json"), "cannot write missing"),
     ],
 )
 def test_errors_are_one_line(dump: Path, plan: RunPlan, arguments: tuple[str, ...], said: str) -> None:
@@ -324,7 +337,7 @@ def carried_out(options: trainer.Options, plan: str) -> None:
     step = trainer.make_step(training, plain=False, options=StepOptions(plan=plan))
     example = training.abstract_state(), training.abstract_batch(batch)
     # Not tuned, so fused otherwise than what was planned. The order is the last that XLA asks passes for.
-    broken_off.at_schedule(step.lower(*example), {**deviceless.COMPILER_OPTIONS, **deviceless.results_option()})
+    scheduled_only.at_schedule(step.lower(*example), {**deviceless.COMPILER_OPTIONS, **deviceless.results_option()})
     done = step.report(*example)["planned-order"]
     assert done.changed and any(note.message == "ordered as planned" for note in done.notes)
 
@@ -336,7 +349,7 @@ def test_a_preset_is_planned_and_the_plan_is_what_a_step_runs(plan: RunPlan, tmp
     out = tmp_path / "plan.json"
     status, text, _ = plan(
         "--preset=llama-8b", "--layers=4", "--mesh=tp=4", "--microbatches=3", "--skew=1", "--link=no-p2p",
-        "--setting=small-buffers", "--json", f"--out={out}",
+        "--settings=small-buffers", "--json", f"--out={out}",
     )  # fmt: skip
     found = json.loads(text)
     assert status == 0 and found["guessed_fraction"] < 0.05

@@ -6,8 +6,8 @@ import pytest
 
 from dhelix.passes.evaluation.collective_matmul_kernels import kernel_key, kernel_of, named
 from dhelix.passes.evaluation.costs import CostModel, Costs, Kernel
-from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.operator_keys import OperatorKeys, key_of
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule, Instruction

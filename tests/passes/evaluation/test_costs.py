@@ -9,8 +9,8 @@ from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import device_groups, find_collective
 from dhelix.passes.analysis.execution import sequence_of, trip_count
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, CostModel, Costs, PowerLimit
-from dhelix.passes.evaluation.instruction_costs import Lane, instruction_cost
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.evaluation.roofline_costs import Lane, instruction_cost
 from dhelix.passes.evaluation.timeline import evaluate, settled
 from dhelix.passes.framework.fingerprint import input_fingerprint
 from dhelix.passes.hlo import HloModule, Instruction

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import simulate, simulate_module
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.hardware import H200

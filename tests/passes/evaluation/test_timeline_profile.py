@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, CostModel, Costs, InStep
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.intervals import Timeline
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import evaluate, guessed_overlap, simulate
 from dhelix.passes.hlo import HloModule
 from dhelix.profiles.estimates.contention import MIN_RATE, measured_rates, pair_seconds

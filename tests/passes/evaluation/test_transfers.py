@@ -3,9 +3,9 @@
 import pytest
 
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Lane
 from dhelix.passes.evaluation.intervals import CollectiveTime
 from dhelix.passes.evaluation.operator_keys import key_of
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.step_time import predict
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.evaluation.transfers import FROM_HOST, TO_HOST, Transfer, find_transfer

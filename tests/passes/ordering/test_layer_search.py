@@ -4,13 +4,13 @@ import time
 from collections.abc import Sequence
 
 from dhelix.passes.analysis.buffers import Memory
-from dhelix.passes.evaluation.instruction_costs import Cost
+from dhelix.passes.evaluation.roofline_costs import Cost
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.ordering.collective_schedule import list_order
 from dhelix.passes.ordering.layer_search import orders_by_layer
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.strand_pairing import plan_body
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import simulate
 from dhelix.passes.hlo import HloModule, Instruction
 from dhelix.passes.hlo.verify import verify_sequence
+from dhelix.passes.ordering.order_rules import Limits, few_in_flight, starts_behind_ends
 from dhelix.passes.ordering.order_search import OrderSearch
 from dhelix.passes.ordering.order_timing import OrderTiming
-from dhelix.passes.ordering.orders import Limits, few_in_flight, starts_behind_ends
 from dhelix.passes.ordering.strand_pairing import plan_body
 from dhelix.passes.ordering.strand_sequences import find_strands
 from dhelix.profiles.hardware import H200_NO_P2P

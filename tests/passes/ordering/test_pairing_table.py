@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from dhelix.passes.evaluation.costs import InStep
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.ordering.order_search import OrderSearch
-from dhelix.passes.ordering.pairing_table import Plan, pair
+from dhelix.passes.ordering.pairing_table import Pairing, pair
 from dhelix.passes.ordering.strand_sequences import Operator, find_strands
 from dhelix.tests.passes.random_cases import random_case, unlimited
 
@@ -105,7 +105,7 @@ def test_with_segments_that_the_evaluator_plays_it_is_as_fast_as_the_fastest_seg
         check_plan(plan, first, second, 3)
 
 
-def check_plan(plan: Plan, first: Sequence[Operator], second: Sequence[Operator], longest: int) -> None:
+def check_plan(plan: Pairing, first: Sequence[Operator], second: Sequence[Operator], longest: int) -> None:
     """Segments follow each other, cover both sequences, and add up."""
     i = j = 0
     for segment in plan.segments:

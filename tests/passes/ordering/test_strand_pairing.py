@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dhelix.errors import DhelixError
 from dhelix.passes.evaluation.costs import Costs, InStep
-from dhelix.passes.evaluation.instruction_costs import Lane
+from dhelix.passes.evaluation.roofline_costs import Lane
 from dhelix.passes.evaluation.timeline import evaluate, simulate
 from dhelix.passes.framework.manager import PassManager, Stage
 from dhelix.passes.framework.report import CHANGED

@@ -16,7 +16,7 @@ from dhelix.passes.pipeline_fold import (
     make_schedule,
     validate,
 )
-from dhelix.passes.pipeline_fold.orders import Pair, in_ticks
+from dhelix.passes.pipeline_fold.ticks import Pair, in_ticks
 
 stage_counts = st.integers(1, 6)
 microbatch_counts = st.integers(1, 20)

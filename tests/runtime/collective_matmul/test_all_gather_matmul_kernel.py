@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import all_gather_matmul as kernel
-from dhelix.runtime.collective_matmul.kernels.gathered_rows import Plan, Transfer
+from dhelix.runtime.collective_matmul.kernels.gathered_rows import GatheredGemm, Transfer
 from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
@@ -29,7 +29,7 @@ SITE = Site("all_gather_matmul", 4096, 4096, 1536, "bfloat16", 4)
 
 def plan(rows=4096, columns=1536, depth=4096, devices=4, tiles=TILES, transfer=None):
     site = Site("all_gather_matmul", rows, depth, columns, "bfloat16", devices)
-    return Plan(kernel._gemm(site, tiles), transfer or Transfer(), devices)
+    return GatheredGemm(kernel._gemm(site, tiles), transfer or Transfer(), devices)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

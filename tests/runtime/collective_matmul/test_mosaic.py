@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dhelix.profiles.collective_matmul.sites import KINDS, Tiles
-from dhelix.runtime.collective_matmul import choice, mosaic
+from dhelix.runtime.collective_matmul import form_choice, mosaic
 from dhelix.tests.runtime.collective_matmul.programs import (
     COLLECTIVE,
     assert_close,
@@ -35,7 +35,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run if name.endswith("_kernel") else lambda site, tiles: None
 
     monkeypatch.setattr(mosaic, "_kernel", kernel)
-    monkeypatch.setattr(choice, "_no_kernels_here", lambda form, graphs: None)
+    monkeypatch.setattr(form_choice, "_no_kernels_here", lambda form, graphs: None)
     return ran
 
 

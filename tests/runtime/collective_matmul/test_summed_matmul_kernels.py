@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul.sites import Site, Tiles
 from dhelix.runtime.collective_matmul.kernels import matmul_all_reduce, matmul_reduce_scatter
-from dhelix.runtime.collective_matmul.kernels.owned_tiles import Plan
+from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
@@ -30,12 +30,12 @@ DECODE = Tiles(64, 128, 64, 7, "N", 8)
 
 def plan(
     kind: str, rows: int, columns: int, devices: int, tiles: Tiles | None = TILES, depth: int = 1024, **fields
-) -> Plan:
+) -> SummedGemm:
     site = Site(kind, rows, depth, columns, "bfloat16", devices)
     return dataclasses.replace(KERNELS[kind].plan_for(site, tiles), **fields)
 
 
-def jobs(it: Plan, me: int) -> list[tuple[int, int, int, int]]:
+def jobs(it: SummedGemm, me: int) -> list[tuple[int, int, int, int]]:
     """(turn, tile, row, column) in the order in which device `me` computes them."""
     numbers = jnp.arange(it.gemm.cluster_tiles, dtype=jnp.int32)
     columns = jax.vmap(lambda number: it.job(jnp.int32(me), number))(numbers)
@@ -58,7 +58,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}")
-def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(it: Plan):
+def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(it: SummedGemm):
     assert it.refusal() is None
     rows, columns = it.gemm.m // it.gemm.cluster_rows, it.gemm.column_tiles
     everything = [(row, column) for row in range(rows) for column in range(columns)]
@@ -76,7 +76,7 @@ def test_each_tile_comes_once_at_its_owner_and_own_ones_behind_those_of_others(i
 
 
 @pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices}")
-def test_sender_and_owner_agree_where_a_tile_lies(it: Plan):
+def test_sender_and_owner_agree_where_a_tile_lies(it: SummedGemm):
     sent, owned = {}, {}
     for me in range(it.devices):
         for turn, tile, row, column in jobs(it, me):
@@ -90,7 +90,7 @@ def test_sender_and_owner_agree_where_a_tile_lies(it: Plan):
 
 
 @pytest.mark.parametrize("it", PLANS, ids=lambda it: f"{it.gemm.m}x{it.gemm.n} over {it.devices} lead {it.lead}")
-def test_every_peer_gets_a_part_that_is_sent_behind_the_meeting(it: Plan):
+def test_every_peer_gets_a_part_that_is_sent_behind_the_meeting(it: SummedGemm):
     """A block whose first tile is its device's own one does not wait for it, and who leaves relies on it."""
     order, own = [turn for turn, *_ in jobs(it, 0)], it.devices - 1
     waited = {turn for number, turn in enumerate(order) if order[number % it.gemm.clusters] != own}

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import dhelix
 from dhelix import Fold
 from dhelix.passes.pipeline_fold import INTERLEAVED, Layout
-from dhelix.runtime.step.gradients.value_and_grad import microbatching
+from dhelix.runtime.step.microbatches.value_and_grad import microbatching
 
 VOCAB, WIDTH, HIDDEN, SEQ = 16, 8, 16, 4
 STEPS = 5

@@ -18,7 +18,7 @@ from dhelix.errors import DhelixError, PassRefusal
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.strands.strand_duplication import StrandDuplication
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
 
 type Batch = dict[str, jax.Array]

@@ -42,9 +42,9 @@ def test_an_error_before_the_step_ends_both() -> None:
 NEVER = """
 import json, os, signal, sys, time
 process, port = int(sys.argv[1]), sys.argv[2]
-from dhelix.runtime.processes import agreement, meetings
+from dhelix.runtime.processes import agreement, rendezvous
 from dhelix.tests.runtime.processes import job_steps
-meetings._FIRST_REPORT = 0.5
+rendezvous._FIRST_REPORT = 0.5
 job_steps.join(process, port)
 given = job_steps.arguments()
 found = []

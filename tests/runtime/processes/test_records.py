@@ -8,8 +8,8 @@ import pytest
 
 from dhelix.errors import HostsDisagreeError
 from dhelix.runtime.processes import records
-from dhelix.runtime.processes.meetings import Said
 from dhelix.runtime.processes.records import Entry
+from dhelix.runtime.processes.rendezvous import Said
 
 
 def entries(**values: str | Mapping[str, str]) -> list[Entry]:

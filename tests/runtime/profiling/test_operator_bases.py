@@ -11,12 +11,11 @@ from jax.sharding import Mesh
 
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.collectives import find_collective, is_start
-from dhelix.passes.evaluation.instruction_costs import instruction_cost
 from dhelix.passes.evaluation.replay.operators import find_operators
+from dhelix.passes.evaluation.roofline_costs import instruction_cost
 from dhelix.passes.hlo import Instruction
 from dhelix.profiles.hardware import H200
 from dhelix.profiles.keys import OperatorKey
-from dhelix.profiles.papers import overlap_findings
 from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.profiling.operator_bases import (
     LLAMA_8B,
@@ -26,7 +25,6 @@ from dhelix.runtime.profiling.operator_bases import (
     CompiledBases,
     bases,
     compile_bases,
-    figure4_bases,
     main_operator,
 )
 
@@ -130,12 +128,6 @@ def test_every_base_can_be_replayed(compiled: CompiledBases) -> None:
         found, refused = find_operators(module, lambda i: OperatorKey("other", i.name, ()))
         assert not refused
         assert main_operator(base, module) in [operator.instruction for operator in found]
-
-
-def test_every_base_of_figure_4_is_there() -> None:
-    found = figure4_bases()
-    assert set(found) == {name for pair in overlap_findings.figure4_pairs() for name in pair}
-    assert {base.sizes.name for name, base in found.items() if name != "all-to-all"} == {"llama-25b"}
 
 
 def test_layers_have_the_paper_sizes() -> None:

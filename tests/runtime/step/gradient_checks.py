@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dhelix.runtime.step.gradients.value_and_grad import microbatching
+from dhelix.runtime.step.microbatches.value_and_grad import microbatching
 
 ROWS, WIDTH = 16, 8
 

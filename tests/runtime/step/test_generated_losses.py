@@ -21,7 +21,7 @@ import pytest
 from hypothesis import strategies as st
 from jax import lax
 
-from dhelix.runtime.step.gradients.value_and_grad import microbatching, value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import microbatching, value_and_grad
 from dhelix.tests.passes.interpreter import interpret
 
 PROGRAMS = 50  # of each family, all different

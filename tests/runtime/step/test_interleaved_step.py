@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from dhelix.runtime.step import argument_keys
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 

@@ -9,7 +9,7 @@ import pytest
 
 from dhelix.errors import DhelixError, PassRefusal
 from dhelix.models import LlamaConfig, Training, make_train_step, preset
-from dhelix.passes.framework import manager, words
+from dhelix.passes.framework import manager, units
 from dhelix.passes.framework.report import CHANGED, REFUSED
 from dhelix.passes.plans.plan import CollectivesSection, OrderSection, Plan, PlanBody, PlanTarget
 from dhelix.profiles.keys import CollectiveKey
@@ -109,7 +109,7 @@ def test_a_step_that_would_need_more_than_plain_and_3_percent_runs_plain(caplog:
     step, arguments = greedy(schedule="dp", profile=None, memory_limit=would_do)
     interleaved = compiled(step, arguments)
     assert is_interleaved(interleaved)
-    assert allowed < memory_need.of_compiled(interleaved).total <= words.parse_bytes("memory_limit", would_do)
+    assert allowed < memory_need.of_compiled(interleaved).total <= units.parse_bytes("memory_limit", would_do)
 
 
 @pytest.mark.deviceless

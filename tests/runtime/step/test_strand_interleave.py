@@ -19,8 +19,8 @@ from dhelix.passes.framework import manager
 from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.profiling import in_process
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
 from dhelix.runtime.step.interleaved_step import InterleavedStep
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.steps import batch, squared_error, weights
 

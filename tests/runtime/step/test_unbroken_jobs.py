@@ -20,7 +20,7 @@ from dhelix.passes.framework.report import CHANGED, NOT_RUN
 from dhelix.passes.hlo import HloModule
 from dhelix.runtime.compiler import lowering, registration
 from dhelix.runtime.step import plain_step, specialization
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import InterleavedStep, strand_interleave
 from dhelix.runtime.step.target import Target
 from dhelix.tests.runtime.steps import batch, squared_error, weights

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.runtime.step.verification import VerificationError, compare, tolerance
 from dhelix.tests.runtime.step.test_strand_interleave import Replace

@@ -10,7 +10,7 @@ from ortools.sat.python import cp_model as cp_sat
 from dhelix.errors import DhelixError
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.evaluation.costs import BY_THEMSELVES, Costs, InStep
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import evaluate
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.verify import verify_sequence
@@ -18,7 +18,7 @@ from dhelix.passes.ordering.exact.bound import least_makespan
 from dhelix.passes.ordering.exact.model import NANO, Overlap
 from dhelix.passes.ordering.exact.order import ExactOrder, exact_order
 from dhelix.passes.ordering.exact.problem import Problem
-from dhelix.passes.ordering.orders import Limits
+from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.ordering.strand_pairing import pairing_order
 from dhelix.profiles.hardware import H200
 from dhelix.tests.passes.random_cases import Case, fastest, random_case, unlimited
@@ -162,12 +162,12 @@ def test_what_takes_no_time_takes_none() -> None:
 
 def test_large_bodies_are_refused() -> None:
     module, costs = build([Op(f"x{n}", 1e-6, ("p",)) for n in range(300)], ["x0"])
-    with pytest.raises(DhelixError, match="too large for an exact model: at most 250"):
+    with pytest.raises(DhelixError, match="timed instructions, and an exact model takes 250"):
         exact_order(module.entry, module.schedule[module.entry], costs, unlimited(module))
 
 
 def test_without_or_tools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     module, costs = PAIR.module()
-    with pytest.raises(DhelixError, match="an exact order needs OR-tools: pip install"):
+    with pytest.raises(DhelixError, match="an exact order needs OR-tools: pip install 'dhelix"):
         solve(module, costs)

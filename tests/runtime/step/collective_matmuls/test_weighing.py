@@ -13,7 +13,7 @@ import pytest
 from dhelix.errors import DhelixError
 from dhelix.models import Training, make_train_step, preset
 from dhelix.passes.analysis.names import ALPHA, BETA
-from dhelix.passes.communication.collective_matmul import choice as passes_choice
+from dhelix.passes.communication.collective_matmul import site_choice as passes_choice
 from dhelix.passes.communication.collective_matmul.collective_matmul import CollectiveMatmul, executed
 from dhelix.passes.communication.collective_matmul.pattern import Pattern, Placed
 from dhelix.passes.evaluation.collective_matmul_kernels import MARK
@@ -24,7 +24,7 @@ from dhelix.passes.plans.plan import Plan, PlanTarget
 from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime.compiler import broken_off, deviceless, lowering, registration
+from dhelix.runtime.compiler import deviceless, lowering, registration, scheduled_only
 from dhelix.runtime.step import step_passes
 from dhelix.runtime.step.collective_matmuls import weighing
 from dhelix.runtime.step.collective_matmuls.jax_forms import ALONE, PAIRED, JaxForms
@@ -99,7 +99,7 @@ def strands_beside_matmuls(lowered: jax.stages.Lowered, passes: PassManager) -> 
     """Of each computation of the scheduled step that holds collective matmuls: the strands that run in it."""
     source = passes.run(Stage.LOWERED, lowering.hlo_bytes(lowered))[0]
     assert source is not None
-    scheduled = broken_off.scheduled(lowered, source, "test", lambda one: passes.run(Stage.PRE_SCHEDULER, one)[0])
+    scheduled = scheduled_only.scheduled(lowered, source, "test", lambda one: passes.run(Stage.PRE_SCHEDULER, one)[0])
     assert scheduled is not None
     module = HloModule.from_bytes(scheduled)
     names = [[i.op_name for i in computation.instructions] for computation in executed(module.entry)]

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.passes.framework import manager
 from dhelix.runtime.step.frameworks.fixed_leaves import Fixed, fixed, free
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.step.frameworks.nnx_training import COUNT, LAYERS, ROWS, WIDTH, batch, mesh
 

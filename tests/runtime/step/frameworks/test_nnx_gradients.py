@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.step.frameworks.nnx_training import COUNT, ROWS, WIDTH, batch, loss, objects
 

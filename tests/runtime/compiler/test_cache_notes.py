@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from dhelix.runtime.compiler import beside_cache
+from dhelix.runtime.compiler import cache_notes
 
 
 @pytest.fixture
@@ -18,14 +18,14 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_what_is_written_is_read(cache: Path) -> None:
-    beside_cache.write("a.json", "text")
-    beside_cache.write("a.pb", b"\x00\xff")
-    assert (beside_cache.read("a.json"), beside_cache.read_bytes("a.pb")) == ("text", b"\x00\xff")
-    assert (beside_cache.read("b.json"), beside_cache.read_bytes("b.pb")) == (None, None)
+    cache_notes.write("a.json", "text")
+    cache_notes.write("a.pb", b"\x00\xff")
+    assert (cache_notes.read("a.json"), cache_notes.read_bytes("a.pb")) == ("text", b"\x00\xff")
+    assert (cache_notes.read("b.json"), cache_notes.read_bytes("b.pb")) == (None, None)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:-1] + b"\x01", lambda b: b"", lambda b: b[:20]])
 def test_bytes_that_are_damaged_count_as_missing(cache: Path, damage: Callable[[bytes], bytes]) -> None:
-    beside_cache.write("a.pb", b"\x00\xff")
+    cache_notes.write("a.pb", b"\x00\xff")
     (cache / "a.pb").write_bytes(damage((cache / "a.pb").read_bytes()))
-    assert beside_cache.read_bytes("a.pb") is None
+    assert cache_notes.read_bytes("a.pb") is None

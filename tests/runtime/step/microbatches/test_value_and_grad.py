@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.tests.runtime.step.gradient_checks import ROWS, WIDTH, assert_close, mean_square, normal, split
 
 

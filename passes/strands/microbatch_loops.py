@@ -3,8 +3,8 @@
 In this order, for the entry and for each computation that it runs once:
 1. Constraints that say what is known and collectives of one device go (`constraint_folding`, `lone_collectives`).
 2. Micro-batches that are written out become a loop (`loop_rolling`, `remainder`).
-3. Each outermost loop is taken apart (`strand_partition`). Where an iteration holds several micro-batches, it gets one
-   iteration for each (`loop_flattening`).
+3. Each outermost loop is taken apart (`forward_backward_cut`). Where an iteration holds several micro-batches, it gets
+   one iteration for each (`loop_flattening`).
 4. Where that is refused, loops inside of it are tried: a loop over steps may hold one over micro-batches.
 5. A loop that calls shard_maps for its layers goes into them (`manual_loop`).
 """
@@ -16,6 +16,7 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import Computation, HloModule, Instruction, WhileLoop, graph
 from dhelix.passes.hlo.edit import drop_dead, inline_calls, take_over
 from dhelix.passes.hlo.manual_computation import inline_all, is_manual, stays_a_call
+from dhelix.passes.strands.forward_backward_cut import INSIDE, LayersInside, Partition, holds_backward, partition
 from dhelix.passes.strands.microbatches.constraint_folding import fold_constraints
 from dhelix.passes.strands.microbatches.lone_collectives import drop_lone_collectives
 from dhelix.passes.strands.microbatches.manual_loop import move_inside
@@ -24,7 +25,6 @@ from dhelix.passes.strands.microbatches.written_out.equal_parts import equal_par
 from dhelix.passes.strands.microbatches.written_out.loop_flattening import flatten
 from dhelix.passes.strands.microbatches.written_out.loop_rolling import roll
 from dhelix.passes.strands.microbatches.written_out.remainder import with_remainder
-from dhelix.passes.strands.strand_partition import INSIDE, LayersInside, Partition, holds_backward, partition
 
 
 def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from dhelix.passes.analysis.collectives import Collective, find_collective, is_done
 from dhelix.passes.analysis.configuration import backend_config
-from dhelix.passes.analysis.execution import CONTROL_FLOW, counted_trips, entered
+from dhelix.passes.analysis.execution import counted_trips, entered
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
 from dhelix.passes.evaluation.operator_work import Work, work_of
 from dhelix.passes.evaluation.transfers import SENDS, Transfer, find_transfer, host_bytes
 from dhelix.passes.hlo import Computation, Instruction, shapes
+from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.estimates import roofline
 from dhelix.profiles.estimates.estimator import Source
 from dhelix.profiles.hardware import Hardware

@@ -6,7 +6,7 @@ import pytest
 
 from dhelix.errors import PassRefusal
 from dhelix.passes.hlo import HloModule, Instruction, WhileLoop
-from dhelix.passes.strands.strand_partition import Partition, partition
+from dhelix.passes.strands.forward_backward_cut import Partition, partition
 from dhelix.tests.passes import golden
 
 SCAN = "strand_duplication/scan_over_layers.hlo"

@@ -49,7 +49,7 @@ from dhelix.passes.evaluation.operator_work import work_of
 from dhelix.passes.evaluation.timeline import simulate_module
 from dhelix.passes.framework.manager import PassContext
 from dhelix.passes.hlo import Computation, HloModule, Instruction
-from dhelix.passes.ordering.orders import MEMORY_SLACK, MemoryRefusal, Scheduler, apply_order
+from dhelix.passes.ordering.order_rules import MEMORY_SLACK, MemoryRefusal, Scheduler, apply_order
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site
 
 MOST = 48

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dhelix.profiles.collective_matmul.sites import Site
-from dhelix.runtime.collective_matmul.kernels import matmul_reduce_scatter, meeting
+from dhelix.runtime.collective_matmul.kernels import device_barrier, matmul_reduce_scatter
 from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()
@@ -108,4 +108,4 @@ def test_kernels_meet_without_xla():
     text = deviceless.compile(jax.jit(step).lower(x, w)).as_text() or ""
     (line,) = (it for it in text.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in it)
     assert "skip_device_barrier = true" in line and "s32[4,2]" in line
-    assert meeting.words(4).shape == (4, 2)
+    assert device_barrier.words(4).shape == (4, 2)

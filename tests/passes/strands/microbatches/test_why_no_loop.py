@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from dhelix.passes.hlo import HloModule
-from dhelix.passes.strands.microbatches.missing_loop import no_loop
+from dhelix.passes.strands.microbatches.why_no_loop import no_loop
 from dhelix.passes.strands.strand_duplication import partitions
 from dhelix.runtime.compiler.lowering import hlo_bytes
 from dhelix.tests.passes.strands.microbatches.written_out import WIDTH, arguments, scanned, written_out

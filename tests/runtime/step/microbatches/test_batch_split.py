@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dhelix.errors import DhelixError
-from dhelix.runtime.step.gradients.value_and_grad import value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import value_and_grad
 from dhelix.tests.runtime.step.gradient_checks import ROWS, WIDTH, assert_close, mean_square, normal, split
 
 W, X, Y = normal(WIDTH, WIDTH), normal(ROWS, WIDTH), normal(ROWS, 1)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from dhelix.passes.communication.collective_matmul.choice import MOST, Candidate, Trial, Weighed, choose, mark
 from dhelix.passes.communication.collective_matmul.pattern import Pattern, Placed
+from dhelix.passes.communication.collective_matmul.site_choice import MOST, Candidate, Trial, Weighed, choose, mark
 from dhelix.passes.evaluation.costs import CostModel
 from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.collective_schedule import list_order

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dhelix.profiles.papers.overlap_findings import FINDINGS, Finding, figure4_pairs, judge
+from dhelix.benchmarks.collectives.overlap_findings import FINDINGS, Finding, figure4_pairs, judge
+from dhelix.runtime.profiling.operator_bases import figure4_bases
 
 AS_THE_PAPER_SAYS = {
     pair: 0.8 if ("all-gather" in pair or "all-to-all" in pair) and pair[0] != pair[1] else 0.1
@@ -53,3 +54,9 @@ def test_too_little_measured_is_no_verdict() -> None:
 def test_pairs_are_named_once() -> None:
     pairs = figure4_pairs()
     assert len({frozenset(pair) for pair in pairs}) == len(pairs) == 15
+
+
+def test_every_base_of_figure_4_is_there() -> None:
+    found = figure4_bases()
+    assert set(found) == {name for pair in figure4_pairs() for name in pair}
+    assert {base.sizes.name for name, base in found.items() if name != "all-to-all"} == {"llama-25b"}

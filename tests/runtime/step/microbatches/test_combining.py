@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.fold import Fold
-from dhelix.runtime.step.gradients.value_and_grad import microbatching, value_and_grad
+from dhelix.runtime.step.microbatches.value_and_grad import microbatching, value_and_grad
 from dhelix.runtime.step.strand_interleave import strand_interleave
 from dhelix.tests.runtime.step.gradient_checks import (
     ROWS,

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dhelix.benchmarks.inference.tile_all_reduce import shots_for, tile_all_reduce
 from dhelix.errors import DhelixError
-from dhelix.runtime.collective_matmul.kernels.tile_all_reduce import shots_for, tile_all_reduce
 from dhelix.runtime.compiler import deviceless
 
 deviceless.prepare_environment()

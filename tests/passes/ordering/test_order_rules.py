@@ -14,7 +14,7 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.passes.ordering.collective_schedule import CollectiveSchedule, list_order
-from dhelix.passes.ordering.orders import apply_order, most_in_flight
+from dhelix.passes.ordering.order_rules import apply_order, most_in_flight
 from dhelix.passes.ordering.strand_pairing import StrandPairing, pairing_order
 from dhelix.profiles.hardware import H200, H200_NO_P2P
 from dhelix.tests.passes.schedules import Program, build, runs_rightly

@@ -9,7 +9,7 @@ Outside a `strand_interleave(microbatches=M)` step this is `jax.value_and_grad`.
 which is the loop that the passes turn into two strands (`microbatch_loop.py`).
 
 Rules
-1. The batch is split along axis 0 of every leaf, which M must divide; what the batch is, `batch_arguments.py` says.
+1. The batch is split along axis 0 of every leaf, which M must divide; what the batch is, `batch_split.py` says.
 2. Outputs come back in the types of `jax.value_and_grad`; sums are of float32 or wider (`combining.py`).
 3. They combine by `reduce`: "mean" or "sum" of the micro-batches' values, or "weighted": the mean weighted by
    `weights` (token counts). It must fit `loss_fn`: "mean" is wrong for a loss that divides by the number of
@@ -37,9 +37,9 @@ from jax.extend.core import get_opaque_trace_state
 
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.step.frameworks import gradients, nnx_front
-from dhelix.runtime.step.gradients.batch_arguments import Naming, is_index
-from dhelix.runtime.step.gradients.combining import comparable
-from dhelix.runtime.step.gradients.microbatch_loop import Loop, Options, PipelinedLoop, Weights
+from dhelix.runtime.step.microbatches.batch_split import Naming, is_index
+from dhelix.runtime.step.microbatches.combining import comparable
+from dhelix.runtime.step.microbatches.microbatch_loop import Loop, Options, PipelinedLoop, Weights
 from dhelix.runtime.step.options import REDUCTIONS, one_of
 
 

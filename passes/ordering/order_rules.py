@@ -18,12 +18,12 @@ from dhelix.errors import PassRefusal
 from dhelix.passes.analysis.buffers import Memory
 from dhelix.passes.analysis.collectives import is_done, is_start, start_of
 from dhelix.passes.evaluation.costs import Costs
-from dhelix.passes.evaluation.instruction_costs import Cost, Lane
 from dhelix.passes.evaluation.intervals import Timeline
 from dhelix.passes.evaluation.operator_keys import FREE_OPCODES
+from dhelix.passes.evaluation.roofline_costs import Cost, Lane
 from dhelix.passes.evaluation.timeline import guessed_overlap, simulate, simulate_module
 from dhelix.passes.framework.manager import PassContext, say_once
-from dhelix.passes.framework.words import bytes_text
+from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.verify import verify_sequence

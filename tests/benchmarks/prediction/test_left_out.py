@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dhelix.benchmarks.prediction.left_out import HeldOut, evaluate
 from dhelix.profiles.estimates.contention import ContentionModel, pair_seconds
-from dhelix.profiles.estimates.held_out import HeldOut, evaluate
 from dhelix.profiles.hardware import H200, Hardware
 from dhelix.profiles.keys import OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Section

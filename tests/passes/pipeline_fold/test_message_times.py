@@ -18,9 +18,9 @@ from dhelix.passes.pipeline_fold import (
     linear_layout,
     make_schedule,
 )
-from dhelix.passes.pipeline_fold.orders import in_ticks
 from dhelix.passes.pipeline_fold.schedules.one_forward_one_backward import one_forward_one_backward
 from dhelix.passes.pipeline_fold.slots import with_slots
+from dhelix.passes.pipeline_fold.ticks import in_ticks
 
 stage_counts = st.integers(1, 6)
 times = st.fractions(Fraction(1, 3), 5, max_denominator=6)

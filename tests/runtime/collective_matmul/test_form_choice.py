@@ -15,7 +15,7 @@ from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site, SiteTimes, Tiles, Times
 from dhelix.profiles.profile import Timing
-from dhelix.runtime.collective_matmul import all_gather_matmul, choice, matmul_all_reduce, matmul_reduce_scatter
+from dhelix.runtime.collective_matmul import all_gather_matmul, form_choice, matmul_all_reduce, matmul_reduce_scatter
 from dhelix.runtime.compiler import deviceless
 from dhelix.tests.runtime.collective_matmul.programs import COLLECTIVE, mesh, normal, specs
 
@@ -167,7 +167,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged."""
     found: list[str] = []
     monkeypatch.setattr(logging, "warning", lambda text, *args: found.append(text % args))
-    choice._log_once.cache_clear()
+    form_choice._log_once.cache_clear()
     return found
 
 
@@ -203,32 +203,32 @@ def test_auto_falls_back_to_the_next_fastest_and_says_so_once(
 
 @pytest.mark.deviceless
 def test_kernels_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = choice.Place(Site("all_gather_matmul", 64, 64, 64, "float32", 4), "tp", 16)
+    place = form_choice.Place(Site("all_gather_matmul", 64, 64, 64, "float32", 4), "tp", 16)
     form = Form("mosaic", tiles=Tiles(64, 64, 64, 2, "M", 1))
     with jax.sharding.use_abstract_mesh(deviceless.mesh({"tp": 4}).abstract_mesh):
         monkeypatch.delenv("XLA_FLAGS", raising=False)
-        assert "a CUDA graph would keep its peers' addresses" in str(choice.refusal(form, place))
-        assert "has no kernel here (" in str(choice.refusal(form, place, graphs=False))
+        assert "a CUDA graph would keep its peers' addresses" in str(form_choice.refusal(form, place))
+        assert "has no kernel here (" in str(form_choice.refusal(form, place, graphs=False))
         monkeypatch.setattr(jax, "process_count", lambda: 2)
-        assert "needs all GPUs of the axis in one process" in str(choice.refusal(form, place))
+        assert "needs all GPUs of the axis in one process" in str(form_choice.refusal(form, place))
         monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-        assert "NCCL_P2P_DISABLE is set" in str(choice.refusal(form, place))
+        assert "NCCL_P2P_DISABLE is set" in str(form_choice.refusal(form, place))
 
 
 @pytest.mark.deviceless
 def test_a_gpu_must_have_room_for_all_blocks_of_a_kernel_at_a_time() -> None:
-    place = choice.Place(Site("matmul_reduce_scatter", 4096, 4096, 4096, "bfloat16", 4), "tp", 4096)
+    place = form_choice.Place(Site("matmul_reduce_scatter", 4096, 4096, 4096, "bfloat16", 4), "tp", 4096)
     mesh = deviceless.mesh({"tp": 4}).abstract_mesh
     smaller = dataclasses.replace(mesh.abstract_device, device_kind="NVIDIA H100 PCIe", num_cores=114)
     with jax.sharding.use_abstract_mesh(mesh.update(abstract_device=smaller)):
-        reason = choice.refusal(Form("mosaic"), place, graphs=False)
+        reason = form_choice.refusal(Form("mosaic"), place, graphs=False)
         assert "takes 132 multiprocessors, and this NVIDIA H100 PCIe has 114: name tiles with sms=114" in str(reason)
         fitting = Form("mosaic", tiles=Tiles(128, 256, 64, 4, "M", 8, sms=114))
-        assert choice.refusal(fitting, place, graphs=False) is None
+        assert form_choice.refusal(fitting, place, graphs=False) is None
 
 
 def test_derivatives_of_an_explicit_form_fall_back_where_it_cannot_be_had(lines: list[str]) -> None:
-    place = choice.Place(Site("matmul_reduce_scatter", 24, 8, 8, "float32", 4), "tp", 6)
-    assert choice.resolve(Form("hybrid", chunks=3), place) == Form("hybrid", chunks=3) and not lines
-    assert choice.resolve(Form("hybrid", chunks=4), place) == MONOLITHIC
+    place = form_choice.Place(Site("matmul_reduce_scatter", 24, 8, 8, "float32", 4), "tp", 6)
+    assert form_choice.resolve(Form("hybrid", chunks=3), place) == Form("hybrid", chunks=3) and not lines
+    assert form_choice.resolve(Form("hybrid", chunks=4), place) == MONOLITHIC
     assert "monolithic instead of hybrid:4, which needs 2 or more chunks that divide 6 rows" in lines[0]

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from dhelix.errors import DhelixError, HostsDisagreeError
-from dhelix.runtime.processes import agreement, meetings
-from dhelix.runtime.processes.meetings import Job, Said
+from dhelix.runtime.processes import agreement, rendezvous
+from dhelix.runtime.processes.rendezvous import Job, Said
 
 MANY = 12
 
@@ -146,7 +146,7 @@ def test_all_leave_alone_what_one_leaves_alone(leaving: set[int]) -> None:
             return job.meet("run the compiled step 'f'", "", texts)
         except OSError as error:
             return job.leave(f"{error} in {number}", error)
-        except meetings.LeftAloneError as error:
+        except rendezvous.LeftAloneError as error:
             return job.leave("the same", error)
 
     (told,) = set(each(processes, act))
@@ -178,8 +178,8 @@ def test_processes_that_meet_for_something_else() -> None:
 def test_those_that_do_not_come_are_named(
     missing: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(meetings.TIMEOUT, "0.6")
-    monkeypatch.setattr(meetings, "_FIRST_REPORT", 0.2)
+    monkeypatch.setenv(rendezvous.TIMEOUT, "0.6")
+    monkeypatch.setattr(rendezvous, "_FIRST_REPORT", 0.2)
     processes = jobs()
     processes[4].introduce()
     start = time.monotonic()
@@ -199,7 +199,7 @@ def test_those_that_do_not_come_are_named(
 
 
 def test_one_that_compiles_longer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(meetings.TIMEOUT, "0.3")
+    monkeypatch.setenv(rendezvous.TIMEOUT, "0.3")
 
     def act(job: Job, number: int) -> str:
         time.sleep(0.8 * (number == 1))
@@ -210,9 +210,9 @@ def test_one_that_compiles_longer_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])
 def test_a_timeout_that_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(meetings.TIMEOUT, value)
+    monkeypatch.setenv(rendezvous.TIMEOUT, value)
     with pytest.raises(DhelixError, match=f"DHELIX_AGREEMENT_TIMEOUT='{value}': give seconds to wait"):
-        meetings.timeout()
+        rendezvous.timeout()
 
 
 def test_a_timeout_that_is_none_in_one_process_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_a_timeout_that_is_none_in_one_process_stops_all(monkeypatch: pytest.Mon
             job.fail(str(error))
             return "failed"
 
-    monkeypatch.setattr(meetings, "timeout", timeout)
+    monkeypatch.setattr(rendezvous, "timeout", timeout)
     first, *others = each(jobs(3), act)
     assert first.endswith("stopped before all processes ran the step: no time") and others == ["failed", first]
 
@@ -249,8 +249,8 @@ def test_a_store_that_is_gone() -> None:
 
 
 def test_a_job_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    assert meetings.everyone() is None and meetings.of([0]) is None
-    assert meetings.of([0, 1]) is None and not caplog.records, "a program for other machines"
+    assert rendezvous.everyone() is None and rendezvous.of([0]) is None
+    assert rendezvous.of([0, 1]) is None and not caplog.records, "a program for other machines"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert meetings.of([0, 1]) is None
+    assert rendezvous.of([0, 1]) is None
     assert "started without jax.distributed.initialize()" in caplog.text

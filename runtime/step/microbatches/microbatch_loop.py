@@ -2,7 +2,7 @@
 
     for m in range(M):  loss, grads += jax.value_and_grad(loss_fn)(params, batch[m::M])      (lax.scan)
 
-What is split is in `batch_arguments.py`, how outputs combine in `combining.py`.
+What is split is in `batch_split.py`, how outputs combine in `combining.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from dhelix.errors import DhelixError
 from dhelix.runtime.pipeline.fold import Fold
 from dhelix.runtime.pipeline.gradients import pipelined_sums
-from dhelix.runtime.step.gradients.batch_arguments import Arguments, Naming
-from dhelix.runtime.step.gradients.combining import (
+from dhelix.runtime.step.microbatches.batch_split import Arguments, Naming
+from dhelix.runtime.step.microbatches.combining import (
     OVERWRITTEN,
     Combination,
     How,

@@ -1,0 +1,97 @@
+"""How much faster than a plan's any order could be: `dhelix plan --bound`.
+
+    bounds(candidate)      # [BodyBound("layers of both strands", 15, 0.0123, 0.0121), ...]
+
+Each body that the plan orders becomes an exact model (`passes/ordering/exact/`), whose bound no legal order beats by
+the same costs. Other orders alone are ruled out: another program, or other costs, may be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dhelix.launch.plan.search import Candidate, microseconds
+from dhelix.passes.analysis.buffers import Memory
+from dhelix.passes.analysis.execution import executions
+from dhelix.passes.evaluation.timeline import evaluate
+from dhelix.passes.hlo import Computation
+from dhelix.passes.ordering.exact.order import TooLargeError, exact_order
+from dhelix.passes.ordering.order_rules import Limits
+from dhelix.passes.plans.plan_operators import PlanOperators
+
+_EFFORT = 30.0  # CP-SAT's deterministic time for a body, about seconds
+
+
+@dataclass(frozen=True)
+class BodyBound:
+    """One body of a plan.
+
+    Attributes:
+      runs: of the body in a step.
+      seconds: of one run in the plan's order, played by itself.
+      bound: seconds that no order of it takes less than; None where it is too large for the model, `why` says how.
+    """
+
+    name: str
+    runs: int
+    seconds: float
+    bound: float | None
+    why: str = ""
+
+    @property
+    def left(self) -> float:
+        """Seconds of a step that other orders of this body may save at most."""
+        return 0.0 if self.bound is None else self.runs * (self.seconds - self.bound)
+
+    def to_json(self) -> dict[str, Any]:
+        """Microseconds of one run; `bound_us` is null where there is none."""
+        bound = None if self.bound is None else microseconds(self.bound)
+        return {"body": self.name, "runs": self.runs, "order_us": microseconds(self.seconds), "bound_us": bound}
+
+
+def bounds(candidate: Candidate) -> list[BodyBound]:
+    """Of every body that the plan orders, in the plan's order. Raises DhelixError where OR-tools is missing."""
+    found = dict[str, tuple[Computation, int]]()
+    for computation, runs in executions(candidate.module).items():
+        fingerprint = PlanOperators(computation, candidate.costs.operator_keys).fingerprint
+        one, so_far = found.get(fingerprint, (computation, 0))
+        found[fingerprint] = one, so_far + runs
+    memory = Memory(candidate.module)
+    return [
+        _bound(candidate, memory, body.name, *found[body.fingerprint])
+        for body in candidate.plan.bodies
+        if body.fingerprint in found
+    ]
+
+
+def _bound(candidate: Candidate, memory: Memory, name: str, computation: Computation, runs: int) -> BodyBound:
+    order, costs = candidate.module.schedule[computation], candidate.costs
+    seconds = evaluate(order, costs).seconds
+    limits = Limits(costs.hardware, memory.peak(computation, order), memory)
+    try:
+        exact = exact_order(computation, order, costs, limits, effort=_EFFORT)
+    except TooLargeError as error:
+        return BodyBound(name, runs, seconds, None, str(error))
+    return BodyBound(name, runs, seconds, min(exact.bound, seconds))
+
+
+def in_words(found: Sequence[BodyBound], step_seconds: float) -> list[str]:
+    """A line for each body, and one for all."""
+    lines = []
+    for body in found:
+        of = f"{body.name} ({body.runs:,} x {1e6 * body.seconds:,.0f} µs)"
+        if body.bound is None:
+            lines.append(f"Bound of {of}: none, {body.why}.")
+        else:
+            share = 1.0 - body.bound / body.seconds
+            lines.append(f"Bound of {of}: no order takes less than {1e6 * body.bound:,.0f} µs, {share:.1%} less.")
+    left = sum(body.left for body in found)
+    covered = sum(body.runs * body.seconds for body in found if body.bound is not None)
+    if covered:
+        lines.append(
+            f"Other orders of these bodies, {covered / step_seconds:.0%} of the step, could save at most"
+            f" {1e3 * left:,.2f} ms of {1e3 * step_seconds:,.1f} ms ({left / step_seconds:.1%})."
+        )
+    return lines
