@@ -1,4 +1,4 @@
-"""A hand-written tensor-parallel layer that multiplies while rows arrive, and sends while it multiplies."""
+"""A hand-written tensor-parallel layer whose matmuls overlap with their all-gather and reduce-scatter."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ mesh = jax.make_mesh((len(jax.devices()),), ("tp",), axis_types=(AxisType.Auto,)
     check_vma=False,
 )
 def mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> Any:
-    """x: rows / n of each device; w_gate, w_up: columns / n; w_down: rows / n."""
+    """x: rows / n on each device; w_gate, w_up: columns / n; w_down: rows / n."""
     gate, up = collective_matmul.all_gather_matmul(x, (w_gate, w_up), "tp")  # one gather for both
     return collective_matmul.matmul_reduce_scatter(jax.nn.silu(gate) * up, w_down, "tp")
 

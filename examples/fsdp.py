@@ -1,4 +1,4 @@
-"""Parameters and optimizer state split over the replicas: XLA gathers each layer's weights when it is computed."""
+"""FSDP: parameters and optimizer state are split over the replicas; XLA gathers each layer's weights when needed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Flax Linen with dropout: every micro-batch draws masks of its own."""
+"""Flax Linen with dropout: every micro-batch draws its own masks."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def train_step(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> tuple
 
 
 def split(path: Any, leaf: jax.Array) -> NamedSharding:
-    """Columns of the first matrix of a block, rows of the second."""
+    """Splits the columns of a block's first matrix, and the rows of its second; replicates the rest."""
     name = jax.tree_util.keystr(path)
     spec = {"Dense_0']['kernel": P(None, None, "tp"), "Dense_1']['kernel": P(None, "tp")}
     return NamedSharding(mesh, next((s for key, s in spec.items() if key in name and leaf.ndim == 3), P()))

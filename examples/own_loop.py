@@ -1,4 +1,4 @@
-"""A step with a loop over micro-batches of its own: the decorator is all that it needs."""
+"""A step with its own loop over micro-batches: it needs only the decorator."""
 
 from typing import Any
 

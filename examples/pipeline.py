@@ -1,4 +1,4 @@
-"""Two pipeline stages of a folded model: forward of one micro-batch runs beside backward of another on every stage."""
+"""A folded model in two pipeline stages: every stage overlaps one micro-batch's forward with another's backward."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ optimizer = optax.adam(1e-3)
 
 
 def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-    """An embedding, a scan over equal layers, a head."""
+    """An embedding, a scan over equal layers, and a head."""
 
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None

@@ -1,4 +1,4 @@
-"""A model of arrays, tensor-parallel by JAX's partitioner."""
+"""A model of plain arrays, tensor-parallel by JAX's partitioner."""
 
 from functools import partial
 from typing import Any

@@ -1,6 +1,6 @@
-"""Models with their shardings and presets. They import JAX, Flax and Optax, and nothing of the passes.
+"""Models with their shardings and presets. They use JAX, Flax and Optax, and know nothing of the passes.
 
-Names are loaded when they are first used: those of presets are known without JAX.
+Names are loaded on first use, so the names of presets are known without JAX.
 """
 
 import importlib

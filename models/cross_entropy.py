@@ -1,10 +1,9 @@
-"""Cross-entropy over a vocabulary that is sharded: full logits never exist, and one logits-sized buffer does.
+"""Cross-entropy over a sharded vocabulary. Full logits never exist, and only one buffer of the shard's size does.
 
-With `v` running over the vocabulary, `loss = log sum_v exp(logits_v) - logits_target`. Each device reduces
-its own shard; three numbers per token are exchanged. The derivative, `softmax(logits) - onehot(target)`, is
-written by hand for two reasons: what is kept for it is the logits as they are and one float32 per token, so
-that XLA can write the gradient into the logits' own buffer; and no collective has to be transposed, since
-each device's gradient needs its own shard alone.
+With `v` over the vocabulary, `loss = log sum_v exp(logits_v) - logits_target`. Each device reduces its own shard;
+devices exchange three numbers per token. The derivative, `softmax(logits) - onehot(target)`, is written by hand for two
+reasons. It keeps only the logits and one float32 per token, so XLA can write the gradient into the logits' buffer. And
+no collective is transposed, since each device's gradient needs only its own shard.
 """
 
 import functools
@@ -16,18 +15,21 @@ from dhelix.models.parallel import Parallel, vocab_position
 
 
 def _is_target(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:
-    """`[batch, seq, vocab / tp]` booleans. Compared and not gathered, so that it fuses into the reduction
-    beside it."""
+    """`[batch, seq, vocab / tp]` booleans. A comparison, not a gather, so that it fuses into the adjacent reduction."""
     position = vocab_position(parallel, targets, logits.shape[-1])
     return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == position[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def cross_entropy(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:
-    """Loss per token in nats, float32 `[batch, seq]`, from `logits [batch, seq, vocab / tp]` and `targets
-    [batch, seq]`.
+    """Loss per token in nats, float32. Reductions run in float32 for any type of logits.
 
-    Reductions run in float32 whatever the logits' type.
+    Args:
+      logits: `[batch, seq, vocab / tp]`.
+      targets: integer token ids, `[batch, seq]`.
+
+    Returns:
+      `[batch, seq]`.
     """
     return _forward(logits, targets, parallel)[0]
 
@@ -37,8 +39,7 @@ def _forward(logits: jax.Array, targets: jax.Array, parallel: Parallel):
     shift = parallel.max(jnp.max(wide, axis=-1))
     shares = jnp.exp(wide - shift[..., None])
     at_target = jnp.where(_is_target(logits, targets, parallel), wide, 0.0)
-    # One reduction of both: apart, XLA puts the second into the backward, whose result then needs a buffer of
-    # its own.
+    # One reduction for both. As two, XLA moves the second into the backward, and the gradient needs its own buffer.
     zero = jnp.float32(0)
     sums = jax.lax.reduce((shares, at_target), (zero, zero), _add_pairs, (logits.ndim - 1,))
     total, target_logit = parallel.sum(jnp.stack(sums))

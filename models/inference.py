@@ -3,16 +3,16 @@
     x [batch, seq, hidden]     -prefill_layers->   x, Cache of seq tokens
     x [batch, 1, hidden]       -decode_layers-->   x, Cache of one token more            again and again
 
-The layers are those of training (`layers.py`). Under `shard_map` over `tp` their `Parallel` is a `TensorParallel`: the
-residual stream is whole on each device, heads and the hidden layer of the feed-forward are split, and two all-reduces
-per layer, of attention's and of the feed-forward's output, complete the sums. With `collective_matmuls` each of them is
-one operation with the matmul before it (DistFuse, section 3.3).
+The layers are those of training (`layers.py`). Under `shard_map` over `tp`, their `Parallel` is a `TensorParallel`:
+each device holds the whole residual stream, and heads and the feed-forward's hidden layer are split. Two all-reduces
+per layer complete the sums, one after attention and one after the feed-forward. With `collective_matmuls`, each
+all-reduce is fused with the matmul before it (DistFuse, section 3.3).
 
-The cache has room for `capacity` tokens, of which `length` are there, the same number of all sequences. Tokens lie
-inside of heads, so that a library's matmul takes the keys of a head as they lie.
+The cache has room for `capacity` tokens, and all sequences have `length` of them. Tokens are the dimension inside
+heads, so a library's matmul can use the keys of a head in place.
 
-`scan_layers=False` is faster: decode does little but read weights and the cache, and in a loop over stacked layers XLA
-copies a layer's share of the cache out of the stack and back, and weights that a kernel or several matmuls read.
+`scan_layers=False` is faster. Decode mostly reads weights and the cache. In a loop over stacked layers, XLA copies each
+layer's part of the cache out of the stack and back. It also copies weights that a kernel or several matmuls read.
 """
 
 import math
@@ -40,12 +40,12 @@ Layer = Callable[[dict[str, jax.Array], jax.Array, Any], tuple[jax.Array, KeysVa
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far, of this device's heads; or their shapes, or specs.
+    """Keys and values of all tokens so far, of this device's heads; or their shapes or specs.
 
     Attributes:
-      layers: of each layer keys and values, `[batch, kv_heads / tp, capacity, head_dim]` in the compute dtype: a pair
-        of arrays with the layers in front, or with `scan_layers=False` a list of such pairs.
-      length: tokens that are there, an int32 scalar.
+      layers: keys and values, `[batch, kv_heads / tp, capacity, head_dim]` in the compute dtype. A pair of arrays with
+        a leading layer dimension, or a list of one pair per layer with `scan_layers=False`.
+      length: number of tokens, an int32 scalar.
     """
 
     layers: Any
@@ -62,7 +62,7 @@ def cache_specs(config: LlamaConfig) -> Cache:
 
 
 def cache_shapes(config: LlamaConfig, batch: int, capacity: int) -> Cache:
-    """Shapes and types of a whole cache, over all of `tp`."""
+    """Shapes and types of a global cache, over all of `tp`."""
     leading = (config.layers,) if config.scan_layers else ()
     shape = (*leading, batch, config.kv_heads, capacity, config.head_dim)
     pair = (jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)),) * 2
@@ -77,7 +77,7 @@ def prefill(
     Args:
       params: in the compute dtype; under `shard_map` this device's shards (`llama.param_specs`).
       tokens: int32 `[batch, seq]`.
-      capacity: tokens that the cache has room for; at least seq.
+      capacity: number of tokens that the cache has room for; at least seq.
       parallel: a `TensorParallel` under `shard_map`.
 
     Returns:
@@ -94,10 +94,9 @@ def prefill(
 def decode(
     config: LlamaConfig, params: Params, tokens: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """Reads one more token of each sequence, int32 `[batch]`. Arguments and results otherwise as of `prefill`.
+    """Reads one more token of each sequence, int32 `[batch]`. Otherwise like `prefill`.
 
-    There must be room: a token for which there is none takes the last one's place. Donate the cache to have it updated
-    in place.
+    The cache must have room: a token without room overwrites the last one. Donate the cache to update it in place.
     """
     x = embed(config, parallel, params["embedding"], tokens[:, None])
     x, cache = decode_layers(config, params["layers"], x, cache, parallel)
@@ -107,7 +106,14 @@ def decode(
 def prefill_layers(
     config: LlamaConfig, layers: Any, x: jax.Array, capacity: int, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """All layers on `x [batch, seq, hidden]`, causally; `layers` as in `llama.Params`."""
+    """All layers on `x [batch, seq, hidden]` with causal attention.
+
+    Args:
+      layers: as in `llama.Params`.
+
+    Raises:
+      ValueError: `capacity` is below seq.
+    """
     seq = x.shape[1]
     if seq > capacity:
         raise ValueError(f"the cache has room for {capacity} tokens, and there are {seq}; give more capacity")
@@ -128,7 +134,7 @@ def prefill_layers(
 def decode_layers(
     config: LlamaConfig, layers: Any, x: jax.Array, cache: Cache, parallel: Parallel = SINGLE_DEVICE
 ) -> tuple[jax.Array, Cache]:
-    """All layers on one token of each sequence, `x [batch, 1, hidden]`, which sees those of the cache and itself."""
+    """All layers on one token per sequence, `x [batch, 1, hidden]`, which attends to the cache and itself."""
     by = rotation(config, 1, cache.length)
 
     def layer(weights: dict[str, jax.Array], x: jax.Array, cached: KeysValues) -> tuple[jax.Array, KeysValues]:
@@ -142,14 +148,20 @@ def decode_layers(
 
 
 def _with_token(cached: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
-    """`cached [batch, heads, capacity, head_dim]` with `new [batch, 1, heads, head_dim]`."""
+    """`cached [batch, heads, capacity, head_dim]` with `new [batch, 1, heads, head_dim]` at `position`."""
     return jax.lax.dynamic_update_slice_in_dim(cached, new.swapaxes(1, 2), position, axis=2)
 
 
 def cached_attention(query: jax.Array, keys: jax.Array, values: jax.Array, last: jax.Array) -> jax.Array:
-    """Grouped-query attention of one token, `query [batch, 1, heads, head_dim]`, to tokens up to `last`, as `query`.
+    """Grouped-query attention of one token to the cached tokens up to position `last`. The softmax is float32.
 
-    `keys` and `values` are `[batch, kv_heads, capacity, head_dim]`. The softmax is float32.
+    Args:
+      query: `[batch, 1, heads, head_dim]`.
+      keys, values: `[batch, kv_heads, capacity, head_dim]`.
+      last: int32 scalar.
+
+    Returns:
+      `[batch, 1, heads, head_dim]`.
     """
     batch, _, heads, head_dim = query.shape
     grouped = query.reshape(batch, keys.shape[1], -1, head_dim)
@@ -161,10 +173,10 @@ def cached_attention(query: jax.Array, keys: jax.Array, values: jax.Array, last:
 
 
 def _over_layers(config: LlamaConfig, layer: Layer, layers: Any, x: jax.Array, cached: Any) -> tuple[jax.Array, Any]:
-    """`x` through all layers, and what each of them leaves in the cache."""
+    """`x` after all layers, and the cache entry of each layer."""
     if config.scan_layers:
         return jax.lax.scan(lambda x, of_layer: layer(of_layer[0], x, of_layer[1]), x, (layers, cached))
-    filled, layer = [], jax.jit(layer)  # traced and lowered once, and inlined by XLA
+    filled, layer = [], jax.jit(layer)  # traced and lowered once; XLA inlines it
     for weights, of_layer in zip(layers, cached or [None] * len(layers), strict=True):
         x, pair = layer(weights, x, of_layer)
         filled.append(pair)

@@ -1,9 +1,9 @@
 """The layers of Llama 3 as functions on arrays.
 
-`x` is the residual stream `[batch, seq / tp, hidden]`: sequence-parallel between blocks. A block gathers the
-sequence, multiplies with its shard of the heads or of the hidden layer, and scatters the sum back (Megatron's
-tensor and sequence parallelism). Without tensor parallelism the exchanges are the identity and the same lines
-are the dense model.
+`x` is the residual stream `[batch, seq / tp, hidden]`, sequence-parallel between blocks. A block gathers the sequence,
+multiplies with its shard of the heads or of the hidden layer, and reduce-scatters the sum. This is Megatron's tensor
+and sequence parallelism. Without tensor parallelism the exchanges are the identity, and the same code is the dense
+model.
 """
 
 import functools
@@ -20,14 +20,14 @@ from dhelix.models.parallel import Parallel, vocab_position
 Rotation = tuple[jax.Array, jax.Array]
 
 
-# What a cheap function keeps for its backward is as large as its input and stays for the whole forward pass,
-# once per layer; recomputing it costs one fused kernel. `prevent_cse` guards against XLA undoing this, which
-# it cannot do across the two loops over layers; unrolled, it would only cost the saving.
+# Residuals of a cheap function are as large as its input and stay live through the forward pass, once per layer.
+# Recomputing them costs one fused kernel. `prevent_cse` is unnecessary: XLA cannot undo the recomputation across the
+# forward and backward layer loops. In unrolled layers it could, which only loses the saving.
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`x` over its root mean square, in float32, times `weight [hidden]`."""
+    """`x` divided by its root mean square in float32, times `weight [hidden]`."""
 
     def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -38,11 +38,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rotation(config: LlamaConfig, seq: int, first: jax.Array | None = None) -> Rotation:
-    """Cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]`, of positions from `first` (int32,
-    0 unless given) on.
+    """Cosines and sines of the rotary embedding, float32 `[seq, 1, head_dim / 2]`.
 
-    With `rope_factor` above 1, wavelengths beyond the 8192 tokens that Llama 3 was trained on stretch by the
-    factor, those below a quarter of them stay, and those between are blended: the rule of Llama 3.1.
+    With `rope_factor` above 1, Llama 3.1's rule applies. Wavelengths above the 8192 tokens of Llama 3's training are
+    stretched by the factor. Those below a quarter of 8192 stay, and those between are blended.
+
+    Args:
+      first: the first position, int32; 0 if not given.
     """
     frequency = config.rope_theta ** -(jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
     if config.rope_factor != 1.0:
@@ -57,15 +59,18 @@ def rotation(config: LlamaConfig, seq: int, first: jax.Array | None = None) -> R
 
 
 def rotate(x: jax.Array, by: Rotation) -> jax.Array:
-    """Rotary embedding of `x [batch, seq, heads, head_dim]`; the halves of a head form the pairs."""
+    """Rotary embedding of `x [batch, seq, heads, head_dim]`. Both halves of a head form the pairs."""
     cos, sin = by
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def resolve_attention(config: LlamaConfig, platform: str) -> Literal["xla", "cudnn"]:
-    """`xla` or `cudnn`: what `attention="auto"` means on `platform` (a device's, also that of a deviceless
-    topology)."""
+    """The meaning of `config.attention` on `platform`: `auto` becomes `xla` or `cudnn`.
+
+    Args:
+      platform: of a device, which may belong to a deviceless topology.
+    """
     if config.attention != "auto":
         return config.attention
     half = jnp.dtype(config.dtype) in (jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -76,8 +81,10 @@ def resolve_attention(config: LlamaConfig, platform: str) -> Literal["xla", "cud
 def query_key_value(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of normalised `x [batch, seq / tp, hidden]` and this device's heads, `[batch, seq, heads or kv_heads, head_dim]`;
-    query and key rotated."""
+    """Query, key and value of this device's heads, `[batch, seq, heads or kv_heads, head_dim]`.
+
+    Normalises `x [batch, seq / tp, hidden]` first. Query and key are rotated.
+    """
     h = rms_norm(x, weights["attention_norm"], config.norm_eps)
     projections = [weights[name] for name in ("wq", "wk", "wv")]
     products = parallel.gather_matmul("bsh,hnd->bsnd", h, projections)
@@ -85,14 +92,17 @@ def query_key_value(
 
 
 def causal_attention(config: LlamaConfig, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Grouped-query attention of a sequence to itself, `[batch, seq, heads, head_dim]`."""
+    """Grouped-query self-attention of a sequence, `[batch, seq, heads, head_dim]`."""
     implementation = resolve_attention(config, jax.default_backend())
     return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
 
 
 def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: jax.Array) -> jax.Array:
-    """What attention adds to the residual stream, `[batch, seq / tp, hidden]`, of `out [batch, seq, heads,
-    head_dim]`."""
+    """Output projection of `out [batch, seq, heads, head_dim]`: the addend to the residual stream.
+
+    Returns:
+      `[batch, seq / tp, hidden]`.
+    """
     out = parallel.split_features(out)
     return parallel.scatter_product(parallel.row_matmul("bsnd,ndh->bsh", out, weights["wo"]))
 
@@ -100,7 +110,7 @@ def attention_output(parallel: Parallel, weights: Mapping[str, jax.Array], out: 
 def attention_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array, by: Rotation
 ) -> jax.Array:
-    """Grouped-query causal attention on `x [batch, seq / tp, hidden]`, this device's heads only."""
+    """Grouped-query causal attention on `x [batch, seq / tp, hidden]`, with this device's heads."""
     query, key, value = query_key_value(config, parallel, weights, x, by)
     return attention_output(parallel, weights, causal_attention(config, query, key, value))
 
@@ -108,7 +118,7 @@ def attention_block(
 def feed_forward_block(
     config: LlamaConfig, parallel: Parallel, weights: Mapping[str, jax.Array], x: jax.Array
 ) -> jax.Array:
-    """SwiGLU on `x [batch, seq / tp, hidden]`, this device's columns of the hidden layer only."""
+    """SwiGLU on `x [batch, seq / tp, hidden]`, with this device's columns of the hidden layer."""
     h = rms_norm(x, weights["ffn_norm"], config.norm_eps)
     gate, up = parallel.gather_matmul("bsh,hf->bsf", h, [weights["w_gate"], weights["w_up"]])
 
@@ -128,10 +138,9 @@ def decoder_layer(
 
 
 def embed(config: LlamaConfig, parallel: Parallel, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the vocabulary-sharded `table [vocab / tp, hidden]` for `tokens [batch, seq]`: the residual
-    stream.
+    """The residual stream for `tokens [batch, seq]`, from the vocabulary-sharded `table [vocab / tp, hidden]`.
 
-    A device contributes the rows that it holds and zeros for the others.
+    Each device contributes the rows that it holds, and zeros for the others.
     """
     ends = parallel.ends
     position = vocab_position(ends, tokens, table.shape[0])

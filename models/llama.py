@@ -1,11 +1,9 @@
-"""Llama 3: parameters, their shardings, the forward pass and the loss; as functions on a pytree and as an NNX
-module.
+"""Llama 3: parameters, their shardings, the forward pass and the loss, as functions on a pytree and as an NNX module.
 
 Parameters are nested dicts of arrays:
 
     embedding [vocab, hidden], final_norm [hidden], head [hidden, vocab] (absent when tied), layers:
-    attention_norm, ffn_norm [L, hidden], wq [L, hidden, heads, head_dim], wk, wv [L, hidden, kv_heads,
-    head_dim],
+    attention_norm, ffn_norm [L, hidden], wq [L, hidden, heads, head_dim], wk, wv [L, hidden, kv_heads, head_dim],
     wo [L, heads, head_dim, hidden], w_gate, w_up [L, hidden, ffn], w_down [L, ffn, hidden]
 
 With `scan_layers=False`, `layers` is a list of L such dicts without the leading dimension.
@@ -26,7 +24,7 @@ from dhelix.models.parallel import SINGLE_DEVICE, Parallel
 
 Params = dict[str, Any]
 
-# Which dimension of one layer's weight is split over `tp`: heads or the hidden layer of the feed-forward.
+# The dimension of each layer weight that is split over `tp`: heads, or the feed-forward's hidden layer.
 _LAYER_SPECS = {
     "attention_norm": PartitionSpec(),
     "wq": PartitionSpec(None, "tp"),
@@ -41,11 +39,16 @@ _LAYER_SPECS = {
 
 
 def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: bool = True) -> Params:
-    """The `PartitionSpec` of each parameter over mesh axis `tp`: replicated over `dp`, norms over both.
+    """The `PartitionSpec` of each parameter over mesh axis `tp`. All are replicated over `dp`, norms over `tp` too.
 
-    With `pipeline`, the name of a mesh axis, of the parameters as a pipeline keeps them: the leaves of `layers` are
-    `[chunks, layers of a chunk, ...]` with the chunks split over that axis. With `shared_ends` the embedding and the
-    head are split over it too, which works as well where they are one table; without, every stage holds both.
+    Args:
+      pipeline: name of a pipeline's mesh axis. Leaves of `layers` then are `[chunks, layers of a chunk, ...]`, with the
+        chunks split over this axis.
+      shared_ends: also split the embedding and the head over `pipeline`, even if they are one tied table. Otherwise
+        every stage holds both.
+
+    Raises:
+      ValueError: `pipeline` is given, and `config.scan_layers` is off.
     """
     if pipeline is not None and not config.scan_layers:
         raise ValueError("a pipeline needs stacked layers; use scan_layers=True")
@@ -63,7 +66,7 @@ def param_specs(config: LlamaConfig, pipeline: str | None = None, shared_ends: b
 
 
 def spec_of(*entries: Any) -> PartitionSpec:
-    """Without Nones at the end: with them, equal shardings differ."""
+    """A spec without trailing Nones, which would make equal shardings compare unequal."""
     kept = list(entries)
     while kept and kept[-1] is None:
         kept.pop()
@@ -87,9 +90,10 @@ def _layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_params(config: LlamaConfig, key: jax.Array) -> Params:
-    """Fresh parameters in `param_dtype`: normal with deviation 0.02, less by sqrt(2 L) where a block joins
-    the residual stream, and ones for the norms. The values do not depend on the sharding, nor on
-    `scan_layers`."""
+    """Fresh parameters in `param_dtype`. The values depend neither on the sharding nor on `scan_layers`.
+
+    Weights are normal with deviation 0.02, divided by sqrt(2 L) for `wo` and `w_down`. Norms are ones.
+    """
     dtype = jnp.dtype(config.param_dtype)
 
     def normal(key: jax.Array, shape: tuple[int, ...], deviation: float = 0.02) -> jax.Array:
@@ -119,15 +123,24 @@ def init_params(config: LlamaConfig, key: jax.Array) -> Params:
 
 
 def cast_params(config: LlamaConfig, params: Params) -> Params:
-    """Parameters in the compute `dtype`. Done once per step, before the loops: inside them each layer's cast
-    would be kept for the backward, a second copy of the model."""
+    """Parameters in the compute `dtype`.
+
+    Cast once per step, before the loops. Casts inside the loops would keep each layer's result for the backward, which
+    adds a second copy of the model.
+    """
     return jax.tree.map(lambda weight: weight.astype(config.dtype), params)
 
 
 def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
-    """`[batch, seq, vocab / tp]` in the compute dtype, from `tokens` int32 `[batch, seq]` (the whole sequence
-    on each device of a `tp` group) and `params` of the compute dtype, this device's shards under
-    `shard_map`."""
+    """The forward pass.
+
+    Args:
+      params: in the compute dtype; under `shard_map`, this device's shards.
+      tokens: int32 `[batch, seq]`; each device of a `tp` group holds the whole sequence.
+
+    Returns:
+      `[batch, seq, vocab / tp]` in the compute dtype.
+    """
     by = rotation(config, tokens.shape[1])
 
     def layer(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
@@ -135,7 +148,7 @@ def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Par
 
     if config.remat != "none":
         policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
-        # Inside of a scan, forward and backward are two loops, and XLA cannot merge what is recomputed.
+        # Under scan, forward and backward are two loops, so XLA cannot merge the recomputation with the original.
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=not config.scan_layers)
 
     x = embed(config, parallel, params["embedding"], tokens)
@@ -148,7 +161,7 @@ def logits(config: LlamaConfig, params: Params, tokens: jax.Array, parallel: Par
 
 
 def project(config: LlamaConfig, params: Params, x: jax.Array, parallel: Parallel = SINGLE_DEVICE) -> jax.Array:
-    """The head: `x` after the last layer to logits, normalised and times this device's shard of the vocabulary."""
+    """The head: logits of `x`, the last layer's output, over this device's shard of the vocabulary."""
     ends = parallel.ends
     h = ends.gather_sequence(rms_norm(ends.from_layers(x), params["final_norm"], config.norm_eps))
     head = params["embedding"].T if config.tie_embeddings else params["head"]
@@ -162,9 +175,14 @@ def loss(
     targets: jax.Array,
     parallel: Parallel = SINGLE_DEVICE,
 ) -> jax.Array:
-    """Mean cross-entropy per token in nats, float32; `tokens` and `targets` int32 `[batch, seq]`, `params` in
-    the compute dtype. Under `shard_map` it is the mean over this device's `dp` shard, the same on all of its
-    `tp` group."""
+    """Mean cross-entropy per token in nats, float32.
+
+    Under `shard_map` it is the mean over this device's `dp` shard, equal on all devices of a `tp` group.
+
+    Args:
+      params: in the compute dtype.
+      tokens, targets: int32 `[batch, seq]`.
+    """
     return jnp.mean(cross_entropy(logits(config, params, tokens, parallel), targets, parallel.ends))
 
 
@@ -187,10 +205,10 @@ def _as_tree(module: Any) -> Any:
 
 
 class Llama(nnx.Module):
-    """The model as an ordinary NNX module: it holds the parameters, the functions above compute.
+    """The model as an ordinary NNX module. It holds the parameters; the functions above compute.
 
-    `nnx.split` and `nnx.merge` work as on any module, `nnx.get_partition_spec(nnx.state(model))` gives the
-    shardings. Pass `parallel=AutoParallel(mesh)` to train it by `jit` over a mesh.
+    `nnx.split` and `nnx.merge` work as on any module. `nnx.get_partition_spec(nnx.state(model))` gives the shardings.
+    To train it by `jit` over a mesh, pass `parallel=AutoParallel(mesh)`.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, parallel: Parallel = SINGLE_DEVICE) -> None:
@@ -200,7 +218,7 @@ class Llama(nnx.Module):
 
     @property
     def params(self) -> Params:
-        """The parameters as the nested dicts that the functions of this file take."""
+        """The parameters as nested dicts, as the functions of this module take them."""
         return _as_tree(self.weights)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sizes of the Llama family: one frozen dataclass, the presets, and what a model counts and costs."""
+"""Sizes of the Llama family: the configuration, its presets, and counts of parameters and FLOPs."""
 
 import dataclasses
 from types import MappingProxyType
@@ -8,7 +8,7 @@ LLAMA3_VOCABULARY = 128_256
 
 
 def _is_policy(name: str) -> bool:
-    import jax  # here, so that the names of presets are known without
+    import jax  # imported late, so that the names of presets are known without JAX
 
     return hasattr(jax.checkpoint_policies, name)
 
@@ -17,9 +17,8 @@ def _is_policy(name: str) -> bool:
 class LlamaConfig:
     """A Llama 3 model: sizes, precision, and how its layers are compiled.
 
-    `dtype` is what layers compute in, `param_dtype` what the parameters and the optimizer state are kept in;
-    gradients are always accumulated in float32. `seq` is the sequence length that the preset trains with, not
-    a limit.
+    Layers compute in `dtype`. Parameters are kept in `param_dtype`; gradients and optimizer state are float32. `seq` is
+    the sequence length that the preset trains with, not a limit.
     """
 
     vocab: int = LLAMA3_VOCABULARY
@@ -42,7 +41,7 @@ class LlamaConfig:
     attention: Literal["auto", "xla", "cudnn"] = "auto"
     """`xla`, `cudnn`, or `auto`: cuDNN on GPUs in 16-bit precision, else XLA."""
     scan_layers: bool = True
-    """Layers as one `lax.scan` over stacked parameters, or unrolled with one parameter dict per layer."""
+    """True: layers are one `lax.scan` over stacked parameters. False: unrolled, with one parameter dict per layer."""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "seq"):
@@ -61,7 +60,7 @@ class LlamaConfig:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the whole model, a tied embedding counted once."""
+        """Parameters of the whole model. A tied embedding counts once."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
         tables = (1 if self.tie_embeddings else 2) * self.vocab * self.hidden
@@ -70,9 +69,8 @@ class LlamaConfig:
     def flops_per_token(self, seq: int | None = None) -> int:
         """Floating-point operations to train on one token, forward and backward, for MFU.
 
-        6 per parameter that multiplies (the embedding is a look-up and does not) and 12 * seq * heads *
-        head_dim per layer for attention, not halved for the causal mask. Recomputation under remat does not
-        count.
+        Counts 6 per multiplied parameter, so not the embedding's look-up. Attention adds 12 * seq * heads * head_dim
+        per layer, not halved for the causal mask. Recomputation under remat does not count.
         """
         lookup = 0 if self.tie_embeddings else self.vocab * self.hidden
         scores = 12 * self.layers * self.heads * self.head_dim * (seq or self.seq)
@@ -82,8 +80,8 @@ class LlamaConfig:
 _LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, ffn=28672)
 _LLAMA_405B = LlamaConfig(hidden=16384, layers=126, heads=128, ffn=53248)
 
-# 8B to 66B are Table 3 of the DHelix paper: 25B and 66B are Llama-3.1-70B, and 39B is Llama-3.1-405B, with
-# another number of layers.
+# 8B to 66B are from Table 3 of the DHelix paper. 25B and 66B are Llama-3.1-70B with other numbers of layers; 39B is
+# Llama-3.1-405B with fewer layers.
 PRESETS = MappingProxyType({
     "llama-demo": LlamaConfig(
         vocab=256, hidden=128, layers=4, heads=8, kv_heads=4, head_dim=16, ffn=384, seq=128,
@@ -99,7 +97,11 @@ PRESETS = MappingProxyType({
 
 
 def preset(name: str, layers: int | None = None, **overrides: Any) -> LlamaConfig:
-    """The preset `name`, with another number of layers or any other fields of `LlamaConfig` replaced."""
+    """The preset `name`, with its number of layers or any other field of `LlamaConfig` replaced.
+
+    Raises:
+      ValueError: the preset or a field is unknown.
+    """
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}; choose one of {', '.join(PRESETS)}")
     unknown = sorted(set(overrides) - {field.name for field in dataclasses.fields(LlamaConfig)})

@@ -1,12 +1,11 @@
-"""How a model's arrays are exchanged over the mesh: not at all, by hand under `shard_map`, or by XLA's
-partitioner.
+"""How a model's arrays are exchanged over the mesh: not at all, by hand under `shard_map`, or by XLA's partitioner.
 
-Mesh axes are `dp` (data parallel), `tp` (tensor parallel, and sequence parallel between blocks) and, with a
-pipeline of layers, `pp`. Layer functions are written once, against `Parallel`: whether `[batch, seq, hidden]`
-is a shard of the sequence, and whether a sum is a partial one, is known only here.
+Mesh axes are `dp` (data parallel), `tp` (tensor parallel, and sequence parallel between blocks) and, with a pipeline of
+layers, `pp`. Layer functions are written once, against `Parallel`. Only this module knows whether `[batch, seq,
+hidden]` is a shard of the sequence, and whether a sum is partial.
 
-The layers of a pipeline lie on different stages. Its ends, embedding and head, belong to none: every stage holds
-a part of the vocabulary, so that they unbalance nothing.
+The layers of a pipeline are on different stages. The pipeline's ends, embedding and head, belong to no single stage:
+every stage holds a part of the vocabulary, which keeps the stages balanced.
 
     embedding   [vocab / (tp pp), hidden]   partial sums  -> [b, s / (tp pp), h] -gather-> [b, s / tp, h]
     layers      of this stage               [b, s / tp, h], another chunk of the model on each stage
@@ -26,62 +25,70 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 class CollectiveMatmuls(Protocol):
-    """Matmuls with the collective of their operand or result, for use under `shard_map`, such as
-    `dhelix.runtime.collective_matmul.CollectiveMatmuls`."""
+    """Matmuls fused with the collective of their operand or result, for use under `shard_map`.
+
+    `dhelix.runtime.collective_matmul.CollectiveMatmuls` implements this protocol.
+    """
 
     def all_gather_matmul(self, x: jax.Array, weights: Sequence[jax.Array], axis_name: Any) -> Sequence[jax.Array]:
-        """`x [batch, seq / tp, k]` gathered, times each of `weights [k, columns]`: `[batch, seq, columns]`."""
+        """Gathers `x [batch, seq / tp, k]` and multiplies it with each of `weights [k, columns]`: `[batch, seq,
+        columns]`.
+        """
         ...
 
     def matmul_reduce_scatter(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
-        """`x [batch, seq, k / tp]` times `w [k / tp, columns]`, summed, scattered: `[batch, seq / tp, columns]`."""
+        """`x [batch, seq, k / tp]` times `w [k / tp, columns]`, reduce-scattered: `[batch, seq / tp, columns]`."""
         ...
 
     def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
-        """`x [rows, k / tp]` times `w [k / tp, columns]`, summed: `[rows, columns]`, the same on all devices."""
+        """`x [rows, k / tp]` times `w [k / tp, columns]`, all-reduced: `[rows, columns]`, equal on all devices."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """One device: each exchange is the identity."""
+    """One device: each exchange is the identity. Subclasses exchange over a mesh."""
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
-        """A shard of the sequence `[batch, seq / tp, hidden]` to all of it, for a block's column-parallel
-        matmuls."""
+        """Gathers the sequence shard `[batch, seq / tp, hidden]` for a block's column-parallel matmuls."""
         return x
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
-        """The row-parallel matmul's partial sums `[batch, seq, hidden]` to the sum's `[batch, seq / tp,
-        hidden]`."""
+        """Reduce-scatters row-parallel partial sums, `[batch, seq, hidden]` to `[batch, seq / tp, hidden]`."""
         return partial_sum
 
     def gather_matmul(self, equation: str, x: jax.Array, weights: Sequence[jax.Array]) -> Iterator[jax.Array]:
-        """A shard of the sequence `[batch, seq / tp, hidden]`, gathered, times column-parallel weights `[hidden, ...]`.
+        """Gathers the sequence shard `[batch, seq / tp, hidden]`, and multiplies it with column-parallel weights.
 
-        `equation` is that of `jnp.einsum` for each of them. A product is made when it is asked for, so that what is
-        done with it stands beside it in the program.
+        Products are computed lazily, so that the code that uses a product follows it directly in the program.
+
+        Args:
+          equation: `jnp.einsum`'s, for each weight.
+          weights: `[hidden, ...]`.
+
+        Returns:
+          An iterator over the products.
         """
         gathered = self.gather_sequence(x)
         return (jnp.einsum(equation, gathered, weight) for weight in weights)
 
     def row_matmul(self, equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """`x [batch, seq, ...]` times a row-parallel weight `[..., hidden]`, which `scatter_product` completes.
+        """`x [batch, seq, ...]` times a row-parallel weight `[..., hidden]`. `scatter_product` completes it.
 
-        In two calls, so that a layer can recompute `x` in its backward.
+        These are two calls so that a layer can recompute `x` in its backward.
         """
         return jnp.einsum(equation, x, weight)
 
     def scatter_product(self, product: jax.Array) -> jax.Array:
-        """What `row_matmul` returned, summed and scattered: `[batch, seq / tp, hidden]`."""
+        """The result of `row_matmul`, summed and scattered: `[batch, seq / tp, hidden]`."""
         return self.scatter_sequence(product)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        """What a look-up in this device's shard of a table found, zeros for the rest, likewise."""
+        """Sums and scatters a look-up in this device's shard of a table, whose other rows are zero."""
         return self.scatter_sequence(rows)
 
     def split_features(self, x: jax.Array) -> jax.Array:
-        """Says that `x [batch, seq, heads or ffn or vocab, ...]` holds this device's share of dimension 2."""
+        """States that `x [batch, seq, heads or ffn or vocab, ...]` holds this device's share of dimension 2."""
         return x
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -93,21 +100,20 @@ class Parallel:
         return x
 
     def shard_index(self) -> jax.Array | int:
-        """Which shard of the vocabulary this device holds."""
+        """The shard of the vocabulary that this device holds."""
         return 0
 
     @property
     def ends(self) -> "Parallel":
-        """How embedding and head are split: as the layers are, unless these form a pipeline."""
+        """How embedding and head are split: like the layers, unless these form a pipeline."""
         return self
 
     def to_layers(self, x: jax.Array) -> jax.Array:
-        """The ends' shard of the sequence `[batch, seq / (tp pp), hidden]` to the layers' `[batch, seq / tp,
-        hidden]`."""
+        """From the ends' sequence shard `[batch, seq / (tp pp), hidden]` to the layers' `[batch, seq / tp, hidden]`."""
         return x
 
     def from_layers(self, x: jax.Array) -> jax.Array:
-        """The layers' shard of the sequence, zero but on the last layer's stage, to the ends'."""
+        """From the layers' sequence shard to the ends'. The input is zero on all stages but the last layer's."""
         return x
 
 
@@ -118,12 +124,12 @@ SINGLE_DEVICE = Parallel()
 class ManualParallel(Parallel):
     """Under `shard_map` over `axis`: explicit collectives.
 
-    The transpose of all-gather is reduce-scatter and the other way round, which is right whether or not
-    `shard_map` tracks replication. `sum` and `max` have no such agreement and are used only inside the
-    hand-written derivative of the cross-entropy.
+    All-gather and reduce-scatter are each other's transpose, whether or not `shard_map` tracks replication. `sum` and
+    `max` lack this property. So they are used only inside the cross-entropy, whose derivative is hand-written.
 
-    `pipeline` names the axis whose devices hold different layers; see `PipelineEnds`. With `collective_matmuls`, the
-    layers' matmuls and their collectives are its.
+    Attributes:
+      pipeline: the axis whose devices hold different layers; see `PipelineEnds`.
+      collective_matmuls: replaces the layers' matmuls and their collectives.
     """
 
     axis: str | tuple[str, ...] = "tp"
@@ -171,10 +177,10 @@ class ManualParallel(Parallel):
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel(ManualParallel):
-    """Under `shard_map` over `axis`, without sequence parallelism, as in inference: the sequence is whole on each
-    device, and an all-reduce completes a row-parallel matmul.
+    """Under `shard_map` over `axis`, without sequence parallelism, for inference.
 
-    A single new token has no sequence to split. For the forward pass alone: `gather_sequence` sums no cotangents.
+    Each device holds the whole sequence, because a single new token cannot be split. An all-reduce completes a
+    row-parallel matmul. Use it for the forward pass only: `gather_sequence` does not sum cotangents.
     """
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
@@ -190,19 +196,19 @@ class TensorParallel(ManualParallel):
         if self.collective_matmuls is None:
             return super().row_matmul(equation, x, weight)
         rows, columns = x.shape[:2], weight.shape[-1]
-        # Sequences and their tokens are rows alike, so that one token of each still makes rows to cut into pieces.
+        # Sequences and tokens both become rows, so that even one token per sequence gives rows to cut into pieces.
         flat = x.reshape(rows[0] * rows[1], -1), weight.reshape(-1, columns)
         return self.collective_matmuls.matmul_all_reduce(*flat, self.axis).reshape(*rows, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineEnds(ManualParallel):
-    """Embedding and head of a pipeline: `axis` is (tp, pp), so both divide vocabulary and sequence.
+    """Embedding and head of a pipeline: `axis` is (tp, pp), so both axes split vocabulary and sequence.
 
-    The pipeline's part is the inner one of a `tp` shard, which makes gathering and scattering it contiguous.
-    The embedding's result is used on the first chunk's stage, and has zero cotangents on the others; the head's
-    input comes from the last chunk's stage, and is zero on the others. So the sum over the stages, scattered, is
-    each one's part of it, and the derivatives are those of the collectives.
+    `pp` splits the inside of a `tp` shard, so gathering and scattering over `pp` is contiguous. Only the first chunk's
+    stage uses the embedding's result; its cotangents are zero on the other stages. The head's input comes from the last
+    chunk's stage and is zero on the others. So a reduce-scatter over the stages gives each stage its part, and the
+    derivatives are those of the collectives.
     """
 
     stages: str = "pp"
@@ -216,7 +222,7 @@ class PipelineEnds(ManualParallel):
 
 @dataclasses.dataclass(frozen=True)
 class AutoParallel(Parallel):
-    """Under `jit` with annotated parameters: the same points of the program become sharding constraints."""
+    """Under `jit` with annotated parameters: each exchange is a sharding constraint."""
 
     mesh: Mesh
 
@@ -224,13 +230,13 @@ class AutoParallel(Parallel):
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("dp")))
 
     def scatter_sequence(self, partial_sum: jax.Array) -> jax.Array:
-        # Whole first, so that the backward gathers the cotangent once for both of its matmuls.
+        # Constrain to the whole sequence first, so that the backward gathers the cotangent once for both its matmuls.
         whole = lax.with_sharding_constraint(partial_sum, NamedSharding(self.mesh, PartitionSpec("dp")))
         return lax.with_sharding_constraint(whole, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        # Not whole first: under a pipeline XLA's partitioner aborts on a look-up whose table is split over one axis,
-        # and its indices and result over another one alone.
+        # No constraint to the whole sequence: under a pipeline, XLA's partitioner aborts on a look-up whose table is
+        # split over one axis, and whose indices and result are split only over another.
         return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, PartitionSpec("dp", "tp")))
 
     def split_features(self, x: jax.Array) -> jax.Array:
@@ -238,8 +244,13 @@ class AutoParallel(Parallel):
 
 
 def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 1) -> Mesh:
-    """A `dp` x `tp` mesh, or with `pp` stages `pp` x `dp` x `tp`; neighbouring devices share a `tp` group, so
-    that it stays inside a node."""
+    """A `dp` x `tp` mesh, or `pp` x `dp` x `tp` with `pp` stages.
+
+    Neighbouring devices form a `tp` group, so that it stays inside a node.
+
+    Raises:
+      ValueError: there are too few devices.
+    """
     devices = jax.devices() if devices is None else devices
     axes = ({"pp": pp} if pp > 1 else {}) | {"dp": dp, "tp": tp}
     size = math.prod(axes.values())
@@ -251,6 +262,5 @@ def make_mesh(dp: int, tp: int, devices: Sequence[Any] | None = None, pp: int = 
 
 
 def vocab_position(parallel: Parallel, ids: jax.Array, shard_size: int) -> jax.Array:
-    """Where token `ids` fall in this device's shard of the vocabulary; outside of `[0, shard_size)` on the
-    others."""
+    """Positions of token `ids` in this device's vocabulary shard; outside of `[0, shard_size)` if it lacks them."""
     return ids - jnp.asarray(parallel.shard_index() * shard_size, ids.dtype)

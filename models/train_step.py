@@ -1,6 +1,6 @@
-"""A plain train step for Llama: micro-batches accumulated by `lax.scan`, over a mesh of `dp` x `tp` devices.
+"""A plain train step for Llama: `lax.scan` accumulates micro-batches, over a mesh of `dp` x `tp` devices.
 
-Nothing here knows of strands or passes; it is what a user would write:
+The step is what a user would write. It knows nothing of strands or passes:
 
     mesh = make_mesh(dp=2, tp=4)
     training = make_train_step(preset("llama-demo"), mesh, optax.adamw(1e-3), microbatches=4)
@@ -32,8 +32,9 @@ from dhelix.models.parallel import AutoParallel, ManualParallel, Parallel
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Sharding = Literal["shard_map", "auto", "fsdp"]
-"""Collectives by hand, by XLA's partitioner, or by it with every matrix, its gradient and its optimizer state split
-over `dp`, too: gathered where a layer needs it (FSDP, ZeRO-3)."""
+"""Who inserts collectives. `shard_map`: the code. `auto`: XLA's partitioner. `fsdp`: XLA's partitioner, with matrices,
+their gradients and their optimizer state also split over `dp` (FSDP, ZeRO-3); layers gather weights when needed.
+"""
 Gradients = Callable[[llama.Params, jax.Array], tuple[jax.Array, llama.Params]]
 """(parameters, tokens) -> (mean loss, float32 mean gradients)."""
 
@@ -41,7 +42,7 @@ Gradients = Callable[[llama.Params, jax.Array], tuple[jax.Array, llama.Params]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters in `param_dtype`, the optimizer's state, and the number of steps taken (int32 scalar)."""
+    """Parameters in `param_dtype`, the optimizer's state, and the number of finished steps (int32 scalar)."""
 
     params: llama.Params
     opt_state: optax.OptState
@@ -50,16 +51,15 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A train step and what is needed to call it or to compile it.
+    """A train step, and everything needed to call or compile it.
 
-    `train_step(state, batch) -> (state, metrics)` is a plain function to be jitted; `metrics` holds the
-    float32 scalars `loss` (nats per token) and `grad_norm`. `batch["tokens"]` is int32 `[microbatches *
-    batch, seq + 1]`, sharded by `batch_sharding`; micro-batch m is rows m, m + microbatches, ..., the same
-    for any number of `dp` shards.
+    `train_step(state, batch) -> (state, metrics)` is a plain function to be jitted. `metrics` holds the float32 scalars
+    `loss` (nats per token) and `grad_norm`. `batch["tokens"]` is int32 `[microbatches * batch, seq + 1]`, sharded by
+    `batch_sharding`. Micro-batch m is rows m, m + microbatches, ..., for any number of `dp` shards.
 
-    Checkpoints hold the model's own order of layers. A train step that keeps another one says how to get there and
-    back, for states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh axes that embedding and head are split
-    over.
+    Checkpoints store layers in the model's order. A train step that keeps another order sets `to_model_order` and
+    `from_model_order`, which map states of arrays or of `jax.ShapeDtypeStruct`s. `ends` are the mesh axes that split
+    embedding and head.
     """
 
     config: LlamaConfig
@@ -74,7 +74,11 @@ class Training:
     ends: tuple[str, ...] = ("tp",)
 
     def check_batch(self, tokens: jax.Array | jax.ShapeDtypeStruct) -> None:
-        """Raises ValueError for `tokens` that do not divide over the mesh."""
+        """Checks that `tokens` divide over the mesh.
+
+        Raises:
+          ValueError: they do not.
+        """
         _check_batch(self.mesh, self.microbatches, tokens, self.ends)
 
     def abstract_state(self) -> TrainState:
@@ -83,8 +87,12 @@ class Training:
         return jax.tree.map(_with_sharding, shapes, self.state_shardings)
 
     def abstract_batch(self, batch: int, seq: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """A batch of `batch` rows in all (micro-batches times micro-batch size times dp) of `seq` + 1
-        tokens."""
+        """A batch as `jax.ShapeDtypeStruct`s, `[batch, seq + 1]`.
+
+        Args:
+          batch: rows in total: micro-batches times micro-batch size times dp.
+          seq: sequence length; the preset's if not given.
+        """
         shape = (batch, (seq or self.config.seq) + 1)
         return {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.batch_sharding)}
 
@@ -96,11 +104,9 @@ def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.S
 def accumulate_gradients(
     config: LlamaConfig, parallel: Parallel, microbatches: int, params: llama.Params, rows: jax.Array
 ) -> tuple[jax.Array, llama.Params]:
-    """Mean loss and float32 mean gradients over the micro-batches of `rows [microbatches * batch, seq +
-    1]`."""
+    """Mean loss and float32 mean gradients over the micro-batches of `rows [microbatches * batch, seq + 1]`."""
     params = llama.cast_params(config, params)
-    # Splitting off the last factor of the rows, and not the first, keeps each micro-batch spread over all dp
-    # shards.
+    # `microbatches` is the minor factor of the rows, so that each micro-batch is spread over all dp shards.
     tokens = rows.reshape(-1, microbatches, rows.shape[1]).swapaxes(0, 1)
 
     def micro_batch(carry: tuple[jax.Array, llama.Params], tokens: jax.Array):
@@ -118,11 +124,10 @@ def accumulate_gradients(
 def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
     """Loss and gradients under `shard_map`.
 
-    `check_vma=False`: with JAX's tracking of replication, the gradient of a replicated parameter is summed
-    over the mesh where it arises, that is, an all-reduce over dp and tp in each layer of each micro-batch,
-    unless every parameter is first cast to varying. Without it, collectives transpose as `models.parallel`
-    says and nothing is added: each device's gradients are those of its own tokens, and `reduce_gradients`
-    sums them, once per step.
+    `check_vma=False`: with JAX's tracking of replication, JAX would sum the gradient of a replicated parameter over the
+    mesh where it arises. That is an all-reduce over dp and tp in each layer of each micro-batch, unless every parameter
+    is first cast to varying. Without tracking, collectives transpose as `models.parallel` says, and JAX adds no sums.
+    Each device's gradients cover its own tokens, and `reduce_gradients` sums them once per step.
     """
     specs = llama.param_specs(config)
 
@@ -134,7 +139,7 @@ def _manual_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gra
 
 
 def over_mesh(local: Gradients, mesh: Mesh, specs: llama.Params) -> Gradients:
-    """`local(params, rows) -> (loss, gradients)`, written for one device, under `shard_map`."""
+    """Runs `local(params, rows) -> (loss, gradients)`, written for one device, under `shard_map`."""
     in_specs, out_specs = (specs, PartitionSpec("dp")), (PartitionSpec(), specs)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
@@ -142,10 +147,10 @@ def over_mesh(local: Gradients, mesh: Mesh, specs: llama.Params) -> Gradients:
 def reduce_gradients(
     gradients: llama.Params, specs: llama.Params, model_axes: tuple[str, ...] = ("tp",)
 ) -> llama.Params:
-    """Each device's own gradients, under `shard_map`, to those of the mean over `dp`.
+    """Turns each device's own gradients into those of the mean over `dp`, under `shard_map`.
 
-    A parameter that is replicated over one of `model_axes`, such as a norm's weight, has on each device met a
-    part of the sequence only: its gradients are summed.
+    A parameter that is replicated over one of `model_axes`, such as a norm's weight, has seen only a part of the
+    sequence on each device. So its gradients are also summed over that axis.
     """
 
     def reduce(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -156,12 +161,12 @@ def reduce_gradients(
 
 
 def _axes_of(spec: PartitionSpec) -> set[str]:
-    """The mesh axes that an array is split over."""
+    """The mesh axes that split an array."""
     return {axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
 
 
 def _auto_gradients(config: LlamaConfig, mesh: Mesh, microbatches: int) -> Gradients:
-    """Loss and gradients of the global arrays; XLA's partitioner inserts the collectives."""
+    """Loss and gradients of global arrays; XLA's partitioner inserts the collectives."""
 
     def whole(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
         return accumulate_gradients(config, AutoParallel(mesh), microbatches, params, rows)
@@ -178,7 +183,8 @@ def make_train_step(
 ) -> Training:
     """A train step of `config` over `mesh` (axes `dp` and `tp`), with collectives as `sharding` says.
 
-    Raises ValueError for a mesh that the model does not divide over.
+    Raises:
+      ValueError: `sharding` is unknown, or the model does not divide over the mesh.
     """
     if sharding not in ("shard_map", "auto", "fsdp"):
         raise ValueError(f"sharding={sharding!r} is unknown; use 'shard_map', 'auto' or 'fsdp'")
@@ -194,8 +200,10 @@ def make_train_step(
 
 
 def _over_dp(config: LlamaConfig, specs: llama.Params, params: llama.Params, dp: int) -> llama.Params:
-    """`specs` with each matrix split over `dp` too, along its first dimension that is whole and divides. Never along
-    the layers: a scan over these reads one after the other."""
+    """`specs` with each matrix also split over `dp`, along its first unsplit dimension that divides.
+
+    Never along the layer dimension, because a scan reads one layer after the other.
+    """
 
     def split(path: tuple[Any, ...], spec: PartitionSpec, param: jax.ShapeDtypeStruct) -> PartitionSpec:
         first = 1 if config.scan_layers and path[0].key == "layers" else 0
@@ -219,10 +227,15 @@ def assemble(
     initial_params: Callable[[jax.Array], llama.Params],
     ends: tuple[str, ...] = ("tp",),
 ) -> Training:
-    """A `Training` around what computes loss and gradients of parameters that are split as `specs` say, and embedding
-    and head over mesh axes `ends`.
+    """A `Training` around a function that computes loss and gradients.
 
-    The optimizer's update stands outside of `shard_map`, so that a global norm is one.
+    The optimizer's update is outside of `shard_map`, so that a global norm is global.
+
+    Args:
+      gradients_of: computes loss and gradients.
+      specs: how parameters are split.
+      initial_params: makes fresh parameters from a key.
+      ends: the mesh axes that split embedding and head.
     """
 
     def initial_state(key: jax.Array) -> TrainState:
@@ -252,20 +265,20 @@ def assemble(
 
 
 def _widen(params: llama.Params) -> llama.Params:
-    """In float32, as gradients are: so the optimizer's state is float32 from the first step on."""
+    """Casts to float32, the gradients' type, so that the optimizer's state is float32 from the first step."""
     return jax.tree.map(lambda weight: weight.astype(jnp.float32), params)
 
 
 def _state_shardings(
     state: TrainState, mesh: Mesh, optimizer: optax.GradientTransformation, specs: llama.Params
 ) -> TrainState:
-    """Optimizer state of a parameter's shape is sharded as the parameter, the rest of it is replicated."""
+    """Optimizer state that belongs to a parameter is sharded like the parameter. The rest is replicated."""
     replicated = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     opt_state: Any = optax.tree.map_params(
         optimizer, lambda _, s: s, state.opt_state, params, transform_non_params=lambda _: replicated
     )
-    # Shardings stand where the state has arrays.
+    # A `TrainState` with shardings in place of arrays.
     fields: Any = {"params": params, "opt_state": opt_state, "step": replicated}
     return TrainState(**fields)
 
@@ -277,7 +290,11 @@ def check_mesh(
     axes: tuple[str, ...] = ("dp", "tp"),
     ends: tuple[str, ...] = ("tp",),
 ) -> None:
-    """Raises ValueError unless `mesh` has these axes and the model divides over them, its vocabulary over `ends`."""
+    """Checks the axes of `mesh`, and that the model divides over them, with its vocabulary over `ends`.
+
+    Raises:
+      ValueError: the axes are others, or a size does not divide.
+    """
     if tuple(mesh.axis_names) != axes or any(kind != AxisType.Auto for kind in mesh.axis_types):
         quoted = ", ".join(repr(axis) for axis in axes[:-1])
         make = "make_mesh(dp, tp, pp=stages)" if "pp" in axes else "make_mesh(dp, tp)"
@@ -313,5 +330,5 @@ def _check_batch(
 
 
 def _shards(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, int]:
-    """Mesh axes in words, and into how many shards they split."""
+    """Mesh axes in words, and the number of shards that they make."""
     return " x ".join(axes), math.prod(mesh.shape[axis] for axis in axes)

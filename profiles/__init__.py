@@ -1,1 +1,1 @@
-"""What things cost: hardware descriptions and cost models. Knows nothing of HLO."""
+"""Costs: hardware descriptions, measured profiles and cost models. This package knows nothing of HLO."""

@@ -1,8 +1,7 @@
-"""Names for what costs time: operators, collectives, and two of them at once.
+"""Keys that name everything that costs time: operators, collectives, and pairs of them.
 
-A key holds what decides the time and nothing else, so that two instructions that cost the same share one key,
-and a key means the same in every program. `dhelix.passes.evaluation.operator_keys` makes keys of HLO instructions. As
-text:
+A key holds exactly what decides the time. Two instructions that cost the same share one key, and a key means the same
+in every program. `dhelix.passes.evaluation.operator_keys` makes keys of HLO instructions. As text:
 
     gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     all-gather 67108864B 4x1 groups=1 nccl
@@ -37,14 +36,14 @@ _COLLECTIVE = re.compile(
 
 @dataclass(frozen=True, order=True, slots=True)
 class OperatorKey:
-    """A kernel, or the few kernels, that one instruction launches on one GPU.
+    """The kernel, or the few kernels, that one instruction launches on one GPU.
 
     Attributes:
       kind: one of OPERATOR_KINDS.
-      family: everything but the sizes, without spaces: types, layouts, epilogue, library; for a fusion a hash
-        of what it computes. Operators of a family differ in size only, so times interpolate between them.
-      sizes: the sizes, in an order that the family fixes: M, N, K, then batch for a product.
-      flops, bytes: operations, and device memory read and written; they follow from the rest.
+      family: everything but the sizes, without spaces: types, layouts, epilogue, library; for a fusion, a hash of its
+        computation. Operators of a family differ only in size, so times interpolate between them.
+      sizes: the sizes, in an order that the family fixes; for a product M, N, K, then batch.
+      flops, bytes: operations, and device memory read and written. They follow from the other fields.
     """
 
     kind: str
@@ -58,21 +57,22 @@ class OperatorKey:
 
     @property
     def clocked(self) -> bool:
-        """Whether it takes longer where the limit of power lowers the GPU's clock; what waits for memory does not."""
+        """Whether the operator slows down when the power limit lowers the GPU's clock; memory-bound ones do not."""
         return self.kind in _CLOCKED
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class CollectiveKey:
-    """A collective as all groups of the mesh run it at once.
+    """A collective that all groups of the mesh run at the same time.
 
     Attributes:
       kind: one of COLLECTIVE_KINDS.
-      bytes: the whole buffer on one GPU: gathered, or before it is reduced.
-      gpus_per_node, nodes: a group is so many GPUs on each of so many nodes: AMSP's p0 x p1.
-      groups: how many such groups communicate at the same time, and share links where these cross.
-      implementation: `nccl` kernels, NCCL on `symmetric` memory (copy engines where NCCL has them), or NCCL on
-        `user-buffers`, that is, without copies through NCCL's own; `triton`: a kernel that XLA makes of small ones.
+      bytes: the whole buffer on one GPU: after an all-gather, or before a reduction.
+      gpus_per_node, nodes: a group has `gpus_per_node` GPUs on each of `nodes` nodes (AMSP's p0 x p1).
+      groups: number of such groups that communicate at the same time. They share links if their paths cross.
+      implementation: `nccl`: NCCL's kernels. `symmetric`: NCCL on symmetric memory, by copy engines where NCCL has
+        them. `user-buffers`: NCCL without copies through its own buffers. `triton`: a kernel that XLA generates for
+        small collectives.
     """
 
     kind: str
@@ -96,7 +96,7 @@ type Key = OperatorKey | CollectiveKey
 
 @dataclass(frozen=True, slots=True)
 class PairKey:
-    """Two independent operators at once; `first` is launched first. The order is part of what is measured."""
+    """Two independent operators that run at once. `first` is launched first; the order is part of the measurement."""
 
     first: Key
     second: Key
@@ -106,9 +106,10 @@ class PairKey:
 
 
 def parse(text: str) -> Key:
-    """The key that `str` gave; an operator comes back without its operations and bytes.
+    """The key whose `str` is `text`. An operator comes back without its operations and bytes.
 
-    Raises DhelixError for anything else.
+    Raises:
+      DhelixError: the text is no key.
     """
     if found := _OPERATOR.fullmatch(text):
         kind, family, sizes = found.groups()

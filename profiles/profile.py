@@ -1,8 +1,8 @@
-"""A profile: what was measured on one kind of hardware, as data.
+"""A profile: the measurements on one kind of hardware, as data.
 
-A `Profile` has one `Section` per launch setting, because settings that are process-wide change every number:
-CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. Reading and writing files is in
-`storage`, making estimates of what was not measured in `estimates`. All times are seconds.
+A `Profile` has one `Section` per launch setting, because process-wide settings change every number. For example,
+CUDA_DEVICE_MAX_CONNECTIONS changes which of two kernels starts first. `files.storage` reads and writes profiles;
+`estimates` estimates what was not measured. All times are seconds.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import Any
 from dhelix.profiles.keys import CollectiveKey, OperatorKey, PairKey
 
 STEADY = 0.25
-"""Of the shorter side: how far the quartiles of a pair's repeats may lie apart, see `PairTiming.steady`."""
+"""Largest quartile distance of a pair's repeats, as a fraction of the shorter side (`PairTiming.steady`)."""
 
 ALIKE = "alike"
-"""The source of a time that was measured on a GPU like this one (`alike`); no profile's file has it."""
+"""Source of a time that was measured on a similar GPU (`alike`). Profile files never contain it."""
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one execution that nothing disturbs: the median, and the distance of the quartiles.
+    """Seconds of one undisturbed execution: the median, and the distance of the quartiles.
 
-    `source`: `alone` (run by itself, again and again) or `trace` (seen in a trace of a whole step, where
-    nothing else ran meanwhile), or ALIKE.
+    Attributes:
+      source: `alone` (run repeatedly by itself), `trace` (seen in a whole step's trace while nothing else ran), or
+        ALIKE.
     """
 
     seconds: float
@@ -41,7 +42,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Iterable[float], source: str = "alone") -> Timing:
-        """Of at least one sample."""
+        """The timing of at least one sample, in seconds."""
         values = sorted(samples)
         return cls(statistics.median(values), quartile_distance(values), len(values), source)
 
@@ -51,10 +52,10 @@ class PairTiming:
     """Two operators that start together.
 
     Attributes:
-      seconds: from the first start to the last end, P in the paper.
-      first, second: from the start of the pair until each side is done, medians like `seconds`.
-      first_alone, second_alone: T_i and T_j, of each side alone in the same executable: the same data, caches and
-        clocks. A step's own trace may show other times.
+      seconds: from the first start to the last end; P in the DHelix paper.
+      first, second: from the start of the pair until that side is done; medians.
+      first_alone, second_alone: T_i and T_j, of each side alone in the same executable, so with the same data, caches
+        and clocks. A step's own trace may show other times.
       spread: distance of the quartiles of `seconds`.
       source: `alone`, or ALIKE.
     """
@@ -70,7 +71,7 @@ class PairTiming:
 
     @classmethod
     def of(cls, samples: Iterable[tuple[float, float, float]], first_alone: float, second_alone: float) -> PairTiming:
-        """Of at least one (seconds, first, second)."""
+        """The timing of at least one sample (seconds, first, second)."""
         whole, first, second = (sorted(of_all) for of_all in zip(*samples, strict=True))
         median = statistics.median
         spread = quartile_distance(whole)
@@ -78,18 +79,18 @@ class PairTiming:
 
     @property
     def oef(self) -> float:
-        """Overlap effectiveness (DHelix 3.2): 1 hides the shorter side altogether, 0 gains nothing."""
+        """Overlap effectiveness (DHelix section 3.2): 1 hides the shorter side completely, 0 gains nothing."""
         shorter = min(self.first_alone, self.second_alone)
         return (self.first_alone + self.second_alone - self.seconds) / shorter if shorter else 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether the repeats agree well enough for an OEF, which divides by the shorter side: within STEADY of it."""
+        """Whether the repeats agree well enough for an OEF: their spread is at most STEADY of the shorter side."""
         return self.spread <= STEADY * min(self.first_alone, self.second_alone)
 
     @property
     def shorter_than_alone(self) -> bool:
-        """Whether both together take less than the longer one alone, by more than the repeats scatter."""
+        """Whether both together take less than the longer side alone, by more than the repeats scatter."""
         return self.steady and self.seconds + self.spread < max(self.first_alone, self.second_alone)
 
 
@@ -102,14 +103,14 @@ def quartile_distance(ordered: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSetting:
-    """What holds for a whole process and changes its times: environment variables and XLA flags."""
+    """Process-wide environment variables and XLA flags that change a program's times."""
 
     name: str
     environment: Mapping[str, str] = _EMPTY
     xla_flags: tuple[str, ...] = ()
     summary: str = ""
     implementation: str = "nccl"
-    """Of collectives, one of `keys.IMPLEMENTATIONS`."""
+    """Implementation of collectives, one of `keys.IMPLEMENTATIONS`."""
 
     @property
     def graphs(self) -> bool:
@@ -118,13 +119,16 @@ class LaunchSetting:
 
     @property
     def in_order(self) -> bool:
-        """Whether kernels of all streams start in the order of their launch."""
+        """Whether the kernels of all streams start in launch order."""
         return self.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
     @property
     def training_flags(self) -> tuple[str, ...]:
-        """`xla_flags` of a process that trains. Measuring keeps kernels out of CUDA graphs; a step has them where XLA
-        makes them, and is up to 1 % faster (docs/benchmarks.md)."""
+        """`xla_flags` for a process that trains.
+
+        Measurements keep kernels out of CUDA graphs. A training step uses the graphs that XLA makes, because they are
+        slightly faster (docs/benchmarks.md).
+        """
         return tuple(flag for flag in self.xla_flags if flag != _NO_GRAPHS)
 
 
@@ -133,7 +137,7 @@ _ONE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def _channels(collectives: int, all_to_alls: int) -> dict[str, str]:
-    """As many at least, and thread blocks: NCCL takes few where it does not see NVLink."""
+    """Minimum numbers of channels, and so of thread blocks: NCCL uses few if it sees no NVLink."""
     return {"NCCL_MIN_NCHANNELS": str(collectives), "NCCL_MIN_P2P_NCHANNELS": str(all_to_alls)}
 
 
@@ -168,7 +172,7 @@ SETTINGS: Mapping[str, LaunchSetting] = MappingProxyType({
 FASTEST: Mapping[str, str] = MappingProxyType(
     {"nvlink": "copy-engine1", "no-p2p": "small-buffers", "two-nodes": "sockets"}
 )
-"""By link the launch setting that was measured to be fastest (docs/benchmarks.md), for most steps."""
+"""For each link, the launch setting that measured fastest for most steps (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +180,10 @@ class Section:
     """Everything measured under one launch setting.
 
     Attributes:
-      operators, collectives: times of one alone.
+      operators, collectives: times of one operator or collective alone.
       pairs: times of two at once.
-      gap_seconds: idle time of the GPU between two kernels that follow each other, median over a step.
-      failures: why a key (as text) has no time: out of memory, cannot be isolated.
+      gap_seconds: idle time of the GPU between two consecutive kernels, median over a step.
+      failures: why a key (as text) has no time, such as out of memory.
     """
 
     setting: str
@@ -190,7 +194,7 @@ class Section:
     failures: Mapping[str, str] = _EMPTY
 
     def merged(self, later: Section) -> Section:
-        """Both; where both have a time the later one counts, and a time counts more than a failure."""
+        """Both sections. If both have a time, `later` wins. A later time removes an earlier failure."""
         measured = {str(k) for part in (later.operators, later.collectives, later.pairs) for k in part}
         earlier_failures = {k: why for k, why in self.failures.items() if k not in measured}
         return Section(
@@ -206,12 +210,12 @@ class Section:
         return self.operators.get(key) or self.collectives.get(key)
 
     def noisy(self, pair: PairKey) -> bool:
-        """Whether an OEF above 1 counts as noise: it says that both take less than the longer one alone.
+        """Whether a pair's OEF above 1 counts as noise. Such an OEF says that both take less than the longer one alone.
 
-        It counts as true only where a second measurement says so: the other launch order, and what each side takes by
-        itself, all by more than the repeats scatter.
+        It counts as true only if the other launch order and the times alone confirm it, by more than the repeats
+        scatter.
         """
-        if self.pairs[pair].oef < 1.005:  # it is shown as 1.00
+        if self.pairs[pair].oef < 1.005:  # displayed as 1.00
             return False
         orders = self.pairs[pair], self.pairs.get(PairKey(pair.second, pair.first))
         alone = self.solo(pair.first), self.solo(pair.second)
@@ -223,7 +227,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What and when it was measured on. Versions are text such as `2.28.9`; unknown is empty."""
+    """The machine and the software of a measurement. Versions are text such as `2.28.9`; empty means unknown."""
 
     gpu: str
     gpus: int
@@ -233,21 +237,21 @@ class Provenance:
     nccl: str = ""
     jax: str = ""
     machine: str = ""
-    """A short hash of the GPUs' serial numbers: tells machines of one kind apart, names none."""
+    """A short hash of the GPUs' serial numbers. It distinguishes machines of one kind without naming them."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """All that is known of one kind of hardware over one kind of link.
+    """Everything known about one kind of hardware over one kind of link.
 
     Attributes:
       hardware: a name in `hardware.ALL`, such as `H200`.
-      link: how GPUs of a node reach each other, and nodes: `nvlink`, `no-p2p` (through host memory),
-        `two-nodes` (two processes over sockets).
-      measured_on: oldest first; more than one after files were merged.
+      link: how GPUs reach each other: `nvlink`, `no-p2p` (through host memory), `two-nodes` (two processes over
+        sockets).
+      measured_on: oldest first; several after files were merged.
       sections: by the setting's name.
-      elsewhere: operators alone on the same hardware over other links; no part of the profile's file.
-      alike: the GPU that times of source ALIKE were measured on; empty without any. No part of the file either.
+      elsewhere: operators alone on the same hardware over other links. The profile's file does not contain them.
+      alike: the GPU on which times of source ALIKE were measured; empty without any. Not in the file either.
     """
 
     hardware: str
@@ -259,8 +263,7 @@ class Profile:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits of all that it holds. Equal profiles have one digest on every host, in whatever order they were
-        put together."""
+        """32 hex digits of the contents. Equal profiles have equal digests on every host, in any order of insertion."""
         content = hashlib.blake2b(digest_size=16)
         content.update(repr((self.hardware, self.link, self.measured_on, self.alike)).encode())
         for section in (self.sections[name] for name in sorted(self.sections)):
@@ -272,16 +275,16 @@ class Profile:
         return content.hexdigest()
 
     def section(self, setting: str) -> Section:
-        """Empty if nothing was measured under that setting."""
+        """The section of `setting`; empty if nothing was measured under it."""
         return self.sections.get(setting) or Section(setting)
 
     def with_section(self, section: Section) -> Profile:
-        """With `section` merged into what is known under its setting."""
+        """A copy with `section` merged into the section of the same setting."""
         merged = self.section(section.setting).merged(section)
         return replace(self, sections={**self.sections, section.setting: merged})
 
     def merged(self, later: Profile) -> Profile:
-        """Both, as in `Section.merged`."""
+        """Both profiles, merged as in `Section.merged`."""
         result = replace(self, measured_on=tuple(dict.fromkeys((*self.measured_on, *later.measured_on))))
         for section in later.sections.values():
             result = result.with_section(section)

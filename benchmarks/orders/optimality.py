@@ -1,12 +1,19 @@
-"""How far the orders of layer bodies are from the best there can be, by the evaluator; without a GPU.
+"""How far the orders of layer bodies are from the optimum, by the evaluator; without a GPU.
 
     python benchmarks/orders/optimality.py --out benchmarks/results
 
-The body in which the layers of both strands run, of Llama-8B and 25B shapes (sequence 8192, TP 4), is compiled for
-H200s with the card's kernels, and played under each launch setting with measured costs: XLA's order, the list
-schedule's, strand pairing's, what the same search finds in twenty times as long (which no pass could wait for), and the
-exact model's, which starts from the best of these. The gap says how much of a time is above the exact model's bound,
-which no order is below; part of it may be the bound's fault. What strand pairing takes is processor time, all of it.
+Compiles the loop body that holds the layers of both strands for H200s, with the kernels tuned for that GPU. The shapes
+are Llama-8B's and 25B's (sequence 8192, TP 4). Each body is evaluated under each launch setting with measured costs,
+in five orders:
+
+    XLA       XLA's own order
+    list      the list schedule's
+    paired    strand pairing's
+    longer    the result of strand pairing's search with much more work than a pass can afford
+    exact     the exact model's, which starts from the better of the last two
+
+No order is faster than the exact model's bound. The gap is the fraction of a time above this bound; a loose bound may
+cause part of it. The cost of strand pairing is its total processor time.
 """
 
 import argparse
@@ -38,7 +45,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Row:
-    """One body under one setting; orders in microseconds by the evaluator."""
+    """One body under one setting; times of orders are microseconds by the evaluator."""
 
     preset: str
     link: str
@@ -56,30 +63,34 @@ class Row:
 
     @property
     def gap(self) -> float:
-        """Of strand pairing's order."""
+        """Gap of strand pairing's order."""
         return 1.0 - self.bound_us / self.paired_us
 
     @property
     def body(self) -> tuple[Any, ...]:
-        """What tells it from other bodies: its name, and what it takes in an order that no search of ours makes."""
+        """Identifies a body: its names, and times that do not depend on our searches."""
         times = (round(us, 3) for us in (self.compute_us, self.collectives_us, self.xla_us))
         return self.preset, self.link, self.setting, *times
 
     @property
     def best_gap(self) -> float:
-        """Of the best order that is known."""
+        """Gap of the best known order."""
         return 1.0 - self.bound_us / self.exact_us
 
 
 def compiled(preset_name: str, layers: int, microbatches: int) -> HloModule:
-    """The interleaved step of 4 H200s that need not be there."""
+    """The compiled interleaved step, for 4 H200s that need not exist."""
     from dhelix.runtime.compiler import lowering, tuned
 
     return lowering.compiled_module(tuned.compile(lowered_step(preset_name, microbatches, layers=layers)))
 
 
 def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
-    """The same before it is compiled, to be scheduled by XLA. `model`: options of `models.preset`."""
+    """The lowered interleaved step, before XLA compiles and schedules it.
+
+    Args:
+      model: options of `models.preset`.
+    """
     from dhelix.runtime.compiler import deviceless
 
     deviceless.prepare_environment()
@@ -94,13 +105,13 @@ def lowered_step(preset_name: str, microbatches: int, **model: Any) -> Any:
     mesh = make_mesh(1, 4, deviceless.topology("h200", "1x1x4").devices)
     config = preset(preset_name, **{"seq": 8192, **model})
     training = make_train_step(config, mesh, optax.adamw(1e-4), microbatches=microbatches)
-    structure = strand_passes()  # the step as XLA schedules it
+    structure = strand_passes()  # no ordering passes: XLA schedules the step
     step = strand_interleave(training.train_step, passes=structure, strict=True, donate_argnums=0)
     return step.lower(training.abstract_state(), training.abstract_batch(microbatches))
 
 
 def layer_body(module: HloModule, costs: Costs) -> Computation:
-    """The computation with the most asynchronous collectives: the layers of both strands."""
+    """The computation with the most asynchronous collectives, which holds the layers of both strands."""
 
     def collectives(computation: Computation) -> int:
         return sum(is_start(i) and costs[i].lane is not Lane.COMPUTE for i in computation.instructions)
@@ -111,7 +122,13 @@ def layer_body(module: HloModule, costs: Costs) -> Computation:
 def study(
     preset: str, module: HloModule, link: str, setting: str, effort: float, work: int, known: Sequence[Row] = ()
 ) -> Row:
-    """`known`: rows of before. A bound is of a body and its costs, whatever the search, so the same body keeps its."""
+    """Evaluates all orders of one body.
+
+    Args:
+      effort: deterministic time of the exact solver.
+      work: of the longer search.
+      known: earlier rows. A bound depends only on the body and its costs, so an equal body reuses it.
+    """
     model = CostModel.find("H200", link, setting)
     costs, memory = model.costs(), Memory(module)
     computation = layer_body(module, costs)
@@ -151,7 +168,7 @@ def study(
 def long_search(
     computation: Computation, order: Sequence[Instruction], costs: Costs, limits: Limits, work: int
 ) -> list[Instruction]:
-    """What the search of strand pairing makes of `order`, if it may work longer."""
+    """`order`, improved by strand pairing's search with `work`."""
     body = find_strands(computation, computation.module.schedule[computation], costs, limits)
     search = OrderSearch(body, costs, limits)
     number = {head: n for n, head in enumerate(body.heads)}

@@ -1,12 +1,12 @@
-"""How orders fare where costs are other than what they were made by.
+"""How orders perform when costs differ from those they were made with.
 
-The layer bodies of `optimality.py`, in XLA's order, the list schedule's and strand pairing's, played again with other
-times of their instructions than the profile's, the orders as they were:
+Evaluates the layer bodies of `optimality.py` in XLA's order, the list schedule's and strand pairing's. The orders stay
+fixed; the times of their instructions differ from the profile's:
 
-    collectives     all take so many times as long: a slower link, or peers that come late
-    noise           each instruction takes up to so much more or less, of its own; the mean of 12 draws
+    collectives     all take longer or shorter by one factor: a slower link, or late peers
+    noise           each instruction's time changes by its own random fraction; mean of 12 draws
 
-An order that waits for collectives, or packs them closely, could lose by that what it gained on paper.
+An order that waits for collectives, or packs them closely, could then lose its predicted gain.
 
     python benchmarks/orders/robustness.py --out benchmarks/results
 """
@@ -34,7 +34,9 @@ DRAWS = 12
 
 @dataclass(frozen=True)
 class Change:
-    """Times of collectives, relative to the profile's, and by how much each instruction's may differ besides."""
+    """Factor on the times of collectives, and the largest random fraction by which each instruction's time also
+    changes.
+    """
 
     collectives: float = 1.0
     noise: float = 0.0
@@ -89,7 +91,7 @@ def study(preset: str, module: HloModule, link: str, setting: str) -> Iterator[R
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line per body: how much faster strand pairing's order is than the list schedule's (in parentheses: XLA's)."""
+    """A line per body: speed-up of strand pairing's order over the list schedule's (in parentheses: over XLA's)."""
     names = list(dict.fromkeys(row.change for row in rows))
     lines = [f"| body | link, setting | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for body in dict.fromkeys((row.preset, row.link, row.setting) for row in rows):

@@ -1,10 +1,10 @@
-"""How long strand pairing takes where layers are unrolled, and with how many instructions it grows; without a GPU.
+"""How long strand pairing takes on unrolled layers, and how this grows with the number of instructions; without a GPU.
 
     python benchmarks/orders/solve_time.py --layers 2 8 32 64 --out benchmarks/results
 
-A step of Llama-8B shapes (TP 4) whose layers are written out one behind the other is compiled for H200s, and the pass
-runs over what XLA has scheduled, as it does inside of the compiler. Seconds are processor time of one core, all of the
-pass: costs, DP, search, memory, checks. The layers' body in a loop is `optimality.py`'s.
+Compiles a step of Llama-8B shapes (TP 4) with unrolled layers for H200s. The pass then runs over XLA's schedule, as it
+does inside the compiler. Seconds are processor time of the whole pass on one core: costs, DP, search, memory, checks.
+`optimality.py` covers layers in a loop.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NAME = "solve_time_h200"
 
 @dataclass(frozen=True)
 class Row:
-    """`scheduled` instructions have a place in an order; `instructions` are those inside of fusions, too."""
+    """`scheduled` counts instructions with a place in the schedule. `instructions` also counts those inside fusions."""
 
     layers: int
     scheduled: int
@@ -34,7 +34,7 @@ class Row:
 
 
 def scheduled_step(layers: int, seq: int) -> tuple[bytes, float]:
-    """The interleaved step as XLA hands it to the pass, serialized, and the seconds that its compilation takes."""
+    """The serialized interleaved step, as XLA hands it to the pass, and the seconds of its compilation."""
     from dhelix.runtime.compiler import deviceless, registration
 
     lowered = lowered_step("llama-8b", 4, layers=layers, seq=seq, scan_layers=False)

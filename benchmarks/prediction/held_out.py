@@ -1,11 +1,11 @@
-"""How well pairs of unseen shapes are predicted from a profile: the contention model against simpler ones.
+"""How well a profile predicts pairs of unseen shapes: the contention model against simpler ones.
 
     python benchmarks/prediction/held_out.py profiles/data/h200-nvlink.json --out held_out.json
 
-Each operator shape is left out in turn with all its pairs, then each collective size, then everything of one model's
-train step; a model fitted on the rest predicts the excess P - max(T_i, T_j) of what was left out
-(dhelix.benchmarks.prediction.left_out). Per launch setting: mean absolute errors, in us and as a share of
-max(T_i, T_j), of the model, of the best constant slow-down, of perfect overlap (`max`) and of none (`sum`).
+Leaves out each operator shape in turn with all its pairs, then each collective size, then everything of one model's
+train step. A model fitted on the rest predicts the excess P - max(T_i, T_j) of what was left out
+(dhelix.benchmarks.prediction.left_out). Prints mean absolute errors per launch setting, in us and as a fraction of
+max(T_i, T_j). It compares the model with the best constant slow-down, perfect overlap (`max`) and no overlap (`sum`).
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def evaluate_profile(profile: Profile, settings: set[str]) -> list[HeldOut]:
-    """Results of the sections that `settings` names, or of all if it is empty."""
+    """Results of the sections named by `settings`, or of all sections if it is empty."""
     results = []
     for name in SETTINGS:
         section = profile.section(name)
@@ -58,7 +58,7 @@ COLUMNS = ("setting", "left out", "pair", "shapes", "pairs", "excess us", *METHO
 
 
 def cells(result: HeldOut) -> list[str]:
-    """With the least error bold, as Markdown has it."""
+    """Cells of a Markdown row, with the least error in bold."""
     errors = [f"{result.seconds[m] * 1e6:.1f} ({result.relative[m]:.1%})" for m in METHODS]
     least = min(range(len(METHODS)), key=lambda n: result.seconds[METHODS[n]])
     errors[least] = f"**{errors[least]}**"

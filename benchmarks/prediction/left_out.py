@@ -1,18 +1,18 @@
 """How well the contention model predicts pairs of shapes that it has never seen.
 
-One thing after another is left out, with all pairs that show it; a model is fitted on the rest and predicts the
-pairs left out from the times alone that were measured beside them. Left out are
+One thing after another is left out, with all pairs that contain it. A model is fitted on the rest. It predicts the
+left-out pairs from the times alone that were measured with them. Left out are
 
 - `operators`: every shape of an operator, whatever its layout, library and launch order;
 - `collectives`: every size of a collective, whatever its kind;
-- `models`: everything of one model's train step. A model is told by the size of its all-gathers over all GPUs: its
-  operators are those that were measured beside them. All-gathers of several groups at once, which operators of every
-  model meet, tell nothing. What two models share is in no training set.
+- `models`: everything of one model's train step. The size of its all-gathers over all GPUs identifies a model; its
+  operators are those measured in pairs with them. All-gathers of several groups are ignored, because operators of every
+  model overlap with them. Pairs of an operator that two models share are in neither's training set.
 
-What is judged is the excess P - max(T_i, T_j): how much longer a pair takes than in perfect overlap. Three simple
-predictions stand beside the model's: `max` (perfect overlap), `sum` (in turn), and `constant`, a slow-down that is the
-same for all: one rate for each side while both run, the best there is for the pairs trained on with the same roles
-(which side is a collective, which was launched first).
+The target is the excess P - max(T_i, T_j): how much longer a pair takes than with perfect overlap. The model competes
+with three simple predictions: `max` (perfect overlap), `sum` (in turn), and `constant`, one rate per side while both
+run. `constant` uses the best rates for the training pairs with the same roles (which side is a collective, which was
+launched first).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dhelix.profiles.profile import Section
 METHODS = ("model", "constant", "max", "sum")
 LEFT_OUT = ("operators", "collectives", "models")
 
-_ENOUGH = 5  # operators, for a standard error
+_ENOUGH = 5  # least number of operators for a standard error
 
 _STEPS = np.linspace(0.02, 1.0, 50)
 _RATES = np.stack(np.meshgrid(_STEPS, _STEPS, indexing="ij")).reshape(2, -1)
@@ -41,18 +41,18 @@ _RATES = np.stack(np.meshgrid(_STEPS, _STEPS, indexing="ij")).reshape(2, -1)
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Mean absolute errors over pairs of shapes that were left out.
+    """Mean absolute errors over pairs of left-out shapes.
 
     Attributes:
       left_out: one of LEFT_OUT.
-      roles: what meets what, first launched first: `compute + collective`, ...; or `all`.
-      shapes, pairs: how many shapes (or models) were left out in turn, how many predictions were made.
+      roles: kinds of both sides, first launched first: `compute + collective`, ...; or `all`.
+      shapes, pairs: numbers of shapes (or models) left out in turn, and of predictions.
       excess: mean measured excess in seconds, for scale.
       seconds: by method, mean |predicted - measured| excess.
       relative: the same, each error divided by max(T_i, T_j).
-      gain: by how many seconds the model's mean error is below the best of the others'.
-      gain_error: standard error of `gain`, where pairs of one operator count as one observation; None if there are
-        too few of these to tell.
+      gain: seconds by which the model's mean error is below that of the best other method.
+      gain_error: standard error of `gain`, with the pairs of one operator as one observation; None for too few
+        operators.
     """
 
     setting: str
@@ -68,7 +68,7 @@ class HeldOut:
 
     @property
     def verdict(self) -> str:
-        """Whether the model is `best`, `worse` than the best other, or `even`: within two standard errors of it."""
+        """The model against the best other method: `best`, `worse`, or `even` (within two standard errors)."""
         if self.gain_error is None or abs(self.gain) <= 2 * self.gain_error:
             return "even"
         return "best" if self.gain > 0 else "worse"
@@ -79,7 +79,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class _Prediction:
-    """`left_out` names what was, `operator` the shape of the (first) operator of the pair; times are seconds."""
+    """`left_out` names the left-out thing, `operator` the shape of the pair's first operator; times are seconds."""
 
     roles: str
     left_out: str
@@ -90,7 +90,7 @@ class _Prediction:
 
 
 def evaluate(section: Section, hardware: Hardware) -> tuple[HeldOut, ...]:
-    """One result for each thing left out and each kind of roles."""
+    """One result for each kind of left-out thing and each kind of roles."""
     known = {k: t for k, t in section.pairs.items() if min(t.first_alone, t.second_alone) > 0.0}
     section = replace(section, pairs=known)
     results = []
@@ -124,7 +124,7 @@ def _summary(setting: str, left_out: str, roles: str, predictions: Collection[_P
 
 
 def _gain_error(predictions: Collection[_Prediction], rival: str) -> float | None:
-    """Standard error of the mean gain over `rival`, clustered by operator; None for too few of them."""
+    """Standard error of the mean gain over `rival`, clustered by operator; None for too few operators."""
     gains: dict[str, list[float]] = defaultdict(list)
     for p in predictions:
         gains[p.operator].append(p.errors[rival] - p.errors["model"])
@@ -151,7 +151,7 @@ def _predict_left_out(section: Section, hardware: Hardware, left_out: str) -> li
 
 
 def _shown(section: Section, left_out: str) -> dict[PairKey, set[str]]:
-    """What each pair shows of the things that are left out."""
+    """The left-out things that each pair contains."""
     if left_out == "models":
         models = _models(section)
         return {pair: set().union(*(models.get(key, ()) for key in _operators(pair))) for pair in section.pairs}
@@ -163,9 +163,9 @@ def _shown(section: Section, left_out: str) -> dict[PairKey, set[str]]:
 
 
 def _shape(key: Key) -> str:
-    """An operator's kind and sizes, whatever its layout and library; a collective's bytes, whatever its kind and mesh.
+    """An operator's kind and sizes, without layout and library; a collective's bytes, without kind and mesh.
 
-    What is left out at once: the rest of a shape's variants would say too much about each of them.
+    All variants of a shape are left out together, because the others would reveal too much about each.
     """
     if isinstance(key, CollectiveKey):
         return f"{key.bytes}B"
@@ -173,7 +173,7 @@ def _shape(key: Key) -> str:
 
 
 def _models(section: Section) -> dict[OperatorKey, set[str]]:
-    """To which models each operator belongs, these named by their all-gathers of one group."""
+    """The models of each operator, named by their all-gathers of one group."""
     models: dict[OperatorKey, set[str]] = defaultdict(set)
     for pair in section.pairs:
         for key in (pair.first, pair.second):
@@ -195,7 +195,7 @@ def _predict(
     predictions = []
     for pair in tested:
         timing, roles = section.pairs[pair], _roles(pair)
-        # Roles never trained on: a constant knows nothing of them, and the model no more than the hardware.
+        # No training pair has these roles: there is no constant, and the model uses only the hardware's rates.
         if roles not in constants:
             continue
         first, second = timing.first_alone, timing.second_alone
@@ -213,7 +213,7 @@ def _predict(
 
 
 def _constant_rates(training: Section) -> dict[str, tuple[float, float]]:
-    """By roles, the rates with the least mean absolute error of the pair's seconds."""
+    """For each kind of roles, the rates with the least mean absolute error of the pair's seconds."""
     errors: dict[str, list[np.ndarray]] = defaultdict(list)
     for pair, timing in training.pairs.items():
         predicted = np.maximum(*ends(timing.first_alone, timing.second_alone, *_RATES))

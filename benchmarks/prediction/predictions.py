@@ -1,14 +1,13 @@
-"""What steps that were measured are predicted to take today: results of `strands/run.py` and `run.py`, on paper again.
+"""What today's dhelix predicts for measured steps: re-evaluates results of `strands/run.py` and `pipeline/run.py`.
 
     python benchmarks/prediction/predictions.py benchmarks/results/strands_h200x*.json --out DIR
     python benchmarks/prediction/predictions.py benchmarks/results/pipeline_h200x*.json --out DIR
     python benchmarks/prediction/predictions.py --tables DIR/predictions*.json --docs docs/benchmarks.md
 
-Without GPUs. Programs are compiled as today's passes make them, with the costs of the profiles at hand; what was
-measured under a cap on channels is predicted from the costs that were measured under it
-(`benchmarks/results/costs_h200x2_channels*`). Rows are left out of variants, settings and workloads that there are no
-longer, and of several nodes. Steps in a row are what users wait for, at the clock of a warm GPU; a traced step, where
-there is one, is a few percent shorter.
+Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
+cap on channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
+Rows of removed variants, settings and workloads, and of several nodes, are left out. `measured` is the time of
+consecutive steps, at the clock of a warm GPU, as users see it. A traced step, if there is one, is slightly shorter.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class Step:
     """One program of one run, in milliseconds.
 
     Attributes:
-      file: of the results, without its suffix.
+      file: name of the results file without its suffix.
       link: "NVLink", "capped NVLink" or "no peer-to-peer".
-      traced: a step under the profiler; 0 without one.
+      traced: a step under the profiler; 0 if none was traced.
     """
 
     file: str
@@ -61,7 +60,7 @@ class Step:
 
 
 def steps_of(files: Sequence[Path], out: Path) -> list[Step]:
-    """All rows that can be predicted; programs of one workload are compiled once."""
+    """All rows that can be predicted. Programs of one workload are compiled once."""
     wanted: dict[tuple[str, str], dict[str, list[str]]] = {}
     runs = [(file.stem, _read(file)) for file in files]
     for _, run in runs:
@@ -83,7 +82,7 @@ def steps_of(files: Sequence[Path], out: Path) -> list[Step]:
 
 
 def _step(run: Run) -> tuple[str, str]:
-    """The GPU, and the workload as text."""
+    """The GPU, and the workload as JSON text."""
     gpus = str(run.on.get("gpus", strand_variants.GPU)).partition(",")[0]
     return gpu_name(gpus), json.dumps(run.workload, sort_keys=True)
 
@@ -93,7 +92,7 @@ def _read(file: Path) -> Run:
 
 
 def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
-    """Setting, variant, and milliseconds of a step in a row and of a traced one."""
+    """Setting, variant, and milliseconds of a step in a row of steps and of a traced step."""
     known = pipeline_variants.VARIANTS if "stages" in run.workload else strand_variants.VARIANTS
     if run.workload.get("unrolled") or (run.workload.get("channels") and not _costs(run.workload).is_dir()):
         return
@@ -106,7 +105,7 @@ def _measured(run: Run) -> Iterator[tuple[str, str, float, float]]:
 def _predicted(
     gpu: str, workload: dict[str, Any], setting: str, variants: Sequence[str], out: Path
 ) -> dict[str, float]:
-    """Milliseconds by variant; empty, with a line, where nothing could be predicted."""
+    """Milliseconds by variant. If nothing can be predicted, prints why and returns an empty dict."""
     stages = workload.get("stages", 0)
     names = ("preset", "layers", "seq", "vocab", "microbatches", *(() if stages else ("channels", "shards")))
     given = {name: workload.get(name, 0) for name in names} | {"tp": workload["tp"] * (stages or 1)}
@@ -115,7 +114,7 @@ def _predicted(
     module = pipeline if stages else strands
     options = module.parser().parse_args(["--on_paper", *(f"--{name}={value}" for name, value in given.items())])
     if workload.get("channels"):
-        os.environ[SEARCH_PATH] = str(_costs(workload))  # where the processes of `measure` look
+        os.environ[SEARCH_PATH] = str(_costs(workload))  # inherited by the processes of `measure`
     else:
         os.environ.pop(SEARCH_PATH, None)
     try:
@@ -143,7 +142,7 @@ def _link(run: Run, setting: str) -> str:
 
 
 def table(steps: Sequence[Step]) -> str:
-    """A row for each run and link: how far predictions are off."""
+    """A row for each run and link, with the errors of its predictions."""
     groups: dict[tuple[str, str], list[Step]] = {}
     for step in steps:
         groups.setdefault((step.file, step.link), []).append(step)
@@ -167,7 +166,11 @@ def _row(name: str, steps: Sequence[Step]) -> str:
 
 
 def written(paths: Iterable[Path]) -> list[Step]:
-    """What `main` wrote. Raises DhelixError for a file that is something else."""
+    """The steps that `main` wrote into files.
+
+    Raises:
+      DhelixError: a file is something else.
+    """
     try:
         return [Step(**step) for path in paths for step in json.loads(path.read_text())]
     except (OSError, TypeError, ValueError) as error:

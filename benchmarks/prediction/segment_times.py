@@ -1,15 +1,16 @@
-"""Segments of plans, predicted by the evaluator and as they ran; and the same by kind of operator. Without a GPU.
+"""Compares the evaluator's times with measured ones, by segment of a plan and by kind of operator. Without a GPU.
 
     python benchmarks/prediction/segment_times.py --out DIR \\
         --step copy_engine1 "strands, dp" step.hlo.pb.gz trace-folder --step ...
 
-Each `--step` is one step that ran: its setting and variant (`strands/variants.py`), the compiled module
-(`compiled_module(...).to_bytes()`), and a trace of it. That is a folder of `jax.profiler.trace`, or the events of one
-GPU as JSON: a list of [start in ms, duration in ms, stream, instruction, ...]. Both files may be gzipped.
+Each `--step` is one measured step: its setting and variant (`strands/variants.py`), the compiled module
+(`compiled_module(...).to_bytes()`), and a trace. The trace is a folder of `jax.profiler.trace`, or the events of one
+GPU
+as JSON: a list of [start in ms, duration in ms, stream, instruction, ...]. Module and JSON may be gzipped.
 
-Times are of one run of the plan's bodies, those in which both strands are alive: predicted by the evaluator with the
-shipped profile, and the median of all runs in the trace. An operator is *beside* communication where the evaluator
-has it so.
+Times are of one run of a plan's body, a computation in which both strands are alive. The evaluator predicts them with
+the shipped profile; the measured time is the median of all runs in the trace. An operator counts as *beside*
+communication if the evaluator overlaps it with communication.
 """
 
 import argparse
@@ -39,7 +40,7 @@ _KINDS = {"gemm": "products", "grouped-gemm": "products", "attention": "attentio
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment of a plan. Microseconds; `run`: names of its operators in the order of launch."""
+    """One segment of a plan, in microseconds. `run`: names of its operators in launch order."""
 
     setting: str
     variant: str
@@ -56,7 +57,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Kind:
-    """All operators of a kind in one run of a body: microseconds alone, as played in the order, and as they ran."""
+    """All operators of a kind in one run of a body, in microseconds: alone, predicted in the body's order, and
+    measured.
+    """
 
     setting: str
     variant: str
@@ -69,7 +72,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that ran, on the first GPU."""
+    """A step that ran; executions are those of the first GPU."""
 
     setting: str
     variant: str
@@ -82,7 +85,7 @@ class Step:
 
     @property
     def plan(self) -> Plan:
-        """What ran, with what it took."""
+        """The plan of the executed order, with its measured times."""
         target = PlanTarget.of(GPU, self.model.profile.link, self.model.setting)
         plan = make_plan(self.module, dict(self.module.schedule), self.model, Plan(self.variant, target))
         return of_executions(plan, self.module, self.found)
@@ -115,7 +118,7 @@ def segments_of(step: Step) -> list[Segment]:
 
 
 def kinds_of(step: Step) -> list[Kind]:
-    """Kinds of operators; what compute waits, for communication and for launches, is one of them."""
+    """Kinds of operators. The time that compute waits for communication and launches is a kind of its own."""
     plan, alone, times = step.plan, step.model.costs(), by_instruction(step.module, step.found)
     costs = settled(step.module, alone)
     sums: dict[str, list[tuple[float, float, float]]] = {}
@@ -135,7 +138,7 @@ def kinds_of(step: Step) -> list[Kind]:
 
 
 def _played(computation: Computation, costs: Costs) -> Iterator[tuple[Instruction, float]]:
-    """What takes time in a computation; microseconds as it is played in its order."""
+    """Each instruction that takes time in a computation, and its microseconds in the evaluated order."""
     order = computation.module.schedule[computation]
     named = {i.name: i for i in order}
     for interval in evaluate(order, costs).intervals:
@@ -173,7 +176,7 @@ def tables(found: Sequence[Segment], kinds: Sequence[Kind]) -> str:
 
 
 def _short(run: Sequence[str]) -> str:
-    """Collectives, products and attention of a segment."""
+    """Names of a segment's collectives, products and attention."""
     light = {"read", "update", "add", "multiply", "reduce", "copy"}
     return ", ".join(name for name in run if not light & set(name.split()))
 

@@ -1,9 +1,10 @@
-"""Predicts the step of a model without overlap from a profile of fewer layers, and measures it.
+"""Predicts a model's step without overlap from a profile of fewer layers, and measures it.
 
     python benchmarks/prediction/step_prediction.py profiles/data/h200-nvlink.json --layers 8 --out DIR
 
-The step is compiled with XLA's latency-hiding scheduler off, as the prediction has it, and runs without a profiler.
-Reported: predicted and measured milliseconds, and what share of the prediction was measured.
+The step is compiled without XLA's latency-hiding scheduler, as the prediction assumes, and runs without a profiler.
+Reports predicted and measured milliseconds, and the fraction of the predicted time per source (measured, interpolated,
+guess).
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""What a program and a schedule of it cost: keys into profiles, times of operators, the timeline."""
+"""Cost of a program and of its schedules: profile keys, operator times and the simulated timeline."""

@@ -1,11 +1,11 @@
-"""Kernels of collective matmuls in a program: which site and form one is, by the name that it was given.
+"""Recognizes the kernels of collective matmuls in a program, with their site and form, by name.
 
     op_name   jit(step)/while/body/collective_matmul/all_gather_matmul bfloat16 8192x4096x3072 over 2/mosaic/...
-                                   MARK              the site's key                                   the form's
+                                   MARK              key of the site                                  key of the form
 
-A Mosaic-GPU kernel is a custom call like any other to XLA. What it computes, and so what it costs, is known where it is
-spliced in, and its name is what XLA keeps, also where it fuses the kernel with the slices that it reads. Kernels that a
-user calls have no such names.
+To XLA, a Mosaic-GPU kernel is a custom call like any other. The pass that inserts the kernel knows what it computes and
+costs, so it writes that into the name. XLA keeps the name, even if it fuses the kernel with the slices that it reads.
+Kernels that a user calls have no such names.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dhelix.profiles.collective_matmul.sites import Form, Site
 from dhelix.profiles.keys import OperatorKey
 
 MARK = "collective_matmul"
-"""In the name stack of what is a collective matmul already."""
+"""Part of the name stack of collective matmuls."""
 FAMILY = "collective-matmul"
-"""In the keys of such kernels."""
+"""Start of the family in these kernels' keys."""
 
 
 def named(stack: str, site: Site, form: Form) -> str:
-    """The name stack of what takes the place of a collective whose name is `stack`."""
+    """The name stack of the kernel that replaces a collective with the name stack `stack`."""
     return f"{stack}/{MARK}/{site.key}/{form.key}".lstrip("/")
 
 
 def kernel_of(instruction: Instruction) -> tuple[Site, Form] | None:
-    """The site and the form of a kernel that waits for its peers; None for what is none, or does not say."""
+    """Site and form of a kernel that waits for its peers. None for other instructions and unnamed kernels."""
     kernel = exclusive_kernel(instruction)
     parts = [] if kernel is None else kernel.op_name.split("/")
     for site, form in pairwise(parts):
@@ -43,7 +43,7 @@ def kernel_of(instruction: Instruction) -> tuple[Site, Form] | None:
 
 
 def kernel_key(instruction: Instruction) -> OperatorKey | None:
-    """A key to count a kernel that waits for its peers by; nothing is measured under it. None for what is none."""
+    """A key that counts a kernel that waits for its peers; no profile has it. None for other instructions."""
     if exclusive_kernel(instruction) is None:
         return None
     found, work = kernel_of(instruction), work_of(instruction)

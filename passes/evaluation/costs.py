@@ -1,9 +1,9 @@
-"""What each HLO instruction costs on a GPU: `roofline_costs`, with what was measured in its place.
+"""Cost of each HLO instruction on a GPU: measured times if a profile has them, else `roofline_costs`.
 
-Without a profile every cost is the roofline's (`dhelix.profiles.estimates.roofline`), so a guess. With one,
-`Costs(hardware, Estimator(profile, hardware, setting))`, times of scheduled programs are what was measured or
-what follows from it, and `Cost.source` says which; `Costs.rates` is what two instructions do to each other.
-`CostModel` says all that as an option of a pass:
+Without a profile every cost comes from the roofline (`dhelix.profiles.estimates.roofline`), so it is a guess. With a
+profile, `Costs(hardware, Estimator(profile, hardware, setting))` gives measured or derived times for scheduled
+programs. `Cost.source` says which. `Costs.rates` says how two concurrent instructions slow each other down.
+`CostModel` describes the source of costs as an option of a pass:
 
     CollectiveSchedule(model=CostModel.find("H200", "nvlink", "connections1"))
 """
@@ -38,15 +38,16 @@ from dhelix.profiles.profile import SETTINGS, Profile
 
 @dataclass(frozen=True, slots=True)
 class PowerLimit:
-    """How much lower the clock is in a step that computes densely, since a GPU's power is limited.
+    """Estimates how far the GPU's power limit lowers the clock in a step that computes densely.
 
-    What is limited is a mean over some 30 ms, so steps have one clock, and it follows from what they do in their time.
-    Profiles hold times at the full clock (`runtime.profiling.session`).
+    The GPU limits its mean power over tens of milliseconds. So a step has one clock, which follows from the step's
+    load. Profiles hold times at the full clock (`runtime.profiling.session`).
 
     Attributes:
-      free: the load up to which the clock is the full one. Load is the share of `Hardware.peak_flops` that products and
-        attention do (of attention what the mask leaves), and `communication` times the share of time in collectives.
-      slope: how many times longer per load beyond that products and attention take.
+      free: load up to which the clock is the full one. The load is the fraction of `Hardware.peak_flops` that the step
+        reaches (masked-out attention does not count), plus `communication` times the fraction of time in collectives.
+      slope: relative growth of product and attention times per unit of load above `free`.
+      communication: weight of the time in collectives.
     """
 
     free: float
@@ -54,16 +55,16 @@ class PowerLimit:
     communication: float
 
     def clock(self, load: float, seconds: float, slower: float) -> float:
-        """How many times longer products and attention take than at the full clock.
+        """Returns c, the factor by which products and attention take longer than at the full clock.
 
-        Their length makes the step longer, and its load lower: the clock c is where
+        Longer products make the step longer, and so its load lower. c solves
 
             c - 1 = slope (load seconds / (seconds + (c - 1) slower) - free)
 
         Args:
-          load: at the full clock.
-          seconds: of the step, at the full clock.
-          slower: by how many seconds the step is longer for c = 2, as far as it grows evenly.
+          load: load of the step at the full clock.
+          seconds: duration of the step at the full clock.
+          slower: seconds that the step would gain from c = 1 to c = 2, extrapolated linearly.
         """
         if load <= self.free or seconds <= 0.0:
             return 1.0
@@ -74,11 +75,11 @@ class PowerLimit:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A collective matmul that is one kernel, which nothing runs beside.
+    """Time of a collective matmul that is one kernel. Nothing overlaps with it.
 
     Attributes:
-      seconds: alone, at the full clock.
-      communication: seconds of its collective alone.
+      seconds: of the kernel, at the full clock.
+      communication: seconds that its collective takes alone.
     """
 
     seconds: float
@@ -88,15 +89,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class InStep:
-    """What operators meet in a step, and not where a profile measures them by themselves or in pairs.
+    """Effects that operators see in a step, but not in a profile, which measures them alone or in pairs.
 
     Attributes:
       pause: seconds between one kernel and the next (`Section.gap_seconds`).
-      wait: seconds that a collective takes longer, until the last of its GPUs is there and what waits for it begins.
-      launch: seconds for which compute stands still where copy engines are given a collective (`Cost.launch`).
-      power: what lowers the clock; None if nothing does.
-      clock: how many times longer products and attention take (`timeline.settled`).
-      in_order: kernels start in the order of their launch, so that nothing passes a collective that waits for its lane.
+      wait: extra seconds of a collective, for the arrival of its last GPU and the start of its users.
+      launch: seconds for which compute waits when copy engines get a collective (`Cost.launch`).
+      power: the power limit that lowers the clock; None if there is none.
+      clock: factor by which products and attention take longer than at the full clock (`timeline.settled`).
+      in_order: kernels start in launch order, so no kernel overtakes a collective that waits for its lane.
     """
 
     pause: float = 0.0
@@ -107,46 +108,46 @@ class InStep:
     in_order: bool = False
 
     def cost(self, cost: Cost, key: Key, estimate: Estimate) -> Cost:
-        """`cost` with the time that was estimated for `key`."""
+        """`cost` with the estimated time of `key`, adjusted to the clock and the launch."""
         clock = self.clock if isinstance(key, OperatorKey) and key.clocked else 1.0
         launch = self.launch if _on_copy_engines(key) else 0.0
         return replace(cost, seconds=clock * estimate.seconds, source=estimate.source, launch=launch)
 
     def kernel(self, cost: Cost, kernel: Kernel) -> Cost:
-        """`cost` of a kernel, which waits for its peers as a collective does."""
+        """`cost` with the time of `kernel`, which waits for its peers as a collective does."""
         if kernel.seconds <= 0.0:
-            return replace(FREE, flops=cost.flops)  # another instruction counts for it, but the step computes this
+            return replace(FREE, flops=cost.flops)  # another instruction has its time; its operations still count
         seconds = self.clock * kernel.seconds + self.wait
         sent = kernel.communication
         return replace(cost, seconds=seconds, source=kernel.source, lane=Lane.COMPUTE, launch=0.0, communication=sent)
 
 
 def _on_copy_engines(key: Key) -> bool:
-    """Whether NCCL gives it to copy engines on symmetric memory; of reductions they can do nothing."""
+    """Whether NCCL runs the collective on copy engines, over symmetric memory. Copy engines cannot reduce."""
     return isinstance(key, CollectiveKey) and key.implementation == "symmetric" and key.kind in _COPIED
 
 
 _COPIED = ("all-gather", "all-to-all")
 
 BY_THEMSELVES = InStep()
-# From traces of steps of Llama-8B shapes on 4 x H200; docs/benchmarks.md says how, and what they are worth elsewhere.
+# Chosen by measurement, on traces of Llama-8B steps on 4 x H200 (docs/benchmarks.md).
 _WAIT = {"nvlink": 25e-6}  # by link: through host memory, collectives take no longer than in the profile
-_LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: what is launched next waits behind it in the only connection
+_LAUNCH = {"copy-engine1": 25e-6}  # by launch setting: the next launch waits behind it in the only connection
 _H200 = PowerLimit(free=0.44, slope=2.0, communication=0.15)
-_POWER = {"H200": _H200, "H100": _H200}  # by GPU; fitted to H200s, and within 5 % of an H100
+_POWER = {"H200": _H200, "H100": _H200}  # by GPU; fitted on H200s, checked on an H100
 
 _NOTHING: Mapping[Instruction, Kernel] = MappingProxyType({})
 
 
 class Costs(dict[Instruction, Cost]):
-    """Costs by instruction, computed when first asked for: `Costs(hardware)[instruction]`.
+    """Maps instructions to costs, each computed at its first lookup: `Costs(hardware)[instruction]`.
 
     Args:
-      estimator: gives times from a profile; without it the roofline does.
+      estimator: gives times from a profile. Without it, times come from the roofline.
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`), for the estimator.
-      in_step: what is added to what the profile says when instructions are played as a step.
-      matmuls: times of collective matmuls, for kernels that wait for their peers.
-      instead: instructions that are to count as such a kernel; of 0 seconds, as nothing.
+      in_step: corrections to the profile's times for instructions inside a step.
+      matmuls: times of collective matmul kernels.
+      instead: instructions that count as such a kernel; a kernel of 0 seconds takes no time.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Costs(dict[Instruction, Cost]):
         return cost
 
     def _message_key(self, instruction: Instruction) -> CollectiveKey | None:
-        """A permute of a message's size and pairs, which is what NCCL does with one."""
+        """The key of a permute with a message's size and pairs, because NCCL runs messages like permutes."""
         found = find_transfer(instruction) if instruction.opcode in SENDS else None
         if found is None or found.host:
             return None
@@ -193,7 +194,7 @@ class Costs(dict[Instruction, Cost]):
         return collective_key_of(permute, self.operator_keys.gpus_per_node, self.operator_keys.implementation)
 
     def _with_others(self, cost: Cost, instruction: Instruction) -> Cost:
-        """`cost` of the first of several collectives that begin together, with all that the others take."""
+        """Adds to `cost` the times of the other collectives that the same instruction starts."""
         found = find_collective(instruction)
         if found is None or not found.others or self.estimator is None:
             return cost
@@ -202,14 +203,14 @@ class Costs(dict[Instruction, Cost]):
         return replace(cost, seconds=cost.seconds + sum(self.estimator.solo(key).seconds for key in others))
 
     def _kernel(self, instruction: Instruction) -> Kernel | None:
-        """The kernel that an instruction is or counts as, where it is known what that takes; None for all else."""
+        """The collective matmul kernel that an instruction is or counts as; None if none or of unknown time."""
         if instruction in self.instead:
             return self.instead[instruction]
         found = kernel_of(instruction)
         return None if found is None else self.collective_matmul(*found)
 
     def collective_matmul(self, site: Site, form: Form) -> Kernel | None:
-        """A collective matmul in one of its forms, as if it were a kernel; None where nothing says what it takes."""
+        """The kernel time of a collective matmul in one of its forms; None if it is unknown."""
         gemm, collective = gemm_key(site), collective_key(site)
         if gemm is None or collective is None or self.estimator is None:
             return None
@@ -218,18 +219,18 @@ class Costs(dict[Instruction, Cost]):
 
     @property
     def link(self) -> str:
-        """Of the profile; "" without one."""
+        """Link of the profile; "" without a profile."""
         profile = None if self.estimator is None else self.estimator.profile
         return "" if profile is None else profile.link
 
     @property
     def setting(self) -> str:
-        """The launch setting of the profile; "" without one."""
+        """Launch setting of the profile; "" without a profile."""
         return self.estimator.section.setting if self.estimator and self.link else ""
 
     @property
     def words(self) -> str:
-        """Whose costs these are, for people to read."""
+        """The source of the costs, for people to read."""
         if self.estimator is None or self.estimator.profile is None:
             return f"roofline of {self.hardware.name}"
         profile, setting = self.estimator.profile, self.estimator.section.setting
@@ -237,14 +238,14 @@ class Costs(dict[Instruction, Cost]):
 
     @property
     def assumed(self) -> str:
-        """Constants that nobody measured and that costs asked for so far follow from, for people to read; "": none."""
+        """Unmeasured constants that the costs looked up so far rest on, for people to read; "" if there are none."""
         if not self._assumes_network:
             return ""
         bandwidth, per_node = self.hardware.inter_bandwidth / 1e9, self.hardware.gpus_per_node
         return f"{bandwidth:g} GB/s of each GPU between nodes of {per_node}"
 
     def at_clock(self, clock: float) -> "Costs":
-        """The same, where products and attention take so many times longer than alone."""
+        """The same costs, with products and attention `clock` times as long as at the full clock."""
         if clock == self.in_step.clock:
             return self
         in_step = replace(self.in_step, clock=clock)
@@ -254,7 +255,7 @@ class Costs(dict[Instruction, Cost]):
         return made
 
     def with_kernels(self, instead: Mapping[Instruction, Kernel]) -> "Costs":
-        """The same, where some instructions count as kernels of collective matmuls; what is known is kept."""
+        """The same costs, with some instructions counted as collective matmul kernels. Keeps costs already computed."""
         made = Costs(self.hardware, self.estimator, in_step=self.in_step, matmuls=self.matmuls, instead=instead)
         made.operator_keys, made._guessed = self.operator_keys, self._guessed
         made._assumes_network = self._assumes_network
@@ -266,14 +267,14 @@ class Costs(dict[Instruction, Cost]):
     def rates(
         self, compute: Instruction, collective: Instruction, collective_first: bool, running: bool = False
     ) -> tuple[float, float]:
-        """How fast `compute` and `collective` proceed while both run, 1 being undisturbed; never 0.
+        """Returns the speeds of `compute` and `collective` while both run: 1 is undisturbed, and none is 0.
 
-        Measured, or from measured pairs like this one; the hardware's constants where that would be a guess. A kernel
-        that waits for its peers runs alone: it gets no SM before a collective that is under way has ended.
+        They come from this measured pair or similar ones, else from the hardware's constants. A collective matmul
+        kernel runs alone: it gets no SM until the collective in flight has ended.
 
         Args:
-          collective_first: which of the two was launched first.
-          running: the collective held its SMs already when `compute` was launched.
+          collective_first: whether the collective was launched first.
+          running: whether the collective already held its SMs when `compute` was launched.
         """
         asked = compute, collective, collective_first or running, running
         known = self._rates.get(asked)
@@ -282,8 +283,7 @@ class Costs(dict[Instruction, Cost]):
         return known
 
     def rates_are_guessed(self, compute: str, collective: str) -> bool:
-        """Whether `rates` took the hardware's constants for these instructions, in any of the ways to meet that it was
-        asked about."""
+        """Whether `rates` used the hardware's constants for these instructions, in any launch order so far."""
         return self.estimator is None or (compute, collective) in self._guessed
 
     def _find_rates(
@@ -309,7 +309,7 @@ class Costs(dict[Instruction, Cost]):
 
 @dataclass(frozen=True)
 class _Same:
-    """A profile that equals each one of the same digest."""
+    """A profile, compared and hashed by its digest."""
 
     profile: Profile = field(compare=False)
     digest: str
@@ -317,21 +317,21 @@ class _Same:
 
 @functools.lru_cache(maxsize=8)
 def _estimator(same: _Same, hardware: Hardware, setting: str) -> Estimator:
-    """One for all costs of a step: what it has found once, such as how pairs slow each other, it knows."""
+    """One shared estimator for all costs of a step, because it caches its results, such as pair rates."""
     return Estimator(same.profile, hardware, setting)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Where costs come from, as data: a profile, as it was measured under one launch setting.
+    """The source of costs, as an option of passes: a profile's times under one launch setting.
 
-    An option of passes. All of the profile counts for the fingerprint of their inputs, so hosts whose files differ
-    notice it before the first step.
+    The whole profile counts in the fingerprint of a pass's inputs, so hosts with different files notice it before the
+    first step.
 
     Attributes:
-      matmuls: times of collective matmuls; None: a kernel that waits for its peers counts as its product.
-      gpus_per_node: 0: as many as nodes of such GPUs usually have.
-      inter_bandwidth: of each GPU between nodes, where nothing was measured there, in bytes per second; 0: the usual.
+      matmuls: times of collective matmuls. None: such a kernel counts as its product.
+      gpus_per_node: 0 means the usual number for such GPUs.
+      inter_bandwidth: bytes per second of each GPU between nodes, used for unmeasured collectives; 0 means the usual.
     """
 
     profile: Profile = field(repr=False)
@@ -344,9 +344,9 @@ class CostModel:
     def find(
         cls, hardware: str = "H200", link: str = "nvlink", setting: str = "default", gpus_per_node: int = 0
     ) -> Self:
-        """From the shipped profile and the user's own (`storage.find`).
+        """Uses the shipped profile and the user's own (`storage.find`).
 
-        Raises DhelixError if there is no such profile, or nothing in it was measured under this setting.
+        Raises DhelixError if there is no such profile, or if it has no measurements under this setting.
         """
         profile = storage.find(hardware, link)
         if profile is None:
@@ -365,7 +365,7 @@ class CostModel:
             )
 
     def costs(self) -> Costs:
-        """New costs, which keep what they are asked for; of one program or several. For steps, see `InStep`."""
+        """New costs for one or several programs, with the corrections for steps (`InStep`)."""
         pause = self.profile.sections[self.setting].gap_seconds or 0.0
         wait, launch = _WAIT.get(self.profile.link, 0.0), _LAUNCH.get(self.setting, 0.0)
         in_step = InStep(
@@ -383,7 +383,7 @@ class CostModel:
 
     @property
     def implementation(self) -> str:
-        """Of collectives under this setting, one of `keys.IMPLEMENTATIONS`."""
+        """How collectives run under this setting: one of `keys.IMPLEMENTATIONS`."""
         return SETTINGS[self.setting].implementation if self.setting in SETTINGS else "nccl"
 
     @cached_property
@@ -392,5 +392,5 @@ class CostModel:
 
 
 def costs_of(hardware: Hardware, model: CostModel | None) -> Costs:
-    """What the options of a scheduler say: the model's costs, or without one the roofline's of `hardware`."""
+    """The costs that a scheduler's options select: the model's, or the roofline of `hardware` without a model."""
     return Costs(hardware) if model is None else model.costs()

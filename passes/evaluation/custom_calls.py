@@ -1,18 +1,18 @@
-"""Families of custom calls: what the kernels of libraries compute, by the names of their targets.
+"""Families of custom calls: what library kernels compute, by the names of their targets.
 
-A custom call is a name, operands and a result; what it computes is known of the names in `FAMILIES` alone. The first
-row whose pattern matches the whole target counts:
+A custom call shows only a name, operands and a result. The table `FAMILIES` says what targets compute. The first row
+whose pattern matches the whole target (and whose `config` is found in the configuration) decides how the time is
+estimated:
 
-    work                  how long it takes
-    product               operations from the shapes, M N K of any layout
-    attention             operations from the shapes of queries and keys; half where the call names a causal mask
-    convolution           operations from the shapes: each output takes a kernel of its own feature
-    moves                 the bytes of its operands and of its result
-    nothing               it says something to the compiler, or hands out memory
-    unknown               likewise the bytes, for want of better: what it computes, nobody can see
+    product               from operations: M N K in any layout
+    attention             from operations on queries and keys; half of them if the call names a causal mask
+    convolution           from operations: each output element takes the kernel of its own feature
+    moves                 from the bytes of its operands and its result
+    nothing               it informs the compiler or allocates memory, and takes no time
+    unknown               from the bytes, too, because nothing says what it computes
 
-Calls of cuBLASLt and of cuDNN's attention say more in their configuration, which `operator_work` and `operator_keys`
-read. What no row matches is unknown, and `dhelix inspect` says how many of these a step runs.
+cuBLASLt calls and cuDNN attention calls say more in their configuration, which `operator_work` and `operator_keys`
+read. A call that matches no row is unknown; `dhelix inspect` says how many of these a step runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ type WorkKind = Literal["product", "attention", "attention backward", "convoluti
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Custom calls that compute alike.
+    """Custom calls whose time is estimated alike.
 
     Attributes:
-      name: for people to read.
+      name: name for people to read.
       work: how their time is estimated.
-      target: what the whole target matches, without regard to case.
-      config: what is found in the configuration.
-      factors: which operands a product multiplies.
+      target: pattern for the whole target, ignoring case.
+      config: pattern to find in the configuration; empty for any configuration.
+      factors: numbers of the operands that a product multiplies.
     """
 
     name: str
@@ -52,9 +52,9 @@ FAMILIES = (
     Family("attention backward", "attention backward", r"__cudnn\$fmha.*backward.*|te_(\w+_)?fused_attn_.*backward.*"),
     Family("attention", "attention", r"__cudnn\$fmha.*|te_(\w+_)?fused_attn_.*"),
     Family("GEMM with communication", "unknown", r"te_gemm.*", r"collective_op\s*=\s*[1-9]"),
-    Family("GEMM", "product", r"te_gemm.*", factors=(0, 2)),  # scales stand between
+    Family("GEMM", "product", r"te_gemm.*", factors=(0, 2)),  # scales are between the factors
     Family("GEMM", "product", r"__cublas\$.*|__cudnn\$(gemm|.*scaled_?dot).*|__op\$block_scaled_dot"),
-    Family("grouped GEMM", "moves", r"te_grouped_gemm.*"),  # how many rows a group has, the data say
+    Family("grouped GEMM", "moves", r"te_grouped_gemm.*"),  # the rows of a group depend on the data
     Family("convolution", "convolution", r"__cudnn\$conv.*"),
     Family("normalization", "moves", r"__cudnn\$norm|te_(layer|rms)?_?norm_.*"),
     Family("softmax", "moves", r"te_scaled_.*softmax.*"),
@@ -77,11 +77,11 @@ UNKNOWN = Family("unknown", "unknown", r".*")
 _COLLECTIVE_MATMUL = Family("collective matmul", "product", "")
 
 _CAUSAL = re.compile(r"mask_type\s*=\s*[2345]\b|mask_type[^,}]*causal", re.IGNORECASE)
-"""In the attributes of a TransformerEngine attention: masks 2 to 5 are causal, with and without padding."""
+"""A causal mask in the attributes of a TransformerEngine attention: 2 to 5, with and without padding."""
 
 
 def family_of(call: Instruction) -> Family:
-    """The family of a custom call; UNKNOWN where no row of the table fits."""
+    """The family of a custom call; UNKNOWN if no row of the table matches."""
     if is_exclusive(call):
         return _COLLECTIVE_MATMUL
     fitting = _families(call.proto.custom_call_target)
@@ -90,7 +90,7 @@ def family_of(call: Instruction) -> Family:
 
 @lru_cache(maxsize=1024)
 def _families(target: str) -> tuple[Family, ...]:
-    """Rows that the target matches, whatever the configuration is."""
+    """Rows whose target pattern matches, in order, then UNKNOWN. Ignores the configuration."""
     return *(f for f in FAMILIES if re.fullmatch(f.target, target, re.IGNORECASE)), UNKNOWN
 
 
@@ -99,7 +99,7 @@ def _config(call: Instruction) -> str:
 
 
 def calls_of(instruction: Instruction) -> list[Instruction]:
-    """Custom calls of which an instruction is the kernel: itself, or what a fusion or an async pair holds."""
+    """The custom calls that an instruction runs: itself, or those in a fusion or an async pair."""
     if instruction.opcode == "custom-call":
         return [instruction]
     if instruction.opcode not in ("fusion", "async-start"):
@@ -108,8 +108,10 @@ def calls_of(instruction: Instruction) -> list[Instruction]:
 
 
 def product_flops(call: Instruction) -> float:
-    """Operations of a product, from its operands and its result, whatever their layouts: these have M K, K N and M N
-    elements. 0 for what does not look like one."""
+    """Operations of a product in any layout, 2 M N K, from the element counts M K, K N and M N of its arrays.
+
+    0 if the call has too few operands.
+    """
     factors = family_of(call).factors
     if len(call.operands) <= max(factors):
         return 0.0
@@ -118,7 +120,7 @@ def product_flops(call: Instruction) -> float:
 
 
 def convolution_flops(call: Instruction) -> float:
-    """Operations of a convolution, or of its derivative by the input or by the kernel, which has as many."""
+    """Operations of a convolution. Its derivatives with respect to input and kernel take as many."""
     target, operands = call.proto.custom_call_target, [o.shape for o in call.operands]
     output, kernel = _first(call.shape), operands[1]
     if "BackwardInput" in target:
@@ -130,10 +132,10 @@ def convolution_flops(call: Instruction) -> float:
 
 
 def attention_flops(call: Instruction, backward: bool) -> float:
-    """Operations of an attention without a configuration of XLA's: two products forward, five backward.
+    """Operations of an attention without XLA's configuration: two products forward, five backward.
 
-    Shapes are TransformerEngine's: [batch, sequence, heads, head size] for queries, keys and values; keys and values,
-    or all three, may be one array with a dimension of 2 or 3 behind the sequence. 0 for other shapes.
+    Queries, keys and values have TransformerEngine's shape [batch, sequence, heads, head size]. Keys and values, or all
+    three, may be one array with a dimension of 2 or 3 after the sequence. 0 if no operand has four dimensions.
     """
     arrays = [o.shape for o in call.operands if len(o.shape.dimensions) >= 4]
     if not arrays:

@@ -1,22 +1,22 @@
-"""The form of a fused computation: what it computes, without names and sizes, and the sizes beside it.
+"""The form of a fused computation: a text of what it computes, without names and sizes, and a list of its sizes.
 
-Two fusions of one form run the same kernel on other sizes. As an example, `x * w` with `x` of f32[2048,4096] and
+Two fusions with the same form run the same kernel on different sizes. Example: `x * w` with `x` of f32[2048,4096] and
 `w` of f32[4096] has the sizes 4096, 2048 and the text
 
     0=parameter() f32[d0]; 1=broadcast(0) f32[d1,d0]; 2=parameter() f32[d1,d0]; 3=multiply(1,2) f32[d1,d0]; -> 3
 
-How it is made: the computation is read as a graph from its results back to what it loads from memory.
+The computation is converted to a graph and written from its results back to its loads from memory:
 
-1. What costs nothing goes: dimensions of size 1, bitcasts between them, the values of constants, the indices of
-   slices. Dimensions stand in the order of memory, so that a transposition is one only if memory is transposed.
-   Repeated expressions are one, nested fusions are read as part of the whole.
-2. A parameter that is sliced counts as the slice, a buffer updated in place as the update. So a layer's operator
-   has one form and one size whether 4 or 8 layers are stacked.
-3. Dimensions that must be equal (of the operands and the result of an addition, say) share one letter, so that
-   the sizes are few, and chance equalities (sequence length = width) do not count. Where everything is
-   elementwise over arrays of one arrangement, all their dimensions together are one.
-4. Nodes are numbered from the results, the operands of a commutative operation in an order that their own
-   structure gives, so that the order in which XLA writes instructions does not count either.
+1. Drop what costs nothing: dimensions of size 1, bitcasts between them, values of constants, indices of slices. Put
+   dimensions in memory order, so that only a transposition in memory counts as one. Merge repeated expressions, and
+   read nested fusions as part of the whole.
+2. Count a sliced parameter as the slice, and a buffer updated in place as the update. So a layer's operator has the
+   same form and sizes for any number of stacked layers.
+3. Give one letter to dimensions that must be equal, such as those of an addition's operands and result. So there are
+   few sizes, and chance equalities (sequence length = width) do not count. If everything is elementwise over arrays of
+   one arrangement, join all their dimensions into one.
+4. Number the nodes from the results. The structure of a commutative operation's operands decides their order, so the
+   order in which XLA writes instructions does not count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,11 +30,11 @@ from dhelix.passes.hlo import Computation, Instruction, shapes
 
 _SLICES = ("dynamic-slice", "slice")
 _COMMUTATIVE = frozenset("add multiply maximum minimum and or xor".split())
-# Results whose dimensions are not those of the operands at the same place.
+# Result dimensions are not the operands' dimensions at the same position.
 _MIXING = frozenset("dot scaled-dot ragged-dot gather scatter convolution custom-call reduce-window fft".split())
-# Same dimensions, and yet an element does not come from the same place.
+# Same dimensions, but an element does not come from the same position.
 _MOVING = frozenset("strided reverse sort".split())
-# What best describes a fusion that holds several.
+# Opcodes that describe a fusion best, most telling first.
 _TELLING = "scatter sort dot convolution custom-call reduce reduce-window transpose concatenate gather pad".split()
 
 
@@ -43,14 +43,15 @@ class Node:
     """A value of a fused computation.
 
     Attributes:
-      opcode: HLO's, or `parameter` (contiguous memory), `strided` (a part of each row), `update` (written into a
-        buffer).
-      detail: what the opcode leaves open: the function of a reduction, the target of a call.
-      type: of the elements.
-      dims: sizes without the 1s, from the slowest varying in memory to the fastest.
-      operands: numbers of nodes.
-      links: (own dimension, operand, its dimension), where the two are equal by what the operation is.
-      products: own (0) or the operand's (1) dimensions that a bitcast splits or joins: they follow from others.
+      opcode: HLO's opcode, or `parameter` (contiguous memory), `strided` (a part of each row), `update` (written into
+        a buffer).
+      detail: what the opcode leaves open, such as the function of a reduction or the target of a call.
+      type: element type.
+      dims: sizes other than 1, from the slowest dimension in memory to the fastest.
+      operands: numbers of the operand nodes.
+      links: (own dimension, operand position, operand dimension) for dimensions that the operation makes equal.
+      products: (0, own dimension) or (1, operand dimension) that a bitcast splits or joins; its size follows from
+        others.
     """
 
     opcode: str
@@ -64,9 +65,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Form:
-    """`text` without any size, and `sizes` in the order in which the text's letters appear first.
+    """A form and its sizes.
 
-    `opcodes`: of the nodes; `result`: the one that makes the first result.
+    Attributes:
+      text: the computation, without sizes.
+      sizes: sizes in the order in which their letters first appear in the text.
+      opcodes: opcodes of all nodes.
+      result: opcode of the node that makes the first result.
     """
 
     text: str
@@ -76,7 +81,7 @@ class Form:
 
     @property
     def label(self) -> str:
-        """A word for readers: the most telling opcode."""
+        """The most telling opcode, for people to read."""
         found = next((opcode for opcode in _TELLING if opcode in self.opcodes), self.result)
         return "read" if found in ("parameter", "strided") else found
 
@@ -86,14 +91,14 @@ class Form:
 
 
 def form_of(instruction: Instruction) -> Form:
-    """Form of a fusion, or of any other instruction as if it stood in a fusion of its own."""
+    """Form of a fusion, or of any other instruction as if it were alone in a fusion."""
     graph = _Graph()
     values = {o: graph.parameter(o.shape) for o in dict.fromkeys(instruction.operands)}
     return _write(graph.nodes, graph.include(instruction, values))
 
 
 def in_memory(shape: Any) -> tuple[tuple[int, ...], dict[int, int]]:
-    """`dims` as in Node, of a tuple those of its first element, and for each dimension kept its place in them."""
+    """`Node.dims` of a shape (of a tuple's first element), and a map from kept dimensions to positions in them."""
     shape = first(shape)
     if not shape.dimensions:
         return (), {}
@@ -103,30 +108,30 @@ def in_memory(shape: Any) -> tuple[tuple[int, ...], dict[int, int]]:
 
 
 def first(shape: Any) -> Any:
-    """The first element of a tuple, an array as it is."""
+    """The shape of a tuple's first element, or the array shape itself."""
     return shape.tuple_shapes[0] if shapes.is_tuple(shape) else shape
 
 
 class _Graph:
-    """Nodes while a computation is read; equal ones once."""
+    """Collects the nodes of a computation, equal ones once."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._known: dict[Any, int] = {}
 
     def _add(self, node: Node, identity: Any = None) -> int:
-        """The number of `node`; nodes that differ in `identity` are never one."""
+        """Adds `node` if it is new, and returns its number. Nodes with different `identity` are never merged."""
         number = self._known.setdefault((node, identity), len(self.nodes))
         if number == len(self.nodes):
             self.nodes.append(node)
         return number
 
     def parameter(self, shape: Any, opcode: str = "parameter", identity: Any = None) -> int:
-        """Something new to be read from memory, unless `identity` has been read before."""
+        """Adds a load from memory, unless one with this `identity` exists. Returns its number."""
         return self._add(Node(opcode, "", _types(shape), in_memory(shape)[0]), identity or len(self.nodes))
 
     def include(self, instruction: Instruction, values: dict[Instruction, int]) -> list[int]:
-        """The numbers of an instruction's results, one for each element of a tuple."""
+        """Adds an instruction. Returns the numbers of its results: one per output of a fusion, else one."""
         if instruction.opcode == "fusion":
             return self._include_all(instruction.called[0], [values[o] for o in instruction.operands])
         return [self._read(instruction, [values[o] for o in instruction.operands])]
@@ -148,11 +153,12 @@ class _Graph:
 
     def _read(self, instruction: Instruction, operands: list[int]) -> int:
         opcode, shape = instruction.opcode, instruction.shape
+        # 2. A sliced parameter counts as the slice, a buffer updated in place as the update.
         source = self._behind(operands[0], ("bitcast",)) if operands else -1
         found = self.nodes[source].opcode if operands else ""
         if opcode in _SLICES and found == "parameter":
             whole = _contiguous(shape, instruction.operands[0].shape)
-            start = operands[1:] or instruction.name  # of a static slice the schema does not know where it begins
+            start = operands[1:] or instruction.name  # a static slice: its name is its identity
             return self.parameter(shape, "parameter" if whole else "strided", (source, *start))
         if opcode == "dynamic-update-slice" and self._is_in_place(operands[0]):
             return self._update(operands)
@@ -164,6 +170,7 @@ class _Graph:
             operands = operands[1:]
         elif opcode in _SLICES:
             operands = operands[:1]
+        # 1. Drop dimensions of size 1 and bitcasts between them.
         dims, places = in_memory(shape)
         if opcode not in ("bitcast", "reshape"):
             links = tuple(_links(instruction, places, [self.nodes[o] for o in operands]))
@@ -183,7 +190,7 @@ class _Graph:
         return found in ("parameter", "update", "scatter")
 
     def _update(self, operands: Sequence[int]) -> int:
-        """What is written; an earlier update of the same buffer stays an operand."""
+        """Adds the node of an update in place. An earlier update of the same buffer stays an operand."""
         value = self.nodes[operands[1]]
         earlier = [operands[0]] if self.nodes[operands[0]].opcode == "update" else []
         links = tuple((n, 0, n) for n in range(len(value.dims)))
@@ -191,7 +198,7 @@ class _Graph:
 
 
 def _contiguous(part: Any, whole: Any) -> bool:
-    """Whether `part` is one piece of memory: whole in the fast dimensions, one element in the slow ones."""
+    """Whether `part` is contiguous memory: whole in the fast dimensions, one element in the slow ones."""
     cut = False
     for n in whole.layout.minor_to_major or range(len(whole.dimensions) - 1, -1, -1):
         if cut and part.dimensions[n] != 1:
@@ -209,7 +216,7 @@ def _links(
     result = first(instruction.shape).dimensions
     for position, (operand, node) in enumerate(zip(instruction.operands, operands, strict=False)):
         dims, theirs = in_memory(operand.shape)
-        if not dims or dims != node.dims:  # a scalar, or less than the operand: an update of it
+        if not dims or dims != node.dims:  # a scalar, or an update that is smaller than the operand
             continue
         rank = len(operand.shape.dimensions)
         if opcode == "broadcast":
@@ -228,7 +235,7 @@ def _links(
 def _regrouped(
     dims: tuple[int, ...], source: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Links and products of a bitcast: both sides cut, from the slowest on, into groups of equal size."""
+    """Links and products of a bitcast. Cuts both sides, slowest dimension first, into groups of equal size."""
     links: list[tuple[int, int, int]] = []
     products: list[tuple[int, int]] = []
     i = j = 0
@@ -250,14 +257,16 @@ def _regrouped(
 
 
 def _write(nodes: list[Node], roots: list[int]) -> Form:
+    # 3. If everything is elementwise, join the dimensions.
     skipped: dict[int, int] = {}
     if _is_flat(nodes, live := _reachable(nodes, roots, {})):
         skipped = {n: nodes[n].operands[0] for n in live if nodes[n].opcode == "bitcast"}
         nodes = [_flattened(node) for node in nodes]
+    # 4. Number the nodes by their structure.
     ranks = _ranks(nodes, skipped)
     roots = sorted((_resolve(r, skipped) for r in roots), key=lambda r: ranks[r])
     live = _reachable(nodes, roots, skipped, ranks)
-    letters = _Letters(nodes, live, skipped)
+    letters = _Letters(nodes, live, skipped)  # 3. one letter for dimensions that must be equal
     number = {n: k for k, n in enumerate(live)}
     lines = []
     for n in live:
@@ -270,7 +279,7 @@ def _write(nodes: list[Node], roots: list[int]) -> Form:
 
 
 def _is_flat(nodes: list[Node], live: list[int]) -> bool:
-    """Whether all is elementwise over arrays of one size and arrangement."""
+    """Whether everything is elementwise over arrays of one size and arrangement."""
     arrays = [nodes[n] for n in live if nodes[n].dims]
     return len({prod(a.dims) for a in arrays}) == 1 and all(
         array.opcode == "bitcast" or (array.opcode not in _MOVING and _is_elementwise(array, nodes)) for array in arrays
@@ -296,9 +305,9 @@ def _resolve(number: int, skipped: dict[int, int]) -> int:
 
 
 def _ranks(nodes: list[Node], skipped: dict[int, int]) -> list[bytes]:
-    """A digest of what each node computes, whatever the order of commutative operands."""
+    """A digest of what each node computes, independent of the order of commutative operands."""
     ranks: list[bytes] = []
-    for node in nodes:  # operands stand before users
+    for node in nodes:  # operands come before users
         below = [ranks[o] for o in _operands(node, skipped, ranks)]
         own = f"{node.opcode}{node.detail} {node.type}{len(node.dims)}".encode()
         ranks.append(blake2b(b"".join([own, *below]), digest_size=8).digest())
@@ -313,7 +322,7 @@ def _operands(node: Node, skipped: dict[int, int], ranks: Sequence[bytes]) -> li
 def _reachable(
     nodes: list[Node], roots: Sequence[int], skipped: dict[int, int], ranks: Sequence[bytes] = ()
 ) -> list[int]:
-    """Nodes that the roots need, operands first, in an order that only their structure decides."""
+    """Nodes that the roots need, operands first. With `ranks`, only their structure decides the order."""
     done: dict[int, None] = {}
     stack = list(reversed(roots))
     while stack:
@@ -327,7 +336,7 @@ def _reachable(
 
 
 class _Letters:
-    """One letter for all dimensions that are equal by what the operations are, and its size."""
+    """Assigns one letter, and one size, to all dimensions that the operations make equal."""
 
     def __init__(self, nodes: list[Node], live: list[int], skipped: dict[int, int]) -> None:
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""What playing a schedule gives, as data: when each instruction runs, and what each collective is hidden under."""
+"""Results of simulating a schedule: when each instruction runs, and which compute hides each collective."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from dhelix.passes.evaluation.roofline_costs import Lane
 
 @dataclass(frozen=True)
 class Interval:
-    """An instruction on its lane, from `start` to `end` seconds; `body` repeated `count` times for a loop."""
+    """An instruction on its lane, from `start` to `end` in seconds. A loop is `count` repetitions of `body`."""
 
     instruction: str
     lane: Lane
@@ -19,12 +19,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """All executions of one collective, loops counted.
+    """Totals over all executions of one collective, with loop iterations counted.
 
     Attributes:
-      alone: seconds it would take if nothing ran beside it; `hidden + exposed` is what it takes.
-      hidden: of these, seconds under compute; `exposed`: while compute waits.
-      under: compute instructions that run meanwhile, and for how long, longest first.
+      alone: seconds it would take if nothing overlapped with it. It takes `hidden + exposed` seconds.
+      hidden: seconds in which compute runs, too.
+      exposed: seconds in which compute waits.
+      under: compute instructions that overlap with it, and their seconds, longest first.
     """
 
     instruction: str
@@ -38,13 +39,14 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A sequence played from idle lanes. Seconds, loops counted.
+    """Result of simulating a sequence from idle lanes. All times are in seconds, with loop iterations counted.
 
     Attributes:
-      seconds: from the first instruction to the last.
-      compute: the compute lane is busy; `compute_alone` without what collectives slow it down by.
-      hidden: communication (of any lane) and compute run; `exposed`: communication runs and compute waits.
-      idle: nothing runs, in pauses between kernels; `compute + exposed + idle` is `seconds`.
+      seconds: from the start of the first instruction to the end of the last: `compute + exposed + idle`.
+      compute: the compute lane is busy. `compute_alone` leaves out the slow-down by collectives.
+      hidden: communication (on any lane) and compute run.
+      exposed: communication runs and compute waits.
+      idle: nothing runs, in pauses between kernels.
     """
 
     seconds: float
@@ -62,5 +64,5 @@ class Timeline:
 
     @property
     def slow_down(self) -> float:
-        """What compute loses by running beside collectives."""
+        """Seconds that compute loses by overlapping with collectives."""
         return self.compute - self.compute_alone

@@ -1,4 +1,4 @@
-"""Which key of a profile an instruction of a scheduled GPU program has: what decides its time, and nothing else.
+"""Maps an instruction of a scheduled GPU program to its profile key, which holds exactly what decides its time.
 
     custom-call (__cublas$lt$matmul)       gemm bf16,bf16->bf16:nt:cublaslt 8192x4096x1536
     custom-call (__cudnn$fmhaSoftmax)      attention bf16:causal:bsnh:cudnn 1x8x2x8192x8192x128
@@ -6,10 +6,10 @@
     copy                                   copy contiguous 16777216
     all-gather-start                       all-gather 67108864B 4x1 groups=1 nccl
 
-Names, ids, metadata and the algorithm that autotuning chose do not count; types, layouts, epilogues and the
-library do. Where XLA wraps a library call with the slices that it reads and writes, the key is the call's: the
-slices are offsets of pointers. Of other fusions the key names the form (`fusion_form`), so that it is the same in
-programs of more or fewer layers. None: the instruction is free, or it is control flow.
+A key depends on types, layouts, epilogues and the library. It does not depend on names, ids, metadata and the algorithm
+that autotuning chose. If XLA fuses a library call with the slices that it reads and writes, the key is the call's,
+because the slices are only pointer offsets. The key of another fusion names its form (`fusion_form`), so it does not
+change with the number of layers. A free instruction or control flow has no key.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ _KINDS = {
     "attention": "attention",
     "attention backward": "attention-backward",
 }
-"""Kinds of keys by the work of a custom call's family; the others' are of the kind "other"."""
+"""Kind of key by the work of a custom call's family. All others have the kind "other"."""
 _LIBRARIES = {"__cublas$gemm": "cublas", "__cublas$lt$matmul": "cublaslt", "__cublas$lt$groupedMatmul": "cublaslt"}
 
 
 class OperatorKeys(dict[Instruction, Key | None]):
-    """Keys by instruction, made when first asked for; arguments as of `key_of`."""
+    """Maps instructions to keys, each made at its first lookup. Arguments: see `key_of`."""
 
     def __init__(self, gpus_per_node: int = 8, implementation: str = "nccl") -> None:
         super().__init__()
@@ -55,12 +55,14 @@ class OperatorKeys(dict[Instruction, Key | None]):
 
 
 def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str = "nccl") -> Key | None:
-    """The key under which a profile knows `instruction`, or None if it takes no time of its own, waits for its peers
-    and cannot be measured alone, or moves data outside of collectives (`transfers`).
+    """The profile key of `instruction`.
+
+    None if the instruction takes no time of its own, is a kernel that waits for its peers and cannot be measured alone,
+    or moves data outside collectives (`transfers`).
 
     Args:
-      gpus_per_node: devices 0 .. n-1 are node 0, and so on.
-      implementation: how collectives run that are no kernels of XLA's own; one of `keys.IMPLEMENTATIONS`.
+      gpus_per_node: number of devices per node; devices 0 .. n-1 are node 0, and so on.
+      implementation: how collectives run, except XLA's own kernels; one of `keys.IMPLEMENTATIONS`.
     """
     opcode = instruction.opcode
     if opcode in FREE_OPCODES or opcode in CONTROL_FLOW or is_done(instruction) or exclusive_kernel(instruction):
@@ -78,7 +80,7 @@ def key_of(instruction: Instruction, gpus_per_node: int = 8, implementation: str
 
 
 def collective_key(collective: Collective, gpus_per_node: int, implementation: str) -> CollectiveKey:
-    """A collective without groups counts as one of all GPUs of one node."""
+    """The profile key of a collective. Without groups, it counts as one over all GPUs of a node."""
     groups = collective.groups
     if collective.kind == "collective-permute":
         groups = _connected(groups)
@@ -90,13 +92,13 @@ def collective_key(collective: Collective, gpus_per_node: int, implementation: s
 
 
 def _is_triton(collective: Instruction) -> bool:
-    """Whether XLA made a kernel of its own for a collective, as it does for small all-reduces."""
+    """Whether XLA runs a collective as its own Triton kernel, as for small all-reduces."""
     inside = collective.called[0].root if collective.opcode == "async-start" else collective
     return "triton" in backend_config(inside).get("fusion_backend_config", {}).get("kind", "")
 
 
 def _connected(pairs: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Devices that a permutation's pairs join: a ring is one group of all its devices."""
+    """Groups of devices that a permute's pairs connect. A ring is one group of all its devices."""
     groups: list[set[int]] = []
     for pair in pairs:
         joined = set(pair).union(*(g for g in groups if not g.isdisjoint(pair)))
@@ -131,7 +133,7 @@ def _identity(instruction: Instruction) -> _Identity:
 
 
 def _emitter(fusion: Instruction) -> str:
-    """Which part of XLA makes the kernel: `loop`, `input` (reductions, transposes), `triton`, `cudnn`."""
+    """The part of XLA that makes the kernel: `loop`, `input` (reductions, transposes), `triton`, `cudnn`, `custom`."""
     kind = backend_config(fusion).get("fusion_backend_config", {}).get("kind", "")
     if kind:
         return "cudnn" if "cudnn" in kind else "triton" if "triton" in kind else "custom"
@@ -139,7 +141,7 @@ def _emitter(fusion: Instruction) -> str:
 
 
 def _fused_product(fusion: Instruction, dot: Instruction) -> _Identity:
-    """A GEMM fusion; what is fused before and behind the product counts by its form."""
+    """Identity of a GEMM fusion. Other operations fused with the product count by their form."""
     product = _product(dot, dot.proto.dot_dimension_numbers, _emitter(fusion))
     form = form_of(fusion)
     if form.opcodes <= {"parameter", "dot", "bitcast"}:
@@ -180,7 +182,7 @@ def _gemm_options(config: dict[str, Any]) -> list[str]:
 
 
 class _DotNumbers(NamedTuple):
-    """As in DotDimensionNumbers, which a backend configuration writes as JSON with numbers in text."""
+    """DotDimensionNumbers from a backend configuration, which writes them as JSON with numbers as strings."""
 
     lhs_contracting_dimensions: Sequence[int]
     rhs_contracting_dimensions: Sequence[int]
@@ -193,11 +195,11 @@ class _DotNumbers(NamedTuple):
 
 
 def _product(product: Instruction, numbers: Any, library: str) -> _Identity:
-    """A product as `types:layout:library` and M, N, K, batch.
+    """Identity of a product: `types:layout:library`, and sizes M, N, K, batch.
 
-    The layout has a letter for each operand: `n` where the row of a row-major matrix is its first dimension
-    (M x K, K x N), `t` where it is transposed in memory; `b` before them if it is batched. A result that is
-    transposed in memory is the product of the transposed operands, in the other order, and is named so.
+    The layout has a letter per operand: `n` if it is row-major (M x K, K x N), `t` if it is transposed in memory; `b`
+    before them if the product is batched. If the result is transposed in memory, the product is named as that of the
+    transposed operands in reverse order.
     """
     lhs, rhs, out = product.operands[0].shape, product.operands[1].shape, first(product.shape)
     left = _letters(lhs, numbers.lhs_batch_dimensions, numbers.lhs_contracting_dimensions, "m")
@@ -220,7 +222,7 @@ def _product(product: Instruction, numbers: Any, library: str) -> _Identity:
 
 
 def _letters(shape: Any, batch: Sequence[int], contracted: Sequence[int], other: str) -> str:
-    """What each dimension of an operand is: `b`atch, `k` for contracted, or `other`."""
+    """A letter for each dimension of an operand: `b` for batch, `k` for contracted, else `other`."""
     return "".join("b" if d in batch else "k" if d in contracted else other for d in range(len(shape.dimensions)))
 
 
@@ -229,12 +231,12 @@ def _size(shape: Any, letters: str, letter: str) -> int:
 
 
 def _in_memory(shape: Any, letters: str) -> str:
-    """Letters from the slowest to the fastest dimension; neighbours that are alike are one, size 1 is none."""
+    """Letters from the slowest to the fastest dimension. Merges equal neighbours and drops dimensions of size 1."""
     return "".join(letter for letter, _ in groupby(letters[d] for d in in_memory(shape)[1]))
 
 
 def _transposed(order: str, transposed: str) -> str:
-    """`t`, `n`, or nothing where batches do not stand in front."""
+    """`t` or `n`; empty if the order is no matrix behind leading batch dimensions."""
     matrix = order.removeprefix("b")
     return "" if "b" in matrix or len(matrix) > 2 else "t" if matrix == transposed else "n"
 
@@ -244,7 +246,10 @@ def _plain(order: str) -> bool:
 
 
 def _grouped_gemm(call: Instruction, config: dict[str, Any]) -> _Identity:
-    """M, N, K of all groups together, and how many groups. `ragged-k`: the contracted rows are what is grouped."""
+    """Identity of a grouped product: M, N, K of all groups together, and the number of groups.
+
+    `ragged-k`: the groups divide the contracted rows. `ragged-m`: they divide the rows of the result.
+    """
     lhs, rhs, out = call.operands[0].shape, call.operands[1].shape, first(call.shape)
     numbers = _DotNumbers.of(config["dot_dimension_numbers"])
     depth = prod(lhs.dimensions[d] for d in numbers.lhs_contracting_dimensions)
@@ -259,7 +264,7 @@ def _grouped_gemm(call: Instruction, config: dict[str, Any]) -> _Identity:
 
 
 def _attention(call: Instruction, config: dict[str, Any]) -> _Identity:
-    """`type:mask:layout[:options]:cudnn` and batch, heads, key heads, queries, keys, head size."""
+    """Identity: `type:mask:layout[:options]:cudnn`; sizes batch, heads, key heads, queries, keys, head size, window."""
     target = call.proto.custom_call_target
     query, key = call.operands[0].shape, call.operands[1].shape
     batch, heads, queries, keys = (int(d) for d in config["intermediate_tensor_shape"]["dimensions"])
@@ -277,7 +282,7 @@ def _attention(call: Instruction, config: dict[str, Any]) -> _Identity:
 
 
 def _attention_layout(key: Any, config: dict[str, Any]) -> str:
-    """Dimensions of the keys from the slowest: batch, sequence, n for heads, h for the head size."""
+    """Letters of the keys' dimensions, slowest first: b for batch, s for sequence, n for heads, h for head size."""
     forward = "bmm1_dot_dimension_numbers" in config
     numbers = config.get("bmm1_dot_dimension_numbers" if forward else "bmm1_grad_gemm2_dot_dimension_numbers")
     if not numbers or len(key.dimensions) != 4:
@@ -291,11 +296,11 @@ def _attention_layout(key: Any, config: dict[str, Any]) -> str:
 
 
 def _copy(copy: Instruction) -> _Identity:
-    """Contiguous copies by their bytes; others by how dimensions change places, those that stay together as one."""
+    """Identity: bytes for contiguous copies; else how dimensions permute, with those that stay together merged."""
     source, result = copy.operands[0].shape, first(copy.shape)
     host = ["host"] if copy.opcode == "copy-start" else []
     dims, here = in_memory(source)
-    places = [here[d] for d in in_memory(result)[1]]  # for each dimension of the result, its place in the source
+    places = [here[d] for d in in_memory(result)[1]]  # place in the source of each dimension of the result
     if places == sorted(places):
         return _Identity("copy", ":".join([*host, "contiguous"]), (shapes.byte_size(source),))
     starts = [n for n, place in enumerate(places) if n == 0 or place != places[n - 1] + 1]

@@ -1,9 +1,9 @@
-"""Floating-point operations and bytes of device memory of one HLO instruction, counted from its shapes.
+"""Counts the floating-point operations and device-memory bytes of one HLO instruction from its shapes.
 
-What a GPU program is made of: matrix products (cuBLAS and cuDNN custom calls, Triton fusions), attention custom
-calls, and everything else, which moves memory. Custom calls count by their family (`custom_calls`). A slice of a
-buffer counts as the slice, an update in place as the update, the workspace of a library call as nothing. Both the
-roofline in `costs` and the keys of profiles (`operator_keys`) use these counts.
+A GPU program consists of matrix products (cuBLAS and cuDNN custom calls, Triton fusions), attention custom calls, and
+everything else, which counts as memory traffic. Custom calls count by their family (`custom_calls`). A slice of a
+buffer counts as the slice, an update in place as the update, and the workspace of a library call as nothing. Both
+`roofline_costs` and the keys of profiles (`operator_keys`) use these counts.
 """
 
 import math
@@ -20,12 +20,12 @@ SLICES = frozenset("dynamic-slice slice gather".split())
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one execution does.
+    """The work of one execution.
 
     Attributes:
-      bytes: read and written.
-      unit: what bounds it besides memory: matrix products, attention, or nothing.
-      bits: width of the inputs of a product.
+      bytes: bytes read and written.
+      unit: what bounds the time: matrix products or attention besides memory, or memory alone.
+      bits: width of the elements of a product's inputs.
     """
 
     flops: float
@@ -35,7 +35,7 @@ class Work:
 
 
 def work_of(instruction: Instruction) -> Work:
-    """Work of an instruction that calls nothing but a fused computation; collectives have none here."""
+    """Work of an instruction that calls at most a fused computation. Does not handle collectives."""
     if instruction.opcode == "fusion":
         return _fusion_work(instruction.called[0])
     if instruction.opcode == "dot":
@@ -46,7 +46,7 @@ def work_of(instruction: Instruction) -> Work:
 
 
 def touched_bytes(instruction: Instruction) -> int:
-    """Bytes of the result and of each operand; of what is sliced, only the slice."""
+    """Bytes of the result and of each distinct operand. A slice or an update in place counts only the slice, twice."""
     if instruction.opcode in SLICES:
         return 2 * shapes.byte_size(instruction.shape)
     if instruction.opcode == "dynamic-update-slice":
@@ -56,7 +56,7 @@ def touched_bytes(instruction: Instruction) -> int:
 
 
 def payload(fused: Computation) -> Instruction | None:
-    """The library call or the matrix product that decides what a fused computation costs, if it holds one."""
+    """The library call or matrix product that decides the cost of a fused computation; None if it has none."""
     for inside in fused.instructions:
         if inside.opcode in ("custom-call", "dot"):
             return inside
@@ -66,7 +66,7 @@ def payload(fused: Computation) -> Instruction | None:
 
 
 def _fusion_work(fused: Computation) -> Work:
-    """The product inside decides: a Triton GEMM, or a library call on slices; else the traffic."""
+    """Work of the product inside (a Triton GEMM, or a library call on slices), else the memory traffic."""
     inside = payload(fused)
     if inside is None:
         return Work(0.0, fusion_bytes(fused))
@@ -74,7 +74,7 @@ def _fusion_work(fused: Computation) -> Work:
 
 
 def fusion_bytes(fused: Computation) -> int:
-    """What a fused kernel reads and writes; a slice of a parameter or of the result counts as a slice."""
+    """Bytes that a fused kernel reads and writes. A slice of a parameter or of the result counts as the slice."""
     users = fused.users()
     moved = sum(read_bytes(p, users) for p in fused.instructions if p.opcode == "parameter")
     outputs = fused.root.operands if fused.root.opcode == "tuple" else [fused.root]
@@ -82,7 +82,7 @@ def fusion_bytes(fused: Computation) -> int:
 
 
 def read_bytes(value: Instruction, users: dict[Instruction, list[Instruction]]) -> int:
-    """Bytes read of `value`: of its slices where it is only sliced, none where it is updated in place."""
+    """Bytes read of `value`: only the slices if it is only sliced, none if it is updated in place."""
     whole = shapes.byte_size(value.shape)
     total = 0
     for user in users[value]:
@@ -118,7 +118,7 @@ def _dot_work(dot: Instruction, moved: int) -> Work:
 
 def _custom_call_work(call: Instruction) -> Work:
     target, config = call.proto.custom_call_target, backend_config(call)
-    result = call.shape.tuple_shapes[0] if shapes.is_tuple(call.shape) else call.shape  # a workspace stands behind it
+    result = call.shape.tuple_shapes[0] if shapes.is_tuple(call.shape) else call.shape  # a workspace is last
     operands = [shapes.byte_size(o.shape) for o in call.operands]
     if gemm := config.get("grouped_gemm_backend_config", config).get("gemm_backend_config"):
         lhs = call.operands[0].shape
@@ -126,7 +126,7 @@ def _custom_call_work(call: Instruction) -> Work:
         depth = math.prod(lhs.dimensions[int(d)] for d in contracted)
         flops = 2.0 * shapes.element_count(result) * depth
         if "grouped_gemm_backend_config" in config and len(result.dimensions) > len(lhs.dimensions):
-            flops /= result.dimensions[0]  # each group contracts its share of the rows
+            flops /= result.dimensions[0]  # each group contracts only its share of the rows
         return Work(flops, shapes.byte_size(result) + sum(operands), "product", _bits(lhs))
     if is_exclusive(call):
         return _collective_matmul_work(call, result)
@@ -137,7 +137,7 @@ def _custom_call_work(call: Instruction) -> Work:
 
 
 def _family_work(call: Instruction) -> Work:
-    """By the family of the target, from shapes alone: no configuration says more."""
+    """Work by the family of the target, from shapes alone, because no configuration says more."""
     work, moved = family_of(call).work, touched_bytes(call)
     if work == "product":
         return Work(product_flops(call), moved, "product", _bits(call.operands[0].shape))
@@ -149,9 +149,11 @@ def _family_work(call: Instruction) -> Work:
 
 
 def _collective_matmul_work(call: Instruction, result: Any) -> Work:
-    """A kernel that multiplies while it communicates: the product alone, on the rows before a sum is scattered or after
-    they are gathered. That the slower of both decides, and that the kernel's other results are its peers' parts, is
-    left out."""
+    """Work of the product in a kernel that multiplies while it communicates.
+
+    Counts the rows before a reduce-scatter or after an all-gather. Ignores the communication, and the kernel's other
+    results, which hold parts of its peers.
+    """
     matrices = [o.shape for o in call.operands if len(o.shape.dimensions) == 2]
     moved = sum(map(shapes.byte_size, matrices)) + shapes.byte_size(result)
     if len(matrices) < 2 or matrices[0].dimensions[1] != matrices[1].dimensions[0]:
@@ -162,7 +164,7 @@ def _collective_matmul_work(call: Instruction, result: Any) -> Work:
 
 
 def _attention_flops(result: Any, config: dict[str, Any], backward: bool) -> float:
-    """Two products forward, five backward (the scores again); a causal mask leaves half of them."""
+    """Counts two products forward, five backward (with the scores again). A causal mask halves them."""
     batch, heads, queries, keys = (int(d) for d in config["intermediate_tensor_shape"]["dimensions"])
     head_size = shapes.element_count(result) // (batch * heads * queries)
     products = 5 if backward else 2

@@ -1,9 +1,9 @@
-"""What one HLO instruction costs by the roofline, and on which lane it runs: the costs of everything unmeasured.
+"""Roofline cost and lane of one HLO instruction, for everything that has no measured time.
 
-Scheduled GPU programs are what this is made for: GEMMs and attention are custom calls or Triton fusions,
-elementwise work is fused, collectives are async pairs whose whole cost stands at the start. Lowered programs
-get costs too, coarser ones: what XLA will fuse counts by what it writes, or nothing. `costs` puts measured times in
-their place.
+It is made for scheduled GPU programs. There, GEMMs and attention are custom calls or Triton fusions, elementwise work
+is fused, and collectives are async pairs whose whole cost is at the start. Lowered programs get coarser costs: an
+instruction that XLA will fuse counts by the bytes that it writes, or as nothing. `costs` replaces these costs by
+measured times.
 """
 
 import enum
@@ -24,7 +24,7 @@ from dhelix.profiles.hardware import Hardware
 
 
 class Lane(enum.Enum):
-    """What runs one thing at a time: the SMs, the links inside a node, the network between nodes, the host's link."""
+    """Resources that run one thing at a time: SMs, links in a node, the network between nodes, the link to the host."""
 
     COMPUTE = "compute"
     COMM = "comm"
@@ -34,14 +34,14 @@ class Lane(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One execution of an instruction that runs alone.
+    """Cost of one execution of an instruction that runs alone.
 
     Attributes:
-      seconds: for a loop, a call or a conditional the sum over everything inside, nothing overlapped.
-      bytes: of device memory read and written; for a collective or a transfer, what each device sends.
-      source: what `seconds` rests on; of a sum, its least certain part.
-      launch: seconds for which compute stands still before a collective begins.
-      communication: seconds of `seconds` in which it communicates; of a kernel that also multiplies, what its
+      seconds: for a loop, call or conditional, the sum over everything inside, without overlap.
+      bytes: device-memory bytes read and written; for a collective or transfer, the bytes that each device sends.
+      source: origin of `seconds`; for a sum, the origin of its least certain part.
+      launch: seconds for which compute waits before a collective begins.
+      communication: seconds of communication within `seconds`. For a collective matmul kernel, the seconds that its
         collective takes alone.
     """
 
@@ -56,15 +56,18 @@ class Cost:
 
 FREE = Cost(0.0, source=Source.MEASURED)
 
-# Not kernels of their own once XLA has fused.
+# Opcodes that XLA fuses into other kernels.
 _FUSED_AWAY = frozenset("broadcast reshape iota compare convert".split())
 
 
 def instruction_cost(
     instruction: Instruction, hardware: Hardware, inner: Callable[[Instruction], Cost] | None = None
 ) -> Cost:
-    """The roofline's cost of `instruction`; `inner` gives costs of instructions inside what it calls, where
-    they are known."""
+    """The roofline's cost of `instruction`.
+
+    Args:
+      inner: gives the costs of instructions in called computations; by default the roofline's.
+    """
     inner = inner or (lambda i: instruction_cost(i, hardware))
     opcode = instruction.opcode
     if opcode in FREE_OPCODES or is_done(instruction):
@@ -78,7 +81,7 @@ def instruction_cost(
     if transfer is not None:
         return _transfer_cost(transfer, hardware)
     if opcode in SENDS:
-        return FREE  # the other end of its channel counts
+        return FREE  # counted at the recv of the same channel
     if opcode == "async-start":
         return _inside_cost(instruction.called[0], inner)
     if instruction.computation.module.is_scheduled or opcode in ("fusion", "dot", "custom-call"):
@@ -90,7 +93,7 @@ def instruction_cost(
 
 
 def _collective_cost(collective: Collective, hardware: Hardware) -> Cost:
-    """What begins together shares the links: seconds and bytes add up."""
+    """Cost of a collective and its `others`. They share the links, so their seconds and bytes add up."""
     seconds = sent = 0.0
     inside = True
     for part in (collective, *collective.others):
@@ -102,32 +105,37 @@ def _collective_cost(collective: Collective, hardware: Hardware) -> Cost:
 
 
 def _transfer_cost(transfer: Transfer, hardware: Hardware) -> Cost:
-    """A message is a permute of its size."""
+    """Cost of a transfer. A message costs as much as a permute of the same size."""
     if transfer.host:
         return Cost(roofline.host_seconds(transfer.size, hardware), 0.0, transfer.size, Lane.HOST)
     return _collective_cost(Collective("collective-permute", transfer.size, transfer.groups), hardware)
 
 
 def _inside_cost(called: Computation, inner: Callable[[Instruction], Cost]) -> Cost:
-    """What an async pair runs, one after the other; mostly one kernel."""
+    """Cost of the kernels that an async pair runs one after the other; usually it is one."""
     costs = [cost for cost in map(inner, called.instructions) if cost.seconds > 0.0]
     return costs[0] if len(costs) == 1 else _sum(costs)
 
 
 def constant_rates(hardware: Hardware, lane: Lane) -> tuple[float, float]:
-    """Of compute and of what runs on `lane` beside it, where nothing like them was measured. Copy engines take no SM,
-    and a host's link is slow beside device memory, so a transfer and compute do not disturb each other."""
+    """Unmeasured rates of compute and of a concurrent collective or transfer on `lane`.
+
+    A host transfer and compute do not slow each other: copy engines use no SM, and the host's link is much slower than
+    device memory.
+    """
     return (1.0, 1.0) if lane is Lane.HOST else hardware.rates(lane is Lane.COMM_INTER)
 
 
 def made_synchronous(start: Instruction) -> bool:
-    """Whether XLA has decided that nothing runs beside a pair, wherever its done stands. XLA of today replaces it by
-    its plain form; until 2024 it noted so."""
+    """Whether XLA decided that nothing overlaps with a pair, wherever its done is.
+
+    XLA versions until 2024 marked such a pair; newer ones replace it by its synchronous form.
+    """
     return bool((backend_config(start).get("collective_backend_config") or {}).get("is_sync"))
 
 
 def _calls_cost(instruction: Instruction, inner: Callable[[Instruction], Cost]) -> Cost:
-    """A loop's body times its trip count (once if unknown), a call's callee, the longest branch."""
+    """Cost of a loop's body times its trip count (1 if unknown), of a callee, or of the longest branch."""
     count = counted_trips(instruction)
     called = (_sum([inner(i) for i in c.instructions]) for c in entered(instruction))
     longest = max(called, key=lambda c: c.seconds, default=FREE)

@@ -1,9 +1,9 @@
-"""What a scheduled step's time is made of: compute, copies, slow-down, exposed communication, pauses.
+"""Splits a scheduled step's time into compute, copies, slow-down, exposed communication and pauses.
 
     parts = step_parts(module, CostModel.find("H200").costs())
-    parts.seconds, parts.exposed    # 0.2707, 0.0117
+    parts.seconds, parts.exposed    # seconds of the step, and of its exposed communication
 
-The schedule is played (`timeline.py`); this says where its time goes, so that two steps can be compared part by part.
+The parts come from simulating the schedule (`timeline.py`). They let a reader compare two steps part by part.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.estimates.estimator import Source
 
 _MOVES = frozenset("copy bitcast reshape transpose tuple get-tuple-element parameter".split())
-_NAMED = 3  # collectives
+_NAMED = 3  # number of collectives that a report names
 _FILLS = frozenset("broadcast constant bitcast tuple parameter".split())
 
 
 def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timeline | None = None) -> StepParts:
-    """Takes a scheduled module's time apart, at the clock that it settles at.
+    """Splits the time of a scheduled module into parts, at the step's final clock.
 
     Args:
-      memory: bytes at the peak, arguments included, where they are known.
-      played: the module's timeline, where there is one already (`simulate_module`).
+      memory: peak memory in bytes, arguments included; 0 if unknown.
+      played: the module's timeline, if the caller has one already (`simulate_module`).
     """
     played = simulate_module(module, costs.hardware, costs) if played is None else played
     full = costs.at_clock(1.0)
@@ -56,7 +56,7 @@ def step_parts(module: HloModule, costs: Costs, memory: int = 0, played: Timelin
 
 
 def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float], ...]:
-    """Collectives of one kind and size together."""
+    """Exposed seconds by kind and size of collective: the largest few, in words, without negligible ones."""
     found: dict[str, float] = {}
     instructions = {i.name: i for computation in module.schedule for i in computation.instructions}
     for one in played.collectives:
@@ -69,9 +69,10 @@ def _exposed_by(module: HloModule, played: Timeline) -> tuple[tuple[str, float],
 
 
 def loops_to_look_at(timeline: Timeline, start: float = 0.0, runs: int = 1) -> Iterator[tuple[float, Timeline, int]]:
-    """Innermost loops that communicate, where most time is spent: a step's layers.
+    """Finds the innermost loops with collectives that take most of the time: a step's layer loops.
 
-    Yields when an iteration in the middle begins, in seconds, that iteration, and how many of them the step runs.
+    Yields for each loop the start of a middle iteration in seconds, the iteration's timeline, and the number of
+    iterations in the whole step.
     """
     loops = [(i, i.body) for i in timeline.intervals if i.body is not None and i.body.collectives]
     if not loops:
@@ -88,7 +89,7 @@ def loops_to_look_at(timeline: Timeline, start: float = 0.0, runs: int = 1) -> I
 
 
 def moved(instruction: Instruction) -> str | None:
-    """`copy` or `fill` for an instruction that only moves or writes whole buffers, else None."""
+    """`copy` if an instruction only moves data, `fill` if it only broadcasts values into a buffer, else None."""
     if instruction.opcode in ("copy", "copy-start"):
         return "copy"
     opcodes = {i.opcode for called in kernel_of(instruction) for i in called.instructions} - {"fusion"}
@@ -100,7 +101,7 @@ def moved(instruction: Instruction) -> str | None:
 
 
 def kernel_of(instruction: Instruction) -> Iterator[Computation]:
-    """Computations of which the instruction is one kernel, fusions inside async wrappers included."""
+    """The fused computations of an instruction that is one kernel, including fusions inside async wrappers."""
     if instruction.opcode in ("fusion", "async-start"):
         for called in instruction.called:
             yield called

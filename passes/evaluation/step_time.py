@@ -1,16 +1,16 @@
-"""How long a scheduled step takes when nothing overlaps: the sum of everything it runs, one after the other.
+"""Predicts the time of a scheduled step if nothing overlaps: the sum of everything it runs, one after the other.
 
-That is what a step without the latency-hiding scheduler does, so its time is a test of a profile that no contention
-blurs; and of any other step it is the time to gain from. Every instruction with a key counts its time alone as often
-as the loops around it run, and a pause after it, which a profile holds as `gap_seconds`.
+A step without the latency-hiding scheduler runs like this, so its time tests a profile without contention. For any
+other step, this time is the baseline that overlap improves on. Every instruction with a key counts its time alone, once
+per iteration of the loops around it, and a pause after it, which a profile holds as `gap_seconds`.
 
     time = predict(module, Costs(H200, Estimator(profile, H200)), gap_seconds=1.5e-6)
-    time.seconds                    # 0.1387
-    time.shares[Source.GUESS]       # 0.002
-    time.operators[0]               # OperatorTime(key=gemm ... 8192x3584x4096, count=64, seconds=0.0004, ...)
+    time.seconds                    # seconds of the step
+    time.shares[Source.GUESS]       # fraction of its busy time that is guessed
+    time.operators[0]               # OperatorTime(key=gemm ... 8192x3584x4096, count=64, ...)
 
-A pause counts once per instruction, also where an instruction is several kernels (a split GEMM, cuDNN's attention
-backward): their pauses are in the time of that instruction. What the host does between steps is not in it.
+A pause counts once per instruction. If an instruction is several kernels (a split GEMM, cuDNN's attention backward),
+the pauses between them are part of its time. The time does not include the host's work between steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +30,12 @@ from dhelix.profiles.keys import CollectiveKey, Key
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """All executions of one key.
+    """All executions of one key in a step.
 
     Attributes:
-      count: in one step, loops counted.
-      seconds: of one execution.
-      example: an instruction that has the key.
+      count: executions in one step, with loop iterations counted.
+      seconds: seconds of one execution.
+      example: name of an instruction with this key.
     """
 
     key: Key
@@ -51,12 +51,12 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's time when nothing overlaps.
+    """A step's time if nothing overlaps.
 
     Attributes:
-      gap_seconds: the pause after each instruction.
-      operators: what it is made of, by total time, longest first.
-      unknown_loops: loops whose trip count is unknown; their bodies count once.
+      operators: the executions by key, largest total time first.
+      gap_seconds: the pause after each execution.
+      unknown_loops: names of loops with an unknown trip count; their bodies count once.
     """
 
     operators: tuple[OperatorTime, ...]
@@ -69,7 +69,7 @@ class StepTime:
 
     @property
     def unknown_text(self) -> str:
-        """What is to be said of `unknown_loops`; "" where there are none."""
+        """A sentence that warns about `unknown_loops`; "" if there are none."""
         if not self.unknown_loops:
             return ""
         names = ", ".join(self.unknown_loops[:3]) + (", ..." if len(self.unknown_loops) > 3 else "")
@@ -107,7 +107,7 @@ class StepTime:
 
     @property
     def shares(self) -> dict[Source, float]:
-        """Which part of `busy` rests on what; all 0 if nothing runs."""
+        """Fraction of `busy` by the source of its times; all 0 if nothing runs."""
         totals = dict.fromkeys(Source, 0.0)
         for operator in self.operators:
             totals[operator.source] += operator.total
@@ -115,13 +115,14 @@ class StepTime:
 
 
 def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTime:
-    """The time of a scheduled module when nothing overlaps.
+    """Predicts the time of a scheduled module if nothing overlaps.
 
     Args:
-      costs: from a profile; those of `Costs(hardware)` alone make the prediction the roofline's.
-      gap_seconds: idle time after each operator (`profile.Section.gap_seconds`).
+      costs: costs from a profile. With `Costs(hardware)` the prediction is the roofline's.
+      gap_seconds: idle seconds after each operator (`profile.Section.gap_seconds`).
 
-    Raises DhelixError if the module is not scheduled.
+    Raises:
+      DhelixError: the module is not scheduled.
     """
     if not module.is_scheduled:
         raise DhelixError(
@@ -144,14 +145,14 @@ def predict(module: HloModule, costs: Costs, gap_seconds: float = 0.0) -> StepTi
 
 
 def executed(module: HloModule, costs: Costs) -> Iterator[tuple[Instruction, int]]:
-    """Every instruction that a step runs, loops, calls and branches entered, and how often; of branches the longest."""
+    """Yields each instruction that a step runs and how often. Enters loops, calls and the longest branches."""
     for instruction, visit in instructions(module.entry, partial(_entered, costs)):
         if instruction.opcode not in CONTROL_FLOW:
             yield instruction, visit.count
 
 
 def unknown_loops(module: HloModule, costs: Costs) -> tuple[str, ...]:
-    """Names of loops that run, of a length that nobody knows."""
+    """Names of the loops that a step runs and whose trip count is unknown."""
     loops = (visit.through[-1] for visit in visits(module.entry, partial(_entered, costs)) if visit.through)
     return tuple(dict.fromkeys(i.name for i in loops if i.opcode == "while" and trip_count(i) is None))
 

@@ -1,45 +1,44 @@
-"""The one evaluator of schedules: when each instruction of a sequence runs, and what it costs together.
+"""Simulates schedules: when each instruction of a sequence runs, and how long the sequence takes.
 
-Compute runs in the order of the sequence, one instruction at a time. A collective may begin when the compute
-before its start is done and its lane is free; a lane runs one collective at a time, in the order of their
-starts. A done makes compute wait. A loop is entered: its body is played from idle lanes once and repeated, or
-played as it stands while a collective that began outside is still under way. Nothing here decides anything:
-costs and an order in, times out.
+This is the only evaluator of schedules. It takes costs and an order, and returns times; it makes no decisions.
 
-While a collective and compute run at the same time each proceeds at a rate of its own, so lengths depend on
-what lies beside what. Without a profile these are the hardware's (`Hardware.rates`).
-With one (`Costs.rates`) they are those of the measured pair. Which pair that is, follows from when the collective
-begins:
+Compute runs in the order of the sequence, one instruction at a time. A collective begins when the compute before its
+start is done and its lane is free. A lane runs one collective at a time, in the order of their starts. A done makes
+compute wait. A loop's body is simulated once from idle lanes and repeated. While a collective from before the loop is
+in flight, the simulation enters each iteration instead.
+
+While a collective and compute overlap, each proceeds at its own rate, so durations depend on what overlaps with what.
+Without a profile, the rates are the hardware's (`Hardware.rates`). With a profile (`Costs.rates`), they are those of
+the measured pair. When the collective begins decides which pair that is:
 
     begins while the instruction runs (its lane becomes free then)     launched second
     begins with it                                                     launched first
     began before                                                       running: it holds its SMs
 
-The last two differ where kernels do not start in the order of their launch. A collective beside a cuBLAS GEMM, both
-launched at once, is starved under the setting `default` (rates 0.01 and 1): its kernel is queued and gets its SMs in
-the GEMM's tail. It keeps them, so beside the next GEMM it runs, at the rates that `connections1` shows with the
-collective first. A gather of 300 us under two GEMMs of 200 us each, the second at rates 0.75 and 0.9:
+The last two differ if kernels do not start in launch order. Under the setting `default`, a collective launched together
+with a cuBLAS GEMM starves: its kernel is queued and gets its SMs only in the GEMM's tail. It keeps them, so next to the
+following GEMM it runs at the rates that `connections1` measures with the collective first. Example: a gather of 300 us
+and two GEMMs of 200 us. The rates of compute and collective are 1 and 0.01 for x, 0.75 and 0.9 for y:
 
     gather   ............########################    526 us
     x        ############                            200 us: gather does 2 us
     y                    ################            267 us: gather does 240 us, and the other 58 alone
 
-Over one connection (`InStep.in_order`) kernels of all streams start in the order of their launch, so what is launched
-behind a collective that waits for its lane waits, too. Two gathers of 300 us, both started before the GEMMs:
+With one connection (`InStep.in_order`), kernels of all streams start in launch order. So a kernel launched after a
+collective that waits for its lane waits, too. Example: two gathers of 300 us, both started before the GEMMs:
 
     gathers  1111111111111111 2222222222222222
     x                         ############           not before the second gather has begun
 
-Costs for steps say more (`costs.InStep`): compute pauses before each kernel, and where copy engines are given a
-collective; a collective takes longer, since it waits for the last of its GPUs. In a pause, collectives run alone. Last,
-the clock is lower where a step leaves the GPU little rest. That follows from the step as a whole (`settled`), so it is
-known of whole modules (`simulate_module`); schedulers compare orders at the full clock, which profiles are of.
+Costs for steps add more effects (`costs.InStep`). Compute pauses before each kernel, and when copy engines get a
+collective; in a pause, collectives run alone. A collective takes longer, because it waits for the last of its GPUs. A
+dense step lowers the clock. That depends on the whole step (`settled`), so only `simulate_module` includes it.
+Schedulers compare orders at the full clock, at which profiles are measured.
 
-Collectives on different lanes do not slow each other, as their links differ; compute beside several proceeds at the
-lowest of its rates. Messages (send and recv) run as collectives do, transfers to and from the host on their own lane.
-
-Async compute (fusions on further streams) shares the SMs with the rest, and so counts as compute at its
-start. A collective that is no pair, or that XLA will make synchronous, is a start and a done at one place.
+Collectives on different lanes do not slow each other, because their links differ. Compute next to several collectives
+proceeds at the lowest of its rates. Messages (send and recv) run like collectives. Transfers to and from the host have
+their own lane. Async compute (fusions on further streams) shares the SMs, so it counts as compute at its start. A
+collective without a pair, or one that XLA will make synchronous, is a start and a done at the same place.
 """
 
 import math
@@ -57,7 +56,7 @@ from dhelix.passes.evaluation.transfers import begins_pair
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.profiles.hardware import Hardware
 
-_SLOWED = 1.2  # times as long, to see how a step grows with its products
+_SLOWED = 1.2  # trial clock factor that shows how a step grows with its products
 
 
 def evaluate(
@@ -66,15 +65,16 @@ def evaluate(
     hardware: Hardware | None = None,
     bodies: dict[Computation, Timeline] | None = None,
 ) -> Timeline:
-    """Plays `order`, a sequence of one computation, from idle lanes to the end of its last instruction.
+    """Simulates `order`, a sequence of one computation, from idle lanes until everything it started is done.
 
     Args:
-      costs: of every instruction, in called computations too; `Costs(hardware)` computes them as needed, and
-        with a profile knows the rates of pairs too.
-      hardware: whose rates hold where `costs` knows none; by default that of `costs`.
-      bodies: timelines of called computations, kept from call to call; they must have been played alike.
+      costs: costs of every instruction, also in called computations. `Costs(hardware)` computes them as needed, and
+        with a profile gives the rates of pairs, too.
+      hardware: gives the rates that `costs` does not; by default the hardware of `costs`.
+      bodies: a cache of timelines of called computations, for reuse between calls with the same costs.
 
-    Raises DhelixError if there is neither hardware nor `Costs`, which know theirs.
+    Raises:
+      DhelixError: `hardware` is None and `costs` is not a `Costs`, which has its own hardware.
     """
     if hardware is None:
         if not isinstance(costs, Costs):
@@ -94,19 +94,19 @@ def simulate(
     hardware: Hardware,
     bodies: dict[Computation, Timeline] | None = None,
 ) -> Timeline:
-    """`evaluate`, for callers that name the computation too."""
+    """Calls `evaluate`. Ignores `computation`."""
     return evaluate(order, costs, hardware, bodies)
 
 
 def simulate_module(module: HloModule, hardware: Hardware, costs: Mapping[Instruction, Cost] | None = None) -> Timeline:
-    """The entry computation of a module, in the order of its schedule, at the clock that it settles at."""
+    """Simulates a module's entry computation in the order of its schedule, at the step's final clock."""
     costs = Costs(hardware) if costs is None else costs
     costs = settled(module, costs) if isinstance(costs, Costs) else costs
     return evaluate(sequence_of(module.entry), costs, hardware)
 
 
 def settled(module: HloModule, costs: Costs) -> Costs:
-    """`costs` at the clock that the module's step settles at, by what it does in its time."""
+    """`costs` at the final clock of the module's step, which follows from its load (`PowerLimit`)."""
     power, sequence = costs.in_step.power, sequence_of(module.entry)
     if power is None:
         return costs
@@ -121,7 +121,7 @@ def settled(module: HloModule, costs: Costs) -> Costs:
 
 
 def guessed_overlap(timeline: Timeline, costs: Costs) -> float:
-    """Share of the time in which collectives run beside compute for which no measured pair says how both proceed."""
+    """Fraction of the overlap of collectives and compute that has no measured pair, so its rates are guessed."""
     beside = [(under, c.instruction, seconds) for c in timeline.collectives for under, seconds in c.under]
     guessed = sum(seconds for under, collective, seconds in beside if costs.rates_are_guessed(under, collective))
     return guessed / (sum(seconds for *_, seconds in beside) or 1.0)
@@ -139,13 +139,13 @@ class _Tally:
 
 @dataclass(slots=True)
 class Flight:
-    """A collective that has been started.
+    """A collective in flight.
 
     Attributes:
-      left: seconds it would still take alone.
-      tally: of all its executions.
-      begin: when its lane became free for it.
-      rate: at which it proceeds.
+      left: seconds that it would still take alone.
+      tally: totals over all its executions.
+      begin: time at which its lane became free for it; infinite until then.
+      rate: speed at which it proceeds; 1 is undisturbed.
     """
 
     instruction: Instruction
@@ -156,15 +156,15 @@ class Flight:
     rate: float = 1.0
 
 
-# Collectives under way, in the order of their launch: seconds left alone, and whether each has its lane by now.
+# Collectives in flight, in launch order: instruction, lane, seconds left alone, and whether it has its lane already.
 Flights = tuple[tuple[Instruction, Lane, float, bool], ...]
 
 
 class Player:
-    """The lanes while a sequence is played, instruction by instruction; arguments as of `simulate`.
+    """Simulates a sequence instruction by instruction, and holds the state of the lanes. Arguments: see `evaluate`.
 
-    A scheduler may look at `now` (seconds), at `under_way` (collectives begun and not done, by their start)
-    and at what `lanes` hold, the running one first.
+    A scheduler may read `now` (seconds), `under_way` (collectives in flight, by their start) and `lanes` (their queues,
+    the running collective first).
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Player:
         self.lanes: dict[Lane, deque[Flight]] = {lane: deque() for lane in Lane if lane is not Lane.COMPUTE}
         self._queues = tuple(self.lanes.values())
         self.under_way: dict[Instruction, Flight] = {}
-        self.spans: list[tuple[Instruction, Lane, float, float]] = []  # of intervals, but those of loops
+        self.spans: list[tuple[Instruction, Lane, float, float]] = []  # intervals except those of loops
         self.loops: list[Interval] = []
         self.tallies: dict[str, _Tally] = {}
 
@@ -186,14 +186,14 @@ class Player:
         return tuple((f.instruction, f.lane, f.left, f.begin < self.now) for f in self.under_way.values())
 
     def resume(self, flights: Flights) -> None:
-        """Goes on from the flights of another player, with nothing of what came before; for a player of its own."""
+        """Starts a new player with the flights of another player, but without that player's totals."""
         for instruction, lane, left, running in flights:
             flight = Flight(instruction, lane, left, _Tally(lane), -math.inf if running else math.inf)
             self.lanes[lane].append(flight)
             self.under_way[instruction] = flight
 
     def play(self, instruction: Instruction) -> None:
-        """A walk of its own (`analysis/execution.py` has the one for all else), since what runs moves the clock."""
+        """Simulates one instruction. Does not use the walk of `analysis/execution.py`, because it moves the clock."""
         opcode = instruction.opcode
         if opcode.endswith("-done"):
             self._wait(start_of(instruction))
@@ -207,7 +207,7 @@ class Player:
             self._run(instruction, self.costs[instruction])
 
     def drain(self) -> None:
-        """Lets every collective come to its end."""
+        """Waits until no collective is in flight."""
         while self.under_way:
             self._stand()
 
@@ -241,12 +241,12 @@ class Player:
             self._wait(instruction)
 
     def _wait(self, start: Instruction) -> None:
-        """Compute stands still until the collective begun at `start` is done."""
+        """Makes compute wait until the collective begun at `start` is done."""
         while start in self.under_way:
             self._stand()
 
     def _line_up(self) -> None:
-        """Compute stands still until every collective that was launched before has its lane."""
+        """Makes compute wait until every collective launched before has its lane."""
         while len(self._queues[0]) > 1 or len(self._queues[1]) > 1:
             self._stand()
 
@@ -277,7 +277,7 @@ class Player:
         return self.bodies[computation]
 
     def _compute(self, instruction: Instruction, work: float, launched: float) -> None:
-        """Lets time pass until `work` seconds of `instruction` are done."""
+        """Advances time until `work` seconds of `instruction` are done, launched at time `launched`."""
         while work > 0.0:
             heads = self._heads()
             if not heads:
@@ -294,7 +294,7 @@ class Player:
             work = work - passed * rate if passed < needed else 0.0
 
     def _pause(self, seconds: float) -> None:
-        """Lets time pass in which no kernel runs."""
+        """Advances time by `seconds` in which no compute kernel runs."""
         left = seconds
         while left > 0.0 and self.under_way:
             left -= self._stand(left)
@@ -302,14 +302,14 @@ class Player:
         self.idle += left
 
     def _stand(self, seconds: float = math.inf) -> float:
-        """Lets time pass without compute until the next collective is done, or for `seconds`. Returns how much."""
+        """Advances time without compute until the next collective is done, at most `seconds`. Returns the seconds."""
         heads = self._heads()
         for head in heads:
             head.rate = 1.0
         return self._pass(heads, seconds, None)
 
     def _heads(self) -> list[Flight]:
-        """What runs on the lanes."""
+        """The collectives that run now, one per busy lane. Sets the begin of new ones."""
         heads = [queue[0] for queue in self._queues if queue]
         for head in heads:
             if head.begin > self.now:
@@ -317,9 +317,9 @@ class Player:
         return heads
 
     def _pass(self, heads: list[Flight], seconds: float, beside: str | None) -> float:
-        """Lets `seconds` pass, or less where one of `heads` ends before. Returns how much has passed.
+        """Advances time by `seconds`, or less if one of `heads` ends before. Returns the time passed.
 
-        `beside`: the compute instruction that runs meanwhile, if any does.
+        `beside`: the compute instruction that overlaps; None if none does.
         """
         passed = seconds
         for head in heads:

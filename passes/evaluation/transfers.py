@@ -1,13 +1,13 @@
-"""What moves data without being a collective: messages between two devices, and transfers to and from the host.
+"""Data movement outside collectives: messages between two devices, and transfers to and from the host.
 
-    send, recv                       pipelines whose permutes XLA took apart; one message, as both name one channel
-    copy-start, copy, fusions        one side stands in the host's memory: layouts say `S(5)`
-    MoveToHost, MoveToDevice         custom calls that ask for it, in programs that are not yet compiled
+    send, recv                       pipeline permutes that XLA split; both ends of a message name the same channel
+    copy-start, copy, fusions        one side is in host memory: its layout says `S(5)`
+    MoveToHost, MoveToDevice         custom calls that request a transfer, in programs that are not yet compiled
     send, recv of the host, infeed, outfeed
 
-Offloaded activations and optimizer states are copied in slices: a dynamic-slice out of host memory, or an update in
-place of a buffer there, alone or fused. XLA runs these by copy engines, and so do the costs, on a lane of their own. A
-fusion that computes with values in host memory is a kernel, which waits for them: `host_bytes` says for how many.
+Offloaded activations and optimizer states move in slices: a dynamic-slice from host memory, or an update in place of a
+buffer there, alone or fused. XLA runs them on copy engines, so their costs are on the host lane. A fusion that computes
+with values in host memory is a kernel that waits for these bytes (`host_bytes`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dhelix.profiles.keys import OperatorKey
 SENDS = ("send", "recv")
 TO_HOST, FROM_HOST = "copy to host", "copy from host"
 _HOST_MEMORY = 5
-_PAIRS = "_xla_send_recv_source_target_pairs"  # a frontend attribute of XLA's
+_PAIRS = "_xla_send_recv_source_target_pairs"  # XLA's frontend attribute
 _PAIR = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
 _ANNOTATIONS = {"MoveToHost": TO_HOST, "MoveToDevice": FROM_HOST}
 _MOVES = frozenset(
@@ -40,10 +40,10 @@ class Transfer:
     """A message or a transfer between host and device.
 
     Attributes:
-      kind: `send`, `recv`, or `send/recv` where both ends of a channel stand in one computation; TO_HOST or FROM_HOST.
+      kind: `send`, `recv`, or `send/recv` if both ends of a channel are in one computation; TO_HOST or FROM_HOST.
       size: bytes that one device sends or receives.
-      groups: pairs of source and target of a message.
-      host: it goes over the host's link.
+      groups: (source, target) pairs of a message.
+      host: whether it uses the link to the host.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Transfer:
 
 
 def find_transfer(instruction: Instruction) -> Transfer | None:
-    """The transfer that begins at `instruction`, or None; of a message that is sent and received, at its `recv`."""
+    """The transfer that begins at `instruction`, or None. A message with both ends here counts at its recv."""
     opcode, proto = instruction.opcode, instruction.proto
     if opcode in SENDS:
         return _message(instruction)
@@ -72,12 +72,12 @@ def find_transfer(instruction: Instruction) -> Transfer | None:
 
 
 def begins_pair(instruction: Instruction) -> bool:
-    """Whether a message begins here, which its `-done` ends."""
+    """Whether a message begins at this instruction. Its `-done` ends it."""
     return instruction.opcode in SENDS
 
 
 def host_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction reads from the host's memory or writes there; 0 within that memory."""
+    """Bytes that an instruction moves between device and host memory. Copies and slices within host memory count 0."""
     opcode, operands = instruction.opcode, instruction.operands
     if opcode in ("copy", "copy-start"):
         result = instruction.shape.tuple_shapes[0] if shapes.is_tuple(instruction.shape) else instruction.shape
@@ -101,7 +101,7 @@ def host_bytes(instruction: Instruction) -> int:
 
 
 def transfer_key(instruction: Instruction) -> OperatorKey | None:
-    """A key to count a transfer by; nothing is measured under it. None for what is none."""
+    """A key that counts a transfer; no profile has it. None for other instructions."""
     found = find_transfer(instruction)
     if found is None:
         return None
@@ -144,7 +144,7 @@ def _written_to_host(instruction: Instruction) -> bool:
 
 
 def _only_moves(instruction: Instruction) -> bool:
-    """Whether copy engines can do it: it computes nothing but where the slices lie."""
+    """Whether copy engines can run it: it computes nothing except slice positions."""
     if instruction.opcode != "fusion":
         return True
     inside = instruction.called[0].instructions

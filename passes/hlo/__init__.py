@@ -1,4 +1,4 @@
-"""HLO modules as Python objects: reading, checking, editing and writing them. Start at `module.py`."""
+"""Reads, checks, edits and writes HLO modules as Python objects. Start at `module.py`."""
 
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.loops import WhileLoop

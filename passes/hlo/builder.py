@@ -1,4 +1,4 @@
-"""Making instructions: new ones and copies of others."""
+"""Builds new instructions and copies of existing ones."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from dhelix.passes.hlo.module import NEW, Computation, HloModule, Instruction
 
 
 class Builder:
-    """Appends instructions to one computation; makes names unique. `HloModule.to_bytes` gives ids."""
+    """Appends instructions with unique names to one computation. `HloModule.to_bytes` gives them ids."""
 
     def __init__(self, computation: Computation) -> None:
         self.computation = computation
@@ -36,7 +36,7 @@ class Builder:
         operands: Iterable[Instruction],
         called: Iterable[Computation] | None = None,
     ) -> Instruction:
-        """A copy of `original` on other operands, without control predecessors, which name the old place."""
+        """A copy of `original` with other operands. Drops control predecessors, which belong to the old place."""
         proto = schema.InstructionProto()
         proto.CopyFrom(original.proto)
         proto.name = self.module.unique_name(original.name)
@@ -55,7 +55,7 @@ class Builder:
         return self.make("parameter", shape, name=name, parameter_number=number)
 
     def element(self, source: Instruction, index: int) -> Instruction:
-        """Element `index` of a tuple; read through when the tuple is built right here."""
+        """Element `index` of a tuple. Returns the operand itself if `source` is a `tuple` instruction."""
         if source.opcode == "tuple":
             return source.operands[index]
         return self.make("get-tuple-element", source.shape.tuple_shapes[index], [source], tuple_index=index)
@@ -66,15 +66,17 @@ class Builder:
     def while_loop(
         self, initial: Instruction, body: Computation, condition: Computation, like: Instruction, name: str
     ) -> Instruction:
-        """A loop from `initial` with the metadata and attributes of `like`, but not what the compiler knew of that,
-        such as its trip count and its shardings."""
+        """A loop that starts from `initial`, with the metadata and frontend attributes of `like`.
+
+        Does not take over what the compiler recorded about `like`, such as its trip count and shardings.
+        """
         loop = self.make("while", initial.shape, [initial], name=name, called=[body, condition])
         loop.proto.metadata.CopyFrom(like.proto.metadata)
         self.add_attributes(loop, like)
         return loop
 
     def add_attributes(self, instruction: Instruction, like: Instruction) -> None:
-        """Gives `instruction` those `attributes` of `like` that it does not have."""
+        """Adds the `attributes` of `like` that `instruction` lacks."""
         own = instruction.proto.frontend_attributes.map
         for key, value in sorted(attributes(like).items()):
             if key not in own:
@@ -94,7 +96,7 @@ class Builder:
         return constant
 
     def number(self, value: float, element_type: int) -> Instruction:
-        """A floating point constant: F32, F64, or of 16 bits, cut off to what these hold."""
+        """A floating-point constant of type F32, F64, F16 (rounded) or BF16 (truncated)."""
         constant = self.make("constant", shapes.scalar(element_type))
         literal = constant.proto.literal
         literal.shape.CopyFrom(constant.shape)
@@ -115,7 +117,7 @@ class Builder:
         return self.make(opcode, a.shape, [a, b])
 
     def with_dimension_at(self, value: Instruction, old: int, new: int) -> Instruction:
-        """One dimension moved from place `old` to place `new`, the others in their order."""
+        """Moves one dimension of `value` from `old` to `new`. The other dimensions keep their order."""
         if old == new:
             return value
         sizes = list(value.shape.dimensions)
@@ -129,7 +131,7 @@ class Builder:
         return self.make("transpose", shape, [value], dimensions=order)
 
     def barrier(self, values: Sequence[Instruction]) -> list[Instruction]:
-        """`values` behind an optimization barrier: none is available before all are."""
+        """Puts `values` behind one optimization barrier: no result is available before all are."""
         group = self.tuple(values)
         fence = self.make("opt-barrier", group.shape, [group])
         return [self.element(fence, n) for n in range(len(values))]
@@ -140,7 +142,9 @@ class Builder:
 
 
 def attributes(instruction: Instruction) -> dict[str, str]:
-    """What `jax.experimental.xla_metadata` and others wrote on an instruction for XLA; not shardings, which are of its
-    shape."""
+    """Frontend attributes that `jax.experimental.xla_metadata` and others wrote on an instruction.
+
+    Leaves out Shardy's attributes, because they fit only the instruction's own shape.
+    """
     found = dict(instruction.proto.frontend_attributes.map)
     return {key: value for key, value in found.items() if not key.startswith("xla.sdy.")}

@@ -1,4 +1,4 @@
-"""Shardings as programs state them: Shardy's text on arguments, constraints and shard_maps, or XLA's tiles (GSPMD)."""
+"""Reads and writes shardings: Shardy's text on arguments, constraints and shard_maps, or XLA's tiles (GSPMD)."""
 
 import math
 import re
@@ -16,7 +16,7 @@ AXIS = re.compile(r'"[^"]*"(?::\(\d+\)\d+)?')
 
 Axes = tuple[str, ...]
 type Over = Axes | None
-"""Names of the axes that a dimension is split over, the major one first; None leaves it to propagation."""
+"""Names of the mesh axes that split a dimension, major axis first. None leaves the dimension to propagation."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Split:
     """How one array is split.
 
     Attributes:
-      mesh: its name.
-      axes: for each dimension the mesh axes that it is split over, as the text has them.
-      free: for each dimension whether it may be split over more axes.
-      more: what the text says more, such as sums that are still open.
+      mesh: name of the mesh.
+      axes: for each dimension, the mesh axes that split it, with quotes as in the text.
+      free: for each dimension, whether propagation may split it over more axes.
+      more: the rest of the text, such as sums over devices that are still open.
     """
 
     mesh: str
@@ -47,7 +47,7 @@ class Split:
 
     @property
     def over(self) -> list[Over]:
-        """By names of axes; what is split over a part of an axis counts as left to propagation."""
+        """The split by axis names. A dimension split over part of an axis counts as left to propagation."""
         whole = [not free and ":" not in "".join(axes) for axes, free in zip(self.axes, self.free, strict=True)]
         return [
             tuple(axis.strip('"') for axis in axes) if known else None
@@ -56,7 +56,7 @@ class Split:
 
 
 def splits(text: str) -> list[Split]:
-    """All that an attribute lists. Raises PassRefusal for a mesh without a name."""
+    """All splits that the text of an attribute lists. Raises PassRefusal for a mesh without a name."""
     _, *pieces = text.split("<@")
     if "<mesh<" in text:
         raise PassRefusal("a sharding is on a mesh without a name")
@@ -72,23 +72,23 @@ def splits(text: str) -> list[Split]:
 
 
 def meshes(module: HloModule) -> dict[str, str]:
-    """What the program says of each of Shardy's meshes, by name."""
+    """Maps the name of each of Shardy's meshes to the text of its definition."""
     text = module.proto.frontend_attributes.map.get(MESHES, "")
     return dict(re.findall(r"([\w.-]+) = #sdy\.mesh<([^>]*)>", text))
 
 
 def mesh_axes(module: HloModule, name: str) -> dict[str, int]:
-    """Axes of a mesh, as `Split` has them, with their sizes; none where the module does not say."""
+    """Axes of a mesh (quoted, as in `Split.axes`) and their sizes. Empty if the module does not define the mesh."""
     return {axis: int(size) for axis, size in re.findall(r'("[^"]*")=(\d+)', meshes(module).get(name, ""))}
 
 
 def is_sharding_constraint(instruction: Instruction) -> bool:
-    """What tells the partitioner how its operand is split, as JAX does of counters on meshes of explicit axes."""
+    """Whether it tells the partitioner how its operand is split. JAX constrains even counters on explicit meshes."""
     return instruction.opcode == "custom-call" and instruction.proto.custom_call_target == "Sharding"
 
 
 def stated(value: Instruction) -> Split | None:
-    """What the program says to Shardy of a single array: `...<@mesh, [{"dp"}, {}]>...`."""
+    """Shardy's split of a parameter or constraint, `...<@mesh, [{"dp"}, {}]>...`. None if there is none or several."""
     text = value.proto.frontend_attributes.map.get(SHARDING, "")
     if not (is_sharding_constraint(value) or value.opcode == "parameter") or text.count("<@") != 1:
         return None
@@ -97,7 +97,7 @@ def stated(value: Instruction) -> Split | None:
 
 
 def leaves_open(constraint: Instruction) -> bool:
-    """Whether it says that a sum over devices is still open."""
+    """Whether the constraint says that a sum over devices is still open."""
     known = stated(constraint)
     return known is not None and known.is_open
 
@@ -105,12 +105,12 @@ def leaves_open(constraint: Instruction) -> bool:
 def constrained(
     builder: Builder, value: Instruction, split: Sequence[Over], mesh: str, axes: Mapping[str, int]
 ) -> Instruction:
-    """`value`, with a constraint that says how it is split.
+    """`value` behind a new sharding constraint.
 
     Args:
-      split: of each dimension.
+      split: the split of each dimension.
       mesh: name of Shardy's mesh; empty for GSPMD, which reads tiles.
-      axes: the mesh's axes and their sizes; for GSPMD in the order of devices, the last axis changing fastest.
+      axes: the mesh's axes and their sizes. GSPMD needs them in device order: the last axis changes fastest.
     """
     made = builder.make("custom-call", value.shape, [value], custom_call_target="Sharding")
     if mesh:
@@ -121,7 +121,7 @@ def constrained(
 
 
 def state(value: Instruction, split: Sequence[Over], mesh: str) -> None:
-    """Writes to Shardy on a parameter or a constraint how it is split, as `constrained` takes it."""
+    """Writes Shardy's sharding attribute on a parameter or a constraint. `split`: as for `constrained`."""
     texts = ["{?}" if over is None else "{" + ", ".join(f'"{axis}"' for axis in over) + "}" for over in split]
     said = f"<@{mesh}, [{', '.join(texts)}]>"
     full = f"#sdy.sharding{said}" if value.opcode == "parameter" else f"#sdy.sharding_per_value<[{said}]>"
@@ -145,7 +145,7 @@ def _tile(constraint: Instruction, split: Sequence[Over], axes: Mapping[str, int
 
 
 def splits_first(constraint: Instruction) -> bool:
-    """Whether it is a constraint that splits its first dimension."""
+    """Whether the instruction is a sharding constraint that splits dimension 0."""
     if not is_sharding_constraint(constraint):
         return False
     known = stated(constraint)
@@ -155,7 +155,7 @@ def splits_first(constraint: Instruction) -> bool:
 
 
 def mesh_size(module: HloModule) -> int:
-    """Devices of the largest mesh that the program names to Shardy, or that its tiles lie on; 1 without."""
+    """Number of devices of the largest Shardy mesh or GSPMD tile assignment in the module; 1 if there is none."""
     sizes = [math.prod(mesh_axes(module, name).values()) for name in meshes(module)]
     tiles = (i.proto.sharding.tile_assignment_dimensions for c in module.computations for i in c.instructions)
     return max([*sizes, *map(math.prod, tiles)], default=1)

@@ -1,11 +1,11 @@
-"""Edits that move or copy instructions: copies of computations, calls inlined, dead code dropped."""
+"""Edits that move, copy or remove instructions: copying computations, inlining calls, dropping dead code."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 from dhelix.passes.hlo.builder import Builder
 from dhelix.passes.hlo.module import Computation, Instruction
 
-# Opcodes whose called computation is a scalar function of its operands; several instructions may share it.
+# Opcodes that apply a scalar computation to elements of their operands; several instructions may share it.
 _APPLIED = frozenset(
     "all-reduce all-reduce-start map reduce reduce-scatter reduce-window scatter select-and-scatter sort".split()
 )
@@ -13,23 +13,28 @@ ELEMENTWISE = frozenset(
     "abs add clamp compare convert cosine divide erf exponential exponential-minus-one log log-plus-one logistic "
     "maximum minimum multiply negate power rsqrt select sign sine sqrt subtract tanh".split()
 )
-"""Opcodes of arithmetic, each element of whose result is that of the elements in the same place."""
+"""Arithmetic opcodes that compute each result element from the operand elements at the same position."""
 _EFFECTS = frozenset("infeed outfeed send send-done recv recv-done rng rng-get-and-update-state".split())
 TO_LOCAL, TO_GLOBAL = "xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"
-"""Around the call that a `shard_map` is: marked as if they had effects, so that nobody takes one of them away alone."""
+"""Custom calls before and after the call of a `shard_map`. A side-effect mark keeps passes from dropping one alone."""
 SHARDING = "Sharding"
-"""A sharding constraint: one that leaves a sum over devices open (`unreduced`) is marked as if it had an effect."""
+"""Custom call of a sharding constraint. One that leaves a sum over devices open (`unreduced`) has that mark, too."""
 
 
 def combines_by(reduction: Instruction) -> str:
-    """The one operation by which a reduction, a scatter or an all-reduce combines two numbers; empty where it is more
-    than one."""
+    """The opcode with which a reduction, scatter or all-reduce combines two numbers.
+
+    Empty if the combination takes more than one operation.
+    """
     root = reduction.called[0].root
     return root.opcode if set(root.operands) == set(reduction.called[0].parameters) else ""
 
 
 def has_side_effect(instruction: Instruction) -> bool:
-    """Whether the instruction does more than compute its result; a loop has the effects of its body."""
+    """Whether the instruction does more than compute its result. Effects of called computations count.
+
+    Side-effect marks of shardings and shard_map ends do not count.
+    """
     pending = [instruction]
     seen: set[Computation] = set()
     while pending:
@@ -49,14 +54,14 @@ def _has_effect(call: Instruction) -> bool:
 
 
 def copy_called(instruction: Instruction) -> list[Computation]:
-    """Computations for a copy of `instruction`: loops, branches, calls and fusions need their own."""
+    """Called computations for a copy of `instruction`. Loops, branches, calls and fusions get their own copies."""
     if instruction.opcode in _APPLIED:
         return instruction.called
     return [copy_computation(c) for c in instruction.called]
 
 
 def copy_computation(original: Computation) -> Computation:
-    """A copy with copies of the loops, branches, calls and fusions in it; scheduled like `original`."""
+    """Copies a computation and those of the loops, branches, calls and fusions in it, with their schedules."""
     module = original.module
     copy = module.new_computation(original.name)
     name, number = copy.name, copy.id
@@ -73,9 +78,11 @@ def copy_computation(original: Computation) -> Computation:
 def copy_instructions(
     builder: Builder, instructions: Iterable[Instruction], copies: dict[Instruction, Instruction]
 ) -> None:
-    """Copies `instructions` (operands before users); `copies` maps what they read and receives what is made.
+    """Appends copies of `instructions`, which list operands before users.
 
-    Instructions that `copies` already maps are left out.
+    Args:
+      copies: maps values from outside that `instructions` read. Receives each new copy. Instructions that it already
+        maps are not copied.
     """
     made = [i for i in instructions if i not in copies]
     for instruction in made:
@@ -87,12 +94,12 @@ def copy_instructions(
 
 
 def replace_uses(computation: Computation, old: Instruction, new: Instruction) -> None:
-    """Every instruction but `new` itself that reads `old` reads `new`; the root too."""
+    """Makes every user of `old` except `new` itself read `new`. If `old` is the root, `new` becomes the root."""
     replace_all_uses(computation, {old: new})
 
 
 def replace_all_uses(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
-    """`replace_uses` for many at once, in one sweep."""
+    """`replace_uses` for many instructions in one sweep: maps old to new."""
     for instruction in computation.instructions:
         if any(o in stands_for for o in instruction.operands):
             instruction.operands = [
@@ -102,7 +109,7 @@ def replace_all_uses(computation: Computation, stands_for: Mapping[Instruction, 
 
 
 def read_through(computation: Computation) -> None:
-    """Elements of tuples that are built in the same place are read directly."""
+    """Makes readers of a `get-tuple-element` of a `tuple` instruction read the tuple's operand directly."""
     computation.sort()
     stands_for: dict[Instruction, Instruction] = {}
     for i in computation.instructions:
@@ -113,14 +120,14 @@ def read_through(computation: Computation) -> None:
 
 
 def take_over(computation: Computation, changed: Computation) -> None:
-    """`computation` becomes what `changed` is, which is no longer of use."""
+    """Moves the instructions and root of `changed` into `computation`. Do not use `changed` afterwards."""
     computation.instructions, computation.root = changed.instructions, changed.root
     for instruction in computation.instructions:
         instruction.computation = computation
 
 
 def share_equal(computation: Computation) -> None:
-    """Of instructions that compute the same from the same operands, one is left; calls and effects stay."""
+    """Merges instructions that compute the same from the same operands. Keeps calls and side effects apart."""
     computation.sort()
     first: dict[tuple[bytes, tuple[Instruction, ...]], Instruction] = {}
     stands_for: dict[Instruction, Instruction] = {}
@@ -140,12 +147,11 @@ def share_equal(computation: Computation) -> None:
 
 
 def inline_calls(computation: Computation, keep: Callable[[Instruction], bool] = lambda call: False) -> int:
-    """Replaces each `call` in `computation` by the body that it calls, recursively, unless `keep(call)`.
+    """Replaces each `call` in `computation` by the callee's instructions, recursively, unless `keep(call)`.
 
-    Lowered JAX calls functions for `jit`, `custom_vjp` and loop bodies; XLA inlines them too, but only later.
-    As there, the call's name stack is put before that of what it calls, which holds only the inner part.
-    Elements read from a tuple that is built in the same place are read directly. Returns the number of calls
-    replaced.
+    Lowered JAX calls functions for `jit`, `custom_vjp` and loop bodies; XLA inlines them later. As in XLA, the call's
+    name stack is put before the callee's name stacks. Reads of elements of a `tuple` instruction become reads of its
+    operands. Returns the number of calls replaced.
     """
     computation.sort()
     computation.module.reserve_names()
@@ -163,9 +169,9 @@ def _inline(
     keep: Callable[[Instruction], bool],
     stack: str | None,
 ) -> int:
-    """Appends `instructions`, or copies of them under the name stack `stack`, with their calls replaced.
+    """Appends `instructions` with their calls replaced: copies under the name stack `stack`, originals if it is None.
 
-    `values` maps the parameters, and receives for every instruction what stands for its value.
+    `values` maps the parameters. It receives the replacement of every instruction.
     """
     placed = builder.computation.instructions
     bodies: dict[Instruction, list[Instruction]] = {}
@@ -203,7 +209,7 @@ def _join(outer: str | None, inner: str) -> str:
 
 
 def put_under(stack: str, instruction: Instruction) -> None:
-    """Puts `stack` before the names of `instruction` and of its loop body; a call's body gets it when it is inlined."""
+    """Puts `stack` before the name stacks of `instruction` and its loop body or branches. Inlining handles callees."""
     if instruction.op_name:
         instruction.proto.metadata.op_name = _join(stack, instruction.op_name)
     if instruction.opcode in ("while", "conditional"):
@@ -213,7 +219,7 @@ def put_under(stack: str, instruction: Instruction) -> None:
 
 
 def drop_dead(computation: Computation) -> int:
-    """Removes instructions that nothing reads and that have no effect. Returns how many."""
+    """Removes instructions that have no user and no side effect. Returns their number."""
     computation.sort()
     live: set[Instruction] = {computation.root}
     for instruction in reversed(computation.instructions):

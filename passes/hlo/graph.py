@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dhelix.passes.hlo.module import Computation, HloModule, Instruction
 
 CONTROL_FLOW = frozenset(("while", "call", "conditional"))
-"""Opcodes of instructions that run other computations, each of which has a schedule of its own."""
+"""Opcodes of instructions that run other computations. Each of these computations has its own schedule."""
 
 
 def descendants(computation: Computation, seeds: Iterable[Instruction]) -> set[Instruction]:
-    """The seeds and everything that depends on them. Instructions stand operands first, so one sweep does."""
+    """The seeds and everything that depends on them. One sweep suffices, because operands come before users."""
     found = set(seeds)
     for instruction in computation.instructions:
         if not found.isdisjoint(instruction.operands) or not found.isdisjoint(instruction.control_predecessors):
@@ -28,13 +28,13 @@ def ancestors(computation: Computation, seeds: Iterable[Instruction]) -> set[Ins
 
 
 def tied(computation: Computation) -> set[Instruction]:
-    """What control dependencies order, before or behind another."""
+    """Instructions at either end of a control dependency."""
     found = [i for i in computation.instructions if i.control_predecessors]
     return {*found, *(p for i in found for p in i.control_predecessors)}
 
 
 def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
-    """Who calls each computation, in module order."""
+    """Maps each computation to the instructions that call it, in module order."""
     found: dict[Computation, list[Instruction]] = {c: [] for c in module.computations}
     for computation in module.computations:
         for instruction in computation.instructions:
@@ -44,8 +44,10 @@ def callers(module: HloModule) -> dict[Computation, list[Instruction]]:
 
 
 def run_once(computation: Computation) -> list[Computation]:
-    """`computation` and what it calls where it runs, bodies of shard_maps and branches too, but no loops; callers come
-    first."""
+    """`computation` and its callees through calls and conditionals (shard_map bodies and branches too), without loops.
+
+    Callers come first.
+    """
     once = [i for i in walk(computation, _is_call) if _is_call(i)]
     return list(dict.fromkeys([computation, *(called for i in once for called in i.called)]))
 
@@ -55,7 +57,7 @@ def _is_call(instruction: Instruction) -> bool:
 
 
 def walk(computation: Computation, into: Callable[[Instruction], bool] = lambda i: True) -> Iterator[Instruction]:
-    """Instructions of `computation` and of everything it calls where `into(caller)`; callers come first."""
+    """Yields the instructions of `computation` and, if `into(instruction)`, those of its callees, callers first."""
     for instruction in computation.instructions:
         yield instruction
         if instruction.called and into(instruction):

@@ -1,7 +1,7 @@
-"""Edits of a loop in place: state elements added or dropped, two loops made one, and one made two.
+"""Edits of a loop in place: adding and dropping state elements, merging two loops, splitting one loop in two.
 
-Each edit keeps the loop's other elements, their values and their readers; it renumbers what must
-be renumbered in the body, the condition, the initial tuple and the readers of the result.
+Each edit keeps the loop's other elements, their values and their readers. It renumbers elements in the body, the
+condition, the initial tuple and the readers of the result.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Copies = dict[Instruction, Instruction]
 
 
 def add_element(loop: Instruction, initial: Instruction) -> Instruction:
-    """A further element, an invariant until the body's root says otherwise. Returns the body's read of it."""
+    """Adds a state element, which is loop-invariant until the caller edits the body's root. Returns the body's read."""
     body, condition = loop.called
     for owner in (loop, body.parameters[0], condition.parameters[0], body.root):
         owner.shape.tuple_shapes.add().CopyFrom(initial.shape)
@@ -33,9 +33,9 @@ def add_element(loop: Instruction, initial: Instruction) -> Instruction:
 
 
 def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
-    """Removes elements that only the body's root reads: neither the condition nor a reader of the loop.
+    """Removes elements that only the body's root uses.
 
-    Raises ValueError when something still does.
+    Raises ValueError if the body, the condition or a reader of the loop's result still uses one.
     """
     dropped = set(indices)
     body, condition = loop.called
@@ -68,7 +68,7 @@ def drop_elements(loop: Instruction, indices: Iterable[int]) -> None:
 
 
 def _elements(start: Instruction) -> list[Instruction]:
-    """The elements of an initial state, taken apart where it is not a `tuple`."""
+    """The elements of an initial state. Adds `get-tuple-element`s if it is not a `tuple` instruction."""
     if start.opcode == "tuple":
         return list(start.operands)
     builder = Builder(start.computation)
@@ -78,15 +78,22 @@ def _elements(start: Instruction) -> list[Instruction]:
 def merge(
     first: Instruction, second: Instruction, name: str, threaded: Mapping[int, int] | None = None
 ) -> tuple[Instruction, Copies, Copies]:
-    """One loop whose body does an iteration of both. The caller proved equal trip counts and independence.
+    """Merges two loops into one whose body does an iteration of each. Readers of both loops then read the merged loop.
 
-    `threaded` names elements of `second` that start as results of `first`, and the elements of these: both change one
-    buffer then, in each iteration `first` before `second`. The caller proved that they touch different slots of it.
+    The caller has proved that the trip counts are equal and the loops are independent, except for `threaded`.
+    The merged loop carries an element of `second` only once if it equals an element of `first`: an invariant with the
+    same initial value, or a counter with the same values. The merged loop has the frontend attributes of both loops.
+    If both have an attribute, it keeps `first`'s value (`differing_attributes`).
 
-    Elements of `second` that are the same as elements of `first` are carried once: invariants with the same
-    initial value, and counters that go through the same values (the conditions then agree).
-    The merged loop has the attributes of both; where they differ, `first`'s (`differing_attributes`).
-    Readers of both loops read the merged one. Returns it, and where each body's instructions went.
+    Args:
+      threaded: element of `second` -> element of `first` whose result is its initial value. Both loops then update one
+        buffer, `first` before `second` in each iteration. The caller has proved that they touch different slots.
+
+    Returns:
+      The merged loop, and for each old body a map from its instructions to their copies.
+
+    Raises:
+      ValueError: two elements in `threaded` start as the same result of `first`.
     """
     a, b = WhileLoop(first), WhileLoop(second)
     threaded = threaded or {}
@@ -124,13 +131,13 @@ def merge(
 
 
 def differing_attributes(first: Instruction, second: Instruction) -> list[tuple[str, str, str]]:
-    """Attributes that both have with different values: name, `first`'s value and `second`'s."""
+    """Attributes whose values differ in the two loops: (name, value in `first`, value in `second`)."""
     kept, lost = attributes(first), attributes(second)
     return [(key, kept[key], lost[key]) for key in sorted(kept.keys() & lost.keys()) if kept[key] != lost[key]]
 
 
 def _places(a: WhileLoop, b: WhileLoop, threaded: Mapping[int, int]) -> dict[int, int]:
-    """Element of `b` -> element of the merged state; those below `a.size` are `a`'s own."""
+    """Maps each element of `b` to its element of the merged state. Elements below `a.size` are `a`'s own."""
     known = {a.initial(k): k for k in sorted(a.invariants, reverse=True)}
     place: dict[int, int] = {}
     free = a.size
@@ -156,7 +163,7 @@ def _same_course(a: WhileLoop, j: int, b: WhileLoop, k: int) -> bool:
 
 
 def _copy_body(builder: Builder, loop: WhileLoop, state: Sequence[Instruction]) -> Copies:
-    """Copies all but the root and the parameter, whose elements are those of `state`."""
+    """Copies all instructions except the root, the parameter and its reads. `state` replaces the reads."""
     copies = {read: state[k] for read, k in loop.reads.items()}
     left_out = (*loop.body.parameters, loop.body.root)
     rest = [i for i in loop.body.instructions if i not in copies and i not in left_out]
@@ -172,7 +179,7 @@ def _copy_condition(loop: WhileLoop, initial: Instruction, name: str) -> Computa
 
 
 def _redirect(computation: Computation, old: Instruction, new: Instruction, place: Callable[[int], int]) -> None:
-    """Readers of `old`'s result read `new`'s; a reader of the whole tuple gets one rebuilt from it."""
+    """Makes readers of `old`'s result read `new`'s. A reader of the whole tuple gets a rebuilt tuple."""
     whole: Instruction | None = None
     for user in computation.users()[old]:
         if user.opcode == "get-tuple-element":
@@ -186,9 +193,10 @@ def _redirect(computation: Computation, old: Instruction, new: Instruction, plac
 
 
 def split(loop: Instruction, at: int, names: tuple[str, str]) -> tuple[Instruction, Instruction]:
-    """Two loops in the place of `loop`, named so: its first `at` iterations, and the others under its own condition.
+    """Replaces `loop` by two loops called `names`: its first `at` iterations, and the rest under its own condition.
 
-    Invariants enter both as they entered it. Raises PassRefusal where it has no so many iterations that are proved.
+    Invariants enter both loops with their original initial value. Raises PassRefusal if `loop` is not proved to run
+    more than `at` iterations, counted by one counter that only rises or only falls.
     """
     whole = WhileLoop(loop)
     builder = Builder(loop.computation)
@@ -209,10 +217,14 @@ def split(loop: Instruction, at: int, names: tuple[str, str]) -> tuple[Instructi
 
 
 def bounded_condition(loop: WhileLoop, trips: int, state: Any) -> Computation:
-    """A condition over a state of shape `state`, which begins with the elements of `loop`: true for its first `trips`
-    iterations.
+    """Makes a loop condition that is true for the first `trips` iterations of `loop`.
 
-    Raises PassRefusal where the loop is not proved to run longer, or more than one counter decides.
+    Args:
+      state: shape of the loop state that the condition reads. It begins with the elements of `loop`.
+
+    Raises:
+      PassRefusal: the loop is not proved to run more than `trips` iterations, several counters decide its trip count,
+        or the counter does not change in one direction.
     """
     counters, index = loop.counters, loop.induction_index
     if counters is None or index is None or not 0 < trips < len(counters):

@@ -1,8 +1,8 @@
 """`while` loops: state, invariants, trip counts, and scalar integers that follow from the loop counter.
 
-Trip counts are proved, never guessed: the part of the state that the loop condition depends on is executed
-with XLA's integer semantics, from its constant initial values. That covers any counter that `lax.scan`,
-`fori_loop` or `while_loop` can make of constants, up or down, by any step; a loop that depends on anything
+Trip counts are proved, never guessed: `WhileLoop.counters` executes the part of the state that the loop condition
+depends on, from its constant initial values, with XLA's integer semantics. This covers any counter that `lax.scan`,
+`fori_loop` or `while_loop` makes from constants, up or down, with any step. A loop whose condition depends on anything
 else has no proved trip count.
 """
 
@@ -15,7 +15,7 @@ from dhelix.passes.hlo import shapes
 from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.module import Computation, Instruction
 
-_MAX_TRIPS = 20_000  # about 0.2 s of evaluation; micro-batches and layers are far fewer
+_MAX_TRIPS = 20_000  # bounds the evaluation time; real loops over micro-batches or layers are far shorter
 _WIDTH = {shapes.S32: (32, True), shapes.U32: (32, False), shapes.S64: (64, True), shapes.U64: (64, False)}
 _LITERAL = {
     shapes.PRED: "preds",
@@ -37,11 +37,11 @@ _BINARY = {
 
 
 class Unknown(Exception):
-    """The value is not a scalar integer that follows from what is given."""
+    """The value is not a scalar integer that follows from the given values."""
 
 
 def _divide(a: int, b: int) -> int:
-    """Towards zero, as XLA divides."""
+    """Divides towards zero, as XLA does."""
     if b == 0:
         raise Unknown
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
@@ -49,7 +49,7 @@ def _divide(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class WhileLoop:
-    """A `while` over a tuple. Raises PassRefusal for any other, such as JAX makes for a lone array."""
+    """A `while` over a tuple. Raises PassRefusal for other loops, such as JAX's loops over a single array."""
 
     instruction: Instruction
 
@@ -84,11 +84,11 @@ class WhileLoop:
 
     @cached_property
     def invariants(self) -> frozenset[int]:
-        """State elements that the body hands on as they are."""
+        """State elements that the body returns unchanged."""
         return frozenset(n for n, value in enumerate(self.body.root.operands) if self.reads.get(value) == n)
 
     def initial(self, index: int) -> Instruction | None:
-        """The initial value of a state element where it can be named."""
+        """The initial value of a state element; None if the initial state is not a `tuple` instruction."""
         start = self.instruction.operands[0]
         return start.operands[index] if start.opcode == "tuple" else None
 
@@ -99,31 +99,31 @@ class WhileLoop:
 
     @cached_property
     def deciding_indices(self) -> frozenset[int]:
-        """State elements that the trip count follows from: what the condition reads and their sources."""
+        """State elements that decide the trip count: those that the condition reads, and their sources in the body."""
         return self._sources([self.condition.root])
 
     @cached_property
     def induction_index(self) -> int | None:
-        """The loop counter: the only state element that changes among those that decide the trip count."""
+        """The loop counter: the only deciding state element that changes; None if several or none change."""
         changing = self.deciding_indices - self.invariants
         return min(changing) if len(changing) == 1 else None
 
     @cached_property
     def trip_count(self) -> int | None:
-        """How often the body runs, where that follows from constants; else None."""
+        """How often the body runs; None if that does not follow from constants."""
         counters = self.counters
         return None if counters is None else len(counters)
 
     @cached_property
     def counters(self) -> list[dict[int, int]] | None:
-        """For each iteration, the values of the state elements that decide the trip count, at its start."""
+        """For each iteration, the values of the deciding state elements at its start; None if they are not proved."""
         try:
             state = {k: self._initial_value(k) for k in sorted(self.deciding_indices)}
             history: list[dict[int, int]] = []
             while evaluate(self.condition.root, state):
                 history.append(state)
                 state = {k: evaluate(self.body.root.operands[k], state) for k in state}
-                if len(history) == _MAX_TRIPS or state == history[-1]:  # the latter never ends
+                if len(history) == _MAX_TRIPS or state == history[-1]:  # an unchanged state never ends
                     return None
         except Unknown:
             return None
@@ -136,7 +136,7 @@ class WhileLoop:
         return evaluate(value, {})
 
     def index_table(self, value: Instruction) -> list[int] | None:
-        """`value`, a scalar of the body, in each iteration, where counters that start at constants decide it."""
+        """`value`, a scalar of the body, in each iteration; None if it does not follow from constants."""
         if self.counters is None:
             return None
         needed = self._sources([value])
@@ -152,7 +152,7 @@ class WhileLoop:
         return table
 
     def _sources(self, values: Iterable[Instruction]) -> frozenset[int]:
-        """State elements that `values` follow from, in whatever iteration."""
+        """State elements that `values` depend on, over any number of iterations."""
         found: set[int] = set()
         reached = _indices_read(values)
         while reached != found:
@@ -162,7 +162,7 @@ class WhileLoop:
 
 
 def proved_trip_count(loop: Instruction) -> int | None:
-    """Trip count of a `while`; None where it is not proved, or where the loop carries a single array."""
+    """Trip count of a `while`; None if it is not proved or `WhileLoop` does not accept the loop."""
     try:
         return WhileLoop(loop).trip_count
     except PassRefusal:
@@ -170,7 +170,7 @@ def proved_trip_count(loop: Instruction) -> int | None:
 
 
 def _indices_read(values: Iterable[Instruction]) -> set[int]:
-    """State elements that `values` follow from."""
+    """State elements that `values` depend on within one iteration."""
     pending = list(values)
     seen: set[Instruction] = set()
     found: set[int] = set()
@@ -189,7 +189,15 @@ def _reads_parameter(instruction: Instruction) -> bool:
 
 
 def evaluate(value: Instruction, state: Mapping[int, int], known: Mapping[Instruction, int] | None = None) -> int:
-    """A scalar integer or predicate, given elements of the loop state and other values. Raises Unknown."""
+    """Evaluates a scalar integer or predicate.
+
+    Args:
+      state: values of elements of the loop state.
+      known: values of other instructions.
+
+    Raises:
+      Unknown: the value does not follow from these.
+    """
     memo: dict[Instruction, int] = dict(known or {})
     stack = [value]
     while stack:
@@ -249,7 +257,7 @@ def _apply(instruction: Instruction, operands: list[int]) -> int:
 
 
 def _wrap(value: int, element_type: int) -> int:
-    """Two's complement of XLA's fixed-width integers; predicates are 0 or 1."""
+    """Wraps to XLA's fixed-width two's complement integers. Predicates become 0 or 1."""
     if element_type == shapes.PRED:
         return int(bool(value))
     bits, signed = _WIDTH[element_type]

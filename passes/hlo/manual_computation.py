@@ -1,12 +1,12 @@
-"""A `shard_map` in HLO: three instructions that stay together, around a computation of each device's parts of arrays.
+"""A `shard_map` in HLO: three instructions that stay together around a computation on each device's parts of arrays.
 
-    a = custom-call(x), custom_call_target="xla.sdy.GlobalToLocalShape"     x is a whole array, a this device's part
+    a = custom-call(x), custom_call_target="xla.sdy.GlobalToLocalShape"     x: a whole array; a: this device's part
     b = call(a), to_apply=xla.sdy.manual_computation_body
     y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
 
-Attributes of the custom calls say how arrays are split: over which mesh axes each dimension is, and over which axes the
-computation is by hand. A shard_map without operands has no first custom call, one without results no last one.
-docs/lowering.md says what becomes of the three; `shardy_import.py` reads them back.
+Attributes of the custom calls list the mesh axes that split each dimension, and the manual axes. A shard_map without
+operands has no first custom call. A shard_map without results has no last one. docs/lowering.md describes what happens
+to the three instructions; `shardy_import.py` reads them back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ManualComputation:
 
     @property
     def axes(self) -> str:
-        """The mesh axes over which the computation is by hand, as text."""
+        """Text that lists the manual mesh axes."""
         edge = self.to_local or self.to_global
         return "" if edge is None else _attribute(edge, _AXES)
 
@@ -56,7 +56,7 @@ class ManualComputation:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it leaves axes of its mesh to the partitioner, or may leave some."""
+        """Whether some mesh axes are not manual, so the partitioner handles them. True if a mesh is unknown."""
         module = self.call.computation.module
         names = dict.fromkeys(split.mesh for _, split in (*self.operands, *self.results))
         meshes = [mesh_axes(module, name) for name in names]
@@ -64,7 +64,7 @@ class ManualComputation:
 
     @property
     def operands(self) -> list[tuple[Instruction, Split]]:
-        """The whole arrays of which the body gets parts, one for each of its parameters."""
+        """For each parameter of the body: the whole array, and how it is split."""
         if self.to_local is None:
             return []
         listed = splits(_attribute(self.to_local, _IN))
@@ -73,7 +73,7 @@ class ManualComputation:
 
     @property
     def results(self) -> list[tuple[int, Split]]:
-        """For each result the element of what the body returns, and how the whole array is split."""
+        """For each result: its element of the body's result tuple, and how the whole array is split."""
         if self.to_global is None:
             return []
         listed = splits(_attribute(self.to_global, _OUT))
@@ -81,8 +81,10 @@ class ManualComputation:
 
 
 def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
-    """Groups of devices that differ only in where they are along `axes` of a mesh. Raises PassRefusal where the module
-    does not say."""
+    """Groups of devices that differ only in their coordinates along `axes` of mesh `name`.
+
+    Raises PassRefusal if the module does not declare these axes of the mesh.
+    """
     mesh = mesh_axes(module, name)
     if not mesh.keys() >= set(axes):
         raise PassRefusal(f"it is not known which devices are along {', '.join(axes)} of mesh {name}")
@@ -95,17 +97,17 @@ def groups_over(module: HloModule, name: str, axes: Axes) -> list[list[int]]:
 
 
 def is_manual(call: Instruction) -> bool:
-    """Whether a call is the body of a `shard_map`, which the partitioner looks for: it stays a call."""
+    """Whether a call runs the body of a `shard_map`. It must stay a call, because the partitioner looks for it."""
     return call.opcode == "call" and "xla.sdy" in call.called[0].name
 
 
 def stays_a_call(call: Instruction) -> bool:
-    """Whether a call is no function of the program's: a shard_map, or a composite, one operation to the compiler."""
+    """Whether a call must not be inlined: a shard_map, a composite, or a call with the attribute `inlineable`."""
     return "inlineable" in call.proto.frontend_attributes.map or is_manual(call) or call.proto.is_composite
 
 
 def inline_all(computation: Computation) -> None:
-    """Inlines the calls in `computation` and in its loops, but for those that stay; drops what is dead there."""
+    """Inlines calls in `computation` and its loops unless `stays_a_call`, and drops dead code."""
     inline_calls(computation, keep=stays_a_call)
     drop_dead(computation)
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
@@ -113,7 +115,7 @@ def inline_all(computation: Computation) -> None:
 
 
 def manual_computations(computation: Computation) -> list[ManualComputation]:
-    """Those of `computation`, in order. Raises PassRefusal where one is not the chain of three that it should be."""
+    """The shard_maps of `computation`, in order. Raises PassRefusal if one is not a chain of the three instructions."""
     users = computation.users()
     found = []
     for call in filter(is_manual, computation.instructions):
@@ -127,7 +129,7 @@ def manual_computations(computation: Computation) -> list[ManualComputation]:
 
 
 def elements(value: Instruction, users: Mapping[Instruction, Sequence[Instruction]]) -> list[tuple[Instruction, int]]:
-    """What stands for the results of one of the three, and which one each is: its elements, or itself."""
+    """The results of one of the three instructions with their numbers: its tuple elements, or (itself, 0)."""
     return [(i, _index(i)) for i in _parts(value, users)]
 
 
@@ -138,12 +140,12 @@ def make_manual(
     body: Computation,
     results: Sequence[tuple[Any, Split]],
 ) -> tuple[ManualComputation, list[Instruction]]:
-    """Appends a shard_map over the axes of `like`, and returns it and its results.
+    """Appends a shard_map over the manual axes of `like`. Returns the shard_map and its results (whole arrays).
 
     Args:
-      operands: whole arrays, as many as `body` has parameters.
+      operands: one whole array per parameter of `body`, and how it is split.
       body: returns a tuple.
-      results: shapes of the whole arrays, one for each element of that tuple.
+      results: for each element of that tuple the shape of the whole array, and how it is split.
     """
     builder = Builder(computation)
     edge = like.to_local or like.to_global
@@ -165,7 +167,7 @@ def make_manual(
 
 
 def _describe(edge: Instruction, target: str, made: Iterable[Any], name: str, listed: Sequence[Split]) -> None:
-    """Makes what was copied from either end of a shard_map an end of this kind."""
+    """Turns `edge`, a copy of either end of a shard_map, into an end with this target, result shapes and splits."""
     edge.proto.custom_call_target = target
     edge.proto.shape.CopyFrom(shapes.tuple_of(made))
     attributes = edge.proto.frontend_attributes.map

@@ -1,11 +1,11 @@
-"""A module of HLO as a graph of Python objects over `HloModuleProto`.
+"""An HLO module as a graph of Python objects over `HloModuleProto`.
 
-`HloModule.from_bytes` turns ids into references (`instruction.operands`, `instruction.called`), so that
-passes edit pointers and never ids; `to_bytes` numbers what is new and writes references back. Everything that
-the schema does not declare stays in each object's `proto` and is written back as it was.
+`HloModule.from_bytes` turns ids into references (`instruction.operands`, `instruction.called`), so passes edit
+pointers and never ids. `to_bytes` gives ids to new instructions and writes references back as ids. Fields that the
+schema does not declare stay in each object's `proto` and are written back unchanged.
 
-Order is kept: `computation.instructions` holds operands before users, `module.computations` callees before
-callers. A pass may append out of order; `to_bytes` restores the order, moving only what must move.
+`computation.instructions` holds operands before users. `module.computations` holds callees before callers. A pass
+may append out of order: `to_bytes` restores the order and moves only what must move.
 """
 
 import re
@@ -19,13 +19,13 @@ from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 from dhelix.passes.hlo import schema, shapes
 
-_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")  # in the first line of a text
+_COUNTS = re.compile(r"\b(replica_count|num_partitions)=(\d+)")  # in the first line of HLO text
 
-NEW = -1  # id of an instruction that the module has not been written with yet; 0 is a valid id
+NEW = -1  # id of an instruction that `to_bytes` has not numbered yet; 0 is a valid id
 
 
 class Instruction:
-    """One HLO instruction. Compared and hashed by identity; attributes not listed here are in `proto`."""
+    """One HLO instruction, compared and hashed by identity. Attributes that are not listed here are in `proto`."""
 
     __slots__ = ("called", "computation", "control_predecessors", "operands", "proto")
 
@@ -50,7 +50,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where the user's program made it: JAX's name stack, such as `jit(step)/while/body/dot_general`."""
+        """JAX's name stack of the place in the user's program, such as `jit(step)/while/body/dot_general`."""
         return self.proto.metadata.op_name
 
     @property
@@ -63,7 +63,7 @@ class Instruction:
 
 
 class Computation:
-    """A list of instructions with one root; called by instructions of other computations."""
+    """A list of instructions with one root. Instructions of other computations call it."""
 
     __slots__ = ("instructions", "module", "proto", "root")
 
@@ -87,7 +87,7 @@ class Computation:
         return sorted(found, key=lambda i: i.proto.parameter_number)
 
     def users(self) -> dict[Instruction, list[Instruction]]:
-        """Users of every instruction by data flow, each once, in instruction order."""
+        """Maps every instruction to its data-flow users, each listed once, in instruction order."""
         users: dict[Instruction, list[Instruction]] = {i: [] for i in self.instructions}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -95,7 +95,7 @@ class Computation:
         return users
 
     def sort(self) -> None:
-        """Operands and control predecessors before users, otherwise keeping the present order."""
+        """Moves operands and control predecessors before their users. Keeps the present order otherwise."""
         where = f"instructions of {self.name} depend on each other"
         self.instructions = _needed_first(self.instructions, lambda i: i.operands + i.control_predecessors, where)
 
@@ -107,7 +107,7 @@ class HloModule:
     """A parsed module. `schedule` maps computations to instruction sequences; empty before scheduling.
 
     Attributes:
-      device_counts: of how many replicas, and of how many partitions each; both 0 where the module does not say.
+      device_counts: (number of replicas, number of partitions); both 0 if the module does not say.
     """
 
     def __init__(self, source: bytes, origin: str = "the input") -> None:
@@ -121,7 +121,7 @@ class HloModule:
         assigned = self.proto.device_assignment
         self.device_counts: tuple[int, int] = assigned.replica_count, assigned.computation_count
         self.computations = [Computation(proto, self) for proto in self.proto.computations]
-        del self.proto.computations[:]  # the objects hold them from here on
+        del self.proto.computations[:]  # from here on the Computation objects hold them
         self._last_computation = max((c.id for c in self.computations), default=0)
         try:
             by_id = _by_id(self.computations)
@@ -140,7 +140,7 @@ class HloModule:
                 "missing or there twice; give a whole HloModuleProto, as --xla_dump_hlo_as_proto writes it"
             ) from None
         reachable = self._callees([self.entry])
-        self._unused = [c for c in self.computations if c not in reachable]  # not by us, so they stay
+        self._unused = [c for c in self.computations if c not in reachable]  # unused in the input: kept
 
     @classmethod
     def from_bytes(cls, source: bytes) -> "HloModule":
@@ -148,13 +148,15 @@ class HloModule:
 
     @classmethod
     def from_text(cls, text: str) -> "HloModule":
-        """Parses HLO text as XLA prints it. Raises DhelixError with XLA's message when it does not parse."""
+        """Parses HLO text as XLA prints it. Raises DhelixError with XLA's message if the text does not parse."""
         return cls.of_parsed_text(jax_compat.parse_hlo_text(text), text)
 
     @classmethod
     def of_parsed_text(cls, source: bytes, text: str) -> "HloModule":
-        """The module that XLA's parser made of `text`, with what the text says and the serialized form has no place
-        for."""
+        """Reads `source`, the bytes that XLA's parser made from `text`.
+
+        Takes the device counts from the header of `text`, because `source` lacks them.
+        """
         module = cls(source, "the HLO text")
         header = text[max(text.find("HloModule "), 0) :].partition("\n")[0]
         said = {name: int(number) for name, number in _COUNTS.findall(header)}
@@ -178,9 +180,9 @@ class HloModule:
 
     @classmethod
     def from_proto(cls, data: bytes, origin: str = "the input") -> "HloModule":
-        """Reads a serialized HloModuleProto, or what XLA wraps one in: HloProto (`.hlo.pb`) or HloSnapshot.
+        """Reads a serialized HloModuleProto, or an HloProto (`.hlo.pb`) or HloSnapshot that wraps one.
 
-        Raises DhelixError when `data` is none of these, or is cut short.
+        Raises DhelixError if `data` is none of these or is cut short.
         """
         candidate: bytes | None = data
         while candidate is not None:
@@ -198,7 +200,7 @@ class HloModule:
 
     @property
     def partitions(self) -> int:
-        """How many devices it is partitioned over; 0 where it does not say, or runs on replicas too."""
+        """Number of partitions if the module has one replica; 0 if it has more or does not say."""
         found = self.proto.device_assignment
         return found.computation_count if found.replica_count == 1 else 0
 
@@ -216,7 +218,7 @@ class HloModule:
         return copy
 
     def unique_name(self, base: str) -> str:
-        """`base`, trailing numbers dropped, with a number that nothing of that name in the module has."""
+        """Returns `base` without its trailing numbers, plus a number that makes the name unique in the module."""
         self.reserve_names()
         assert self._names is not None
         stem = re.sub(r"(\.\d+)+$", "", base) or "value"
@@ -224,7 +226,7 @@ class HloModule:
         return f"{stem}.{self._names[stem]}"
 
     def reserve_names(self) -> None:
-        """Call it before taking instructions out of a computation, or others may get their names."""
+        """Registers all names. Call it before removing instructions, so that new ones do not get their names."""
         if self._names is None:
             self._names = {}
             for computation in self.computations:
@@ -241,14 +243,14 @@ class HloModule:
             self._names.setdefault(name, 0)
 
     def new_computation(self, base: str) -> Computation:
-        """An empty computation, to be filled by a Builder. `to_bytes` drops it if nothing calls it."""
+        """Adds an empty computation, which a Builder fills. `to_bytes` drops it if nothing calls it."""
         self._last_computation += 1
         computation = Computation(schema.ComputationProto(name=self.unique_name(base), id=self._last_computation), self)
         self.computations.append(computation)
         return computation
 
     def to_bytes(self) -> bytes:
-        """The module as bytes: the input's own when nothing changed, else a deterministic serialisation."""
+        """Serializes the module deterministically. Returns the input's own bytes if nothing changed."""
         self._arrange()
         proto = schema.ModuleProto()
         proto.CopyFrom(self.proto)
@@ -275,7 +277,7 @@ class HloModule:
 
     @staticmethod
     def _callees(roots: Iterable[Computation]) -> dict[Computation, list[Computation]]:
-        """What each computation calls, for the roots and all that they reach."""
+        """Maps the roots and every computation that they reach to the computations that each calls."""
         found: dict[Computation, list[Computation]] = {}
         pending = list(roots)
         while pending:
@@ -286,10 +288,10 @@ class HloModule:
         return found
 
     def _arrange(self) -> None:
-        """Orders computations callee first, drops those that a pass left unused, numbers new instructions."""
+        """Puts callees before callers, drops computations that a pass left unused, numbers new instructions."""
         callees = self._callees([self.entry, *self._unused])
         present = {c: None for c in self.computations if c in callees}
-        present.update(dict.fromkeys(callees))  # what an earlier call dropped may be in use again
+        present.update(dict.fromkeys(callees))  # a computation that an earlier call dropped may be in use again
         circle = f"computations of {self.name} call each other"
         self.computations = _needed_first(list(present), lambda c: callees[c], circle)
         self.schedule = {c: s for c, s in self.schedule.items() if c in callees}
@@ -304,7 +306,7 @@ class HloModule:
 
 
 def _by_id(objects: list[Any]) -> dict[int, Any]:
-    """Objects by the id in their proto. Raises KeyError when two share one."""
+    """Maps the id in each object's proto to the object. Raises KeyError if two objects share an id."""
     found = {o.proto.id: o for o in objects}
     if len(found) != len(objects):
         seen: set[int] = set()
@@ -346,7 +348,7 @@ def _write_computation(computation: Computation, proto: Any) -> None:
 
 
 def _describe(computation: Computation, program: Any) -> None:
-    """Writes a computation's signature where it changed; else its layouts and names stay."""
+    """Writes a computation's signature if its shapes changed; otherwise keeps the recorded layouts and names."""
     parameters = computation.parameters
     wanted = [*(p.shape for p in parameters), computation.root.shape]
     known = [*program.parameters, program.result]
@@ -360,7 +362,7 @@ def _describe(computation: Computation, program: Any) -> None:
 def _needed_first[T: Computation | Instruction](
     items: list[T], needs: Callable[[T], Iterable[T]], circle: str
 ) -> list[T]:
-    """`items` with what each needs before it, else in their order. Needs outside `items` do not count."""
+    """Sorts `items` so that each comes after those that it needs. Ignores needs outside `items`."""
     placed: set[T] = set()
     for item in items:
         if not placed.issuperset(needs(item)):

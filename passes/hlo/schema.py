@@ -1,9 +1,9 @@
 """The part of XLA's `hlo.proto` and `xla_data.proto` that the passes read or write.
 
-No maintained package ships Python classes for these files, so the few messages needed are declared here
-with protobuf descriptors. Undeclared fields ride along as unknown fields and are written back untouched.
-Field numbers are XLA's (xla/service/hlo.proto, xla/xla_data.proto); they are never reused by XLA, so this
-schema reads modules of any version.
+No maintained package ships Python classes for these files, so this module declares the few needed messages with
+protobuf descriptors. Undeclared fields are kept as unknown fields and written back untouched. Field numbers are
+XLA's (xla/service/hlo.proto, xla/xla_data.proto). XLA never reuses a field number, so this schema reads modules of
+any version.
 """
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -22,7 +22,7 @@ _KINDS = {
     "bytes": _F.TYPE_BYTES,
 }
 
-# message -> (field, number, type); a trailing "*" means repeated, "map<k,v>" a map.
+# message -> (field, number, type). A trailing "*" means repeated; "map<k,v>" means a map.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "Hlo": (("hlo_module", 1, "bytes"),),
     "Tile": (("dimensions", 1, "int64*"),),
@@ -218,7 +218,7 @@ Shape = _CLASSES["Shape"]
 
 
 def wrapped(data: bytes) -> bytes | None:
-    """The module of an HloProto, which is what `--xla_dump_hlo_as_proto` writes, or the HloProto of an HloSnapshot."""
+    """The module inside an HloProto (written by `--xla_dump_hlo_as_proto`), or the HloProto inside an HloSnapshot."""
     try:
         return HloProto.FromString(data).hlo_module or None
     except DecodeError:

@@ -1,4 +1,4 @@
-"""`Shape` messages: `element_type`, `dimensions` and, for tuples, `tuple_shapes`. Sizes are in bytes."""
+"""Helpers for `Shape` messages: `element_type`, `dimensions` and, for tuples, `tuple_shapes`. Sizes are in bytes."""
 
 import math
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ _TYPES: dict[int, tuple[str, int]] = {
 
 def scalar(element_type: int) -> Any:
     shape = Shape(element_type=element_type)
-    shape.layout.SetInParent()  # XLA reads no literal without a layout, be it that of a scalar
+    shape.layout.SetInParent()  # XLA rejects a literal without a layout, even for a scalar
     return shape
 
 
 def array(element_type: int, dimensions: Iterable[int]) -> Any:
-    """An array in the plain layout, its last dimension the minor one."""
+    """An array shape in the default layout: the last dimension is the minor one."""
     sizes = list(dimensions)
     shape = Shape(element_type=element_type, dimensions=sizes)
     shape.layout.minor_to_major.extend(reversed(range(len(sizes))))
@@ -68,7 +68,7 @@ def text(shape: Any) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal element types and dimensions; layouts are the compiler's business and do not count."""
+    """Whether element types and dimensions are equal. Ignores layouts, which the compiler chooses."""
     if a.element_type != b.element_type or a.dimensions != b.dimensions:
         return False
     if a.element_type != TUPLE:

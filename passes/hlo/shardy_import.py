@@ -1,6 +1,6 @@
-"""Shardy's operations, rebuilt in a StableHLO module that came back from HLO.
+"""Rebuilds Shardy's operations in a StableHLO module that was converted back from HLO.
 
-On the way from StableHLO to HLO, Shardy's dialect is written as custom calls and frontend attributes:
+The conversion from StableHLO to HLO writes Shardy's dialect as custom calls and frontend attributes:
 
     %y = sdy.sharding_constraint %x <@mesh, [{"dp"}, {}]>
       -> y = custom-call(x), custom_call_target="Sharding", frontend_attributes={xla.sdy.sharding="..."}
@@ -9,12 +9,13 @@ On the way from StableHLO to HLO, Shardy's dialect is written as custom calls an
          b = call(a), to_apply=xla.sdy.manual_computation_body
          y = custom-call(b), custom_call_target="xla.sdy.LocalToGlobalShape"
 
-XLA reads that form only from programs that are in it throughout, and the arguments and results of a program
-that JAX lowers are not. So `import_shardy` turns it back into the dialect: the program as JAX would write it.
+XLA reads this form only if the whole program uses it, but the arguments and results of a program that JAX lowers do
+not. So `import_shardy` converts the form back into the dialect, as JAX would write the program.
 
-HLO passes may clone, move and rename these instructions, with three conditions: the three instructions of a
-manual computation stay together as a chain; its callee keeps `manual_computation_body` in its name; and a
-`LocalToGlobalShape` takes results of one call only.
+HLO passes may clone, move and rename these instructions under three conditions:
+- The three instructions of a manual computation stay together as a chain.
+- Its callee keeps `manual_computation_body` in its name.
+- A `LocalToGlobalShape` takes results of one call only.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ FRONTEND_ATTRIBUTES = "mhlo.frontend_attributes"
 _BODY_NAME = "manual_computation_body"
 _TO_LOCAL = "xla.sdy.GlobalToLocalShape"
 _TO_GLOBAL = "xla.sdy.LocalToGlobalShape"
-# Drops functions that nothing calls: the converter leaves behind the loop bodies that it inlined.
+# Drops functions that nothing calls. The converter leaves the loop bodies that it inlined.
 _DROP_UNUSED = "symbol-dce"
-# xla.sdy.sharding and xla.sdy.meshes become sdy.sharding attributes and sdy.mesh operations.
+# Turns xla.sdy.sharding and xla.sdy.meshes into sdy.sharding attributes and sdy.mesh operations.
 _IMPORT_ATTRIBUTES = "xla-sdy-round-trip-import-shardy-attrs"
 
 
 class ShardyImportError(DhelixError):
-    """The HLO form of a manual computation (shard_map) was taken apart, so it cannot be read back."""
+    """A pass took apart the HLO form of a manual computation (shard_map), so it cannot be read back."""
 
 
 def import_shardy(module: ir.Module) -> None:
-    """Rebuild Shardy's operations in `module`, in place. The module's MLIR context must be entered."""
+    """Rebuilds Shardy's operations in `module`, in place. The caller has entered the module's MLIR context.
+
+    Raises ShardyImportError if a pass took apart the three instructions of a shard_map.
+    """
     _run(module, _DROP_UNUSED)
     for op in _collect(module, lambda op: op.name == "stablehlo.custom_call"):
         _drop_empty_tilings(op)
@@ -59,7 +63,7 @@ def import_shardy(module: ir.Module) -> None:
 
 
 def _speaks_shardy(module: ir.Module) -> bool:
-    """Whether Shardy's form is in it. From a program lowered for GSPMD, XLA's pass would take away all shardings."""
+    """Whether the module uses Shardy's form. XLA's pass would remove all shardings of a program lowered for GSPMD."""
 
     def speaks(op: ir.Operation) -> bool:
         said = ir.DictAttr(op.attributes[FRONTEND_ATTRIBUTES]) if FRONTEND_ATTRIBUTES in op.attributes else ()
@@ -78,7 +82,7 @@ def _run(module: ir.Module, mlir_pass: str) -> None:
 
 
 def _drop_empty_tilings(op: ir.Operation) -> None:
-    """Forget tilings that say nothing: plugins read a version of StableHLO that has no tilings."""
+    """Drops empty tilings, because plugins read a version of StableHLO without tilings."""
     for name in ("operand_tilings", "result_tilings"):
         tilings = ir.ArrayAttr(op.attributes[name]) if name in op.attributes else []
         if tilings and not any(len(ir.ArrayAttr(tiling)) for tiling in tilings):
@@ -94,9 +98,9 @@ def _has_tuple_result(op: ir.Operation) -> bool:
 
 
 def _split_tuple(op: ir.Operation) -> None:
-    """A custom call of several results, as StableHLO has it, for one of a tuple, as HLO has it.
+    """Replaces a custom call with a tuple result (HLO's form) by one with several results (StableHLO's form).
 
-    Attributes that hold one entry per result (layouts, shardings, sharding rules) fit the former only.
+    Attributes with one entry per result (layouts, shardings, sharding rules) fit only StableHLO's form.
     """
     tuple_type = ir.TupleType(op.results[0].type)
     attributes = {op.attributes[i].name: op.attributes[i].attr for i in range(len(op.attributes))}
@@ -134,7 +138,7 @@ def _is_manual_computation(op: ir.Operation) -> bool:
 
 
 def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
-    """Replace to-local, call and to-global by one sdy.manual_computation holding a copy of the callee."""
+    """Replaces to-local, call and to-global by one sdy.manual_computation that holds a copy of the callee."""
     to_local = _single((_producer(operand) for operand in call.operands), call, _TO_LOCAL)
     to_global = _single((user for result in call.results for user in _users(result)), call, _TO_GLOBAL)
     boundary = to_local or to_global
@@ -173,7 +177,7 @@ def _import_manual_computation(module: ir.Module, call: ir.Operation) -> None:
 
 
 def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputationOp, returned: list[int]) -> None:
-    """Fill the region of `manual` with a copy of the called function that returns its results `returned`."""
+    """Fills the region of `manual` with a copy of the callee that returns only its results number `returned`."""
     name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
     function = next(op.operation for op in module.body.operations if _is_function(op.operation, name))
     copied = function.clone(ip=ir.InsertionPoint.at_block_begin(module.body))
@@ -187,7 +191,7 @@ def _move_body(module: ir.Module, call: ir.Operation, manual: sdy.ManualComputat
 
 
 def _single(ops: Iterator[ir.Operation | None], call: ir.Operation, target: str) -> ir.Operation | None:
-    """The one custom call with this target among `ops`; None if `ops` is empty."""
+    """The single custom call that all of `ops` are; None if `ops` is empty. Raises ShardyImportError otherwise."""
     found: list[ir.Operation] = []
     for op in ops:
         if op is None or not _is_custom_call(op, target):

@@ -1,9 +1,9 @@
-"""Stacks: arrays with one slot per iteration along dimension 0, such as residuals, read or written slot by slot.
+"""Stacks: arrays with one slot per iteration along dimension 0, such as residuals. Loops access them slot by slot.
 
     slot   = bf16[1, ...] dynamic-slice(stack, index, 0, ...)
     stack' = bf16[L, ...] dynamic-update-slice(stack, slot, index, 0, ...)
 
-Which slots a loop touches follows from its proved counters (`WhileLoop.index_table`).
+The proved counters of a loop say which slots it touches (`WhileLoop.index_table`).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from dhelix.passes.hlo.constraints import is_sharding_constraint
 from dhelix.passes.hlo.loops import WhileLoop
 from dhelix.passes.hlo.module import Instruction
 
-_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # which operand says where, along dimension 0
+_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}  # operand number of the start index along dimension 0
 
 
 def is_one_slot(part: Any, stack: Any) -> bool:
@@ -35,7 +35,7 @@ def starts_at_zero(indices: list[Instruction]) -> bool:
 def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
     """The dynamic slices of one slot that read state element `element`.
 
-    Raises PassRefusal where anything else but the root reads it.
+    Raises PassRefusal if any other instruction except the root reads it.
     """
     stack = loop.instruction.shape.tuple_shapes[element]
     if sum(loop.reads.get(value) == element for value in loop.body.root.operands) > 1:
@@ -55,9 +55,9 @@ def slot_reads(loop: WhileLoop, element: int) -> list[Instruction]:
 
 
 def slot_write(loop: WhileLoop, element: int) -> Instruction:
-    """The dynamic update of one slot that makes state element `element`, which nothing else touches.
+    """The dynamic update of one slot that makes the new value of state element `element`.
 
-    Raises PassRefusal where it is made or read in any other way.
+    Raises PassRefusal if anything else in the body makes, reads or updates the element.
     """
     users, root = loop.body.users(), loop.body.root
     write = root.operands[element]
@@ -75,7 +75,10 @@ def slot_write(loop: WhileLoop, element: int) -> Instruction:
 
 
 def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
-    """Slots of state element `element` that the loop reads or writes; None where it does not change them one by one."""
+    """Slots of state element `element` that the loop reads or writes.
+
+    None if the loop does not update them one by one, or if their indices are not proved to be in range.
+    """
     root = loop.body.root
     write = root.operands[element]
     if write.opcode != "dynamic-update-slice" or loop.reads.get(write.operands[0]) != element:
@@ -91,19 +94,19 @@ def slots_changed(loop: WhileLoop, element: int) -> set[int] | None:
                 return None
             table = loop.index_table(user.operands[_INDEX[user.opcode]])
             if table is None or not all(0 <= slot < read.shape.dimensions[0] for slot in table):
-                return None  # XLA would take the nearest slot that there is
+                return None  # XLA clamps an index out of range to the nearest slot
             touched.update(table)
     return touched
 
 
 def mirrored(builder: Builder, index: Instruction, slots: int) -> Instruction:
-    """The index of the same slot in a stack that is stored the other way round."""
+    """The index of the same slot in a stack stored in reverse order."""
     last = builder.scalar(slots - 1, index.shape.element_type)
     return builder.binary("subtract", last, index)
 
 
 def mirror_reads(loop: WhileLoop, element: int) -> None:
-    """The loop finds the stack stored the other way round."""
+    """Makes the loop read a stack that is stored in reverse order."""
     builder = Builder(loop.body)
     slots = loop.instruction.shape.tuple_shapes[element].dimensions[0]
     for read in slot_reads(loop, element):
@@ -112,9 +115,9 @@ def mirror_reads(loop: WhileLoop, element: int) -> None:
 
 
 def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
-    """The loop that alone reads element `element` of `source`'s result, and as which element; it is not read again.
+    """Returns the only loop that reads element `element` of `source`'s result, and its index in the loop state.
 
-    Raises PassRefusal where it is read in any other way.
+    Raises PassRefusal if anything else reads it, or if anything reads the loop's result for it.
     """
     users = source.computation.users()
     if any(u.opcode != "get-tuple-element" for u in users[source]):
@@ -134,26 +137,26 @@ def last_reader(source: Instruction, element: int) -> tuple[WhileLoop, int]:
 
 
 def is_empty(value: Instruction | None) -> bool:
-    """Whether all slots of a stack are filled with one number."""
+    """Whether a stack is a broadcast of one number."""
     return value is not None and value.opcode == "broadcast" and shapes.element_count(value.operands[0].shape) == 1
 
 
 def is_zero(value: Instruction) -> bool:
-    """Whether a scalar constant is zero, of either sign; of types of 8 bits and less that is not read."""
+    """Whether a scalar constant is zero, of either sign. False for types of 8 bits or less."""
     literal = value.proto.literal
     numbers = [*literal.f32s, *literal.f64s, *literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
-    halves = literal.f16s + literal.bf16s  # of each the second byte holds the sign
+    halves = literal.f16s + literal.bf16s  # the second byte of each number holds the sign
     numbers += [byte & 0x7F if n % 2 else byte for n, byte in enumerate(halves)]
     return value.opcode == "constant" and bool(numbers) and not any(numbers)
 
 
 def is_constant(value: Instruction) -> bool:
-    """Whether an array is one number, the same everywhere and on all devices."""
+    """Whether an array is a broadcast of one constant, so it is equal on all devices."""
     return value.opcode == "broadcast" and value.operands[0].opcode == "constant" and not value.proto.dimensions
 
 
 def zeros_behind(value: Instruction) -> Instruction | None:
-    """The broadcast of zero that an array is, as the program says, perhaps behind sharding constraints."""
+    """The broadcast of a zero constant that `value` is, perhaps behind sharding constraints; None if it is not one."""
     while is_sharding_constraint(value):
         value = value.operands[0]
     filled = value.opcode == "broadcast" and not value.operands[0].shape.dimensions
@@ -161,17 +164,17 @@ def zeros_behind(value: Instruction) -> Instruction | None:
 
 
 def resized(builder: Builder, filler: Instruction, slots: int) -> Instruction:
-    """A stack of so many slots, filled as `filler` is (`is_empty`)."""
+    """A stack of `slots` slots with the same fill as `filler` (see `is_empty`)."""
     made = builder.copy(filler, filler.operands)
     made.shape.dimensions[0] = slots
     return made
 
 
 def resize(loop: Instruction, element: int, start: Instruction, moved: int | Instruction = 0) -> None:
-    """State element `element` starts as `start`, a stack of more or fewer slots; what was slot s is slot s + `moved`.
+    """Makes `start`, a stack of more or fewer slots, the initial value of state element `element`.
 
-    `moved` may be a value of the body. The caller proved that the loop touches one slot at a time, if any, and only
-    such as there are in `start`. What is replaced is left to `drop_dead`.
+    The old slot s becomes slot s + `moved`; `moved` may be a value of the body. The caller has proved that each access
+    of the loop touches one slot, and that this slot exists in `start`. Replaced instructions stay until `drop_dead`.
     """
     slots = start.shape.dimensions[0]
     body, condition = loop.called
@@ -198,7 +201,7 @@ def resize(loop: Instruction, element: int, start: Instruction, moved: int | Ins
 
 def _moved(builder: Builder, index: Instruction, by: int | Instruction) -> Instruction:
     if isinstance(by, int):
-        bits = {shapes.U32: 32, shapes.U64: 64}.get(index.shape.element_type)  # these wrap around
+        bits = {shapes.U32: 32, shapes.U64: 64}.get(index.shape.element_type)  # unsigned indices wrap around
         return builder.binary("add", index, builder.scalar(by % 2**bits if bits else by, index.shape.element_type))
     if by.shape.element_type != index.shape.element_type:
         by = builder.make("convert", index.shape, [by])
@@ -211,13 +214,13 @@ def stack_of(part: Any, slots: int) -> Any:
 
 
 def stack(builder: Builder, parts: Sequence[Instruction]) -> Instruction:
-    """A stack of `parts`, which have one shape."""
+    """A stack of `parts`, which all have the same shape."""
     slots = [builder.make("reshape", stack_of(part.shape, 1), [part]) for part in parts]
     return builder.make("concatenate", stack_of(parts[0].shape, len(parts)), slots, dimensions=[0])
 
 
 def read_slot(builder: Builder, whole: Instruction, index: Instruction, part: Any) -> Instruction:
-    """Slot `index` of a stack of arrays of shape `part`."""
+    """Reads slot `index` of the stack `whole`. Returns an array of shape `part`."""
     at = [index, *_zeros(builder, index, len(part.dimensions))]
     sizes = [1, *part.dimensions]
     slot = builder.make("dynamic-slice", stack_of(part, 1), [whole, *at], dynamic_slice_sizes=sizes)
@@ -225,14 +228,14 @@ def read_slot(builder: Builder, whole: Instruction, index: Instruction, part: An
 
 
 def write_slot(builder: Builder, whole: Instruction, part: Instruction, index: Instruction) -> Instruction:
-    """The stack with `part` in slot `index`."""
+    """Returns the stack `whole` with `part` in slot `index`."""
     slot = builder.make("reshape", stack_of(part.shape, 1), [part])
     at = [index, *_zeros(builder, index, len(part.shape.dimensions))]
     return builder.make("dynamic-update-slice", whole.shape, [whole, slot, *at])
 
 
 def static_slot(builder: Builder, whole: Instruction, index: int) -> Instruction:
-    """Slot `index` of a stack."""
+    """Reads slot `index`, known at compile time, of the stack `whole`."""
     sizes = whole.shape.dimensions[1:]
     limits = [(index, index + 1), *((0, size) for size in sizes)]
     ranges = [{"start": start, "limit": limit, "stride": 1} for start, limit in limits]

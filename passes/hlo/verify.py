@@ -1,7 +1,7 @@
-"""The checks that every pass's input and output must meet; each failure names the instruction.
+"""Checks that every pass's input and output must satisfy. Each failure names the instruction.
 
-XLA verifies modules too, but inside the compiler, where a failure ends the user's job. Here a module that
-does not hold is dropped and the one before it used.
+XLA verifies modules too, but inside the compiler, where a failure ends the user's job. Here an invalid module is
+dropped and the module before the pass is used.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,16 @@ class HloVerifyError(DhelixError):
 
 
 def verify(module: HloModule, may_share: bool = False) -> None:
-    """Raises HloVerifyError naming the first instruction that breaks a rule. Linear in the module.
+    """Checks the whole module, in time linear in its size.
 
     Args:
-      may_share: whether loops, branches and calls may have computations in common, as inside XLA between the
-        partitioner and the flattening of its call graph.
+      may_share: whether loops and fusions may share computations. They do inside XLA, between the partitioner and the
+        pass that flattens the call graph.
+
+    Raises:
+      HloVerifyError: names the first instruction that breaks a rule.
     """
-    computation_names: set[str] = set()  # instructions may have the same: XLA keeps the two apart
+    computation_names: set[str] = set()  # an instruction may have the name of a computation: XLA keeps the two apart
     names: set[str] = set()
     known: set[Computation] = set()
     owners: dict[Computation, Instruction] = {}
@@ -42,7 +45,7 @@ def verify(module: HloModule, may_share: bool = False) -> None:
 
 
 def verify_sequence(computation: Computation, sequence: list[Instruction]) -> None:
-    """A schedule is a permutation of the instructions; operands and control predecessors come first."""
+    """Checks that a schedule holds each instruction once, after its operands and control predecessors."""
     members = set(computation.instructions)
     done: set[Instruction] = set()
     for instruction in sequence:
@@ -62,7 +65,7 @@ def verify_sequence(computation: Computation, sequence: list[Instruction]) -> No
 
 
 def _check_coverage(module: HloModule) -> None:
-    """In a scheduled module the entry, loops, branches and calls that it reaches each have a sequence."""
+    """Checks that the entry, loops, branches and callees that it reaches all have a schedule."""
     pending: list[tuple[Computation, Instruction | None]] = [(module.entry, None)]
     done: set[Computation] = set()
     while pending:
@@ -79,7 +82,7 @@ def _check_coverage(module: HloModule) -> None:
 
 
 def same_signature(a: HloModule, b: HloModule) -> bool:
-    """Whether two modules take and return the same shapes."""
+    """Whether two modules have the same parameter shapes and the same result shape."""
     before, after = a.entry.parameters, b.entry.parameters
     return (
         len(before) == len(after)
@@ -94,7 +97,7 @@ def _check_computation(
     known: set[Computation],
     owners: dict[Computation, Instruction] | None,
 ) -> None:
-    """`owners`: who runs each computation; None where several may."""
+    """`owners`: the loop or fusion that owns each computation; None if computations may be shared."""
     late = f"which is not before it in {computation.name}"
     seen: set[Instruction] = set()
     for instruction in computation.instructions:
@@ -213,7 +216,7 @@ def _error(instruction: Instruction, message: str) -> HloVerifyError:
 
 
 _PAIRS = ("all-gather", "all-reduce", "collective-permute", "copy", "send", "recv", "async")
-# opcode -> operands that it has at least
+# opcode -> least number of operands
 _LEAST = {
     **{"dot": 2, "dynamic-update-slice": 2, "scatter": 3, "async-update": 1},
     **{f"{opcode}-done": 1 for opcode in _PAIRS},
@@ -221,7 +224,7 @@ _LEAST = {
     **dict.fromkeys(("collective-broadcast", "ragged-all-to-all", "send", "copy", "copy-start"), 1),
     **dict.fromkeys(("all-gather-start", "all-reduce-start", "collective-permute-start"), 1),
 }
-_OWNERS = ("while", "fusion")  # each has bodies of its own
+_OWNERS = ("while", "fusion")  # opcodes whose called computations belong to one instruction
 
 # opcode -> number of operands, number of called computations (None: any), further check
 _CHECKS: dict[str, tuple[int | None, int | None, Callable[[Instruction], None]]] = {

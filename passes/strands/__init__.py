@@ -1,1 +1,1 @@
-"""LOWERED passes: a loop over micro-batches becomes two strands, and what makes these fit together."""
+"""LOWERED passes that turn a loop over micro-batches into two strands, and that prepare or complete this."""

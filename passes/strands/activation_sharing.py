@@ -1,33 +1,32 @@
-"""One buffer of residuals for both strands: going forward, a strand fills the slots that the other frees.
+"""Shares one buffer of residuals between both strands: forward writes the slots that backward frees.
 
 Before, in the merged layer loop (L layers; residuals of each kind are stacked, bf16[L, ...]):
     a   = dynamic-slice(old_stack, L-1-l)          backward of alpha reads layer L-1-l
     new = dynamic-update-slice(new_stack, r, l)    forward of beta writes layer l; new_stack starts as zeros
 After:
-    slot    = flip ? l : L-1-l                     every other micro-batch is stored the other way round
+    slot    = flip ? l : L-1-l                     every other micro-batch is stored in reverse order
     a       = dynamic-slice(stack, slot)
-    x       = f(a, dy)                             elementwise, for products alone: read where it is, not copied first
-    x, stack = opt-barrier(x, stack)               or copy insertion would copy the whole stack (facts below)
+    x       = f(a, dy)                             elementwise, read by dots alone
+    x, stack = opt-barrier(x, stack)               keeps copy insertion from copying the whole stack
     stack   = dynamic-update-slice(stack, r, slot)
 
 Contract
-    Consumes  the loop that strand_duplication made: a state element of the strand loop that goes into the
-              merged layer loop, is read there by slices only, and is replaced by a stack written slot by
-              slot.
-    Makes     one stack instead of two; `flip` is new state of the strand loop, and turns with each
-              micro-batch. B(M-1) after the loop reads its slots by the final flip, which is known: M is.
-              Of skewed strands (`strand_skew`) the first layers' stacks live one micro-batch longer: two that take
-              turns become the halves of one array, and `base`, new state too, says which half is in turn.
-    Leaves    a stack that is used in any other way; says which and why.
+    Consumes  the loop that strand_duplication made: a state element of the strand loop that enters the merged layer
+              loop, is read there only by slices, and is replaced by a stack that is written slot by slot.
+    Makes     one stack instead of two. `flip` is a new state element of the strand loop that changes with each
+              micro-batch. B(M-1) after the loop reads its slots by the final flip, which is known because M is.
+              In skewed strands (`strand_skew`) the stacks of the first layers live one micro-batch longer. Their two
+              alternating stacks become the halves of one array. `base`, also new state, says which half is in use.
+    Leaves    a stack that is used in any other way, with a note that gives the reason.
 
-Why it is legal: the index tables of both accesses are computed from the proved loop counters. The read table
-is a permutation of the slots and the write table is its mirror image, so that with the mirror of one strand
-the two coincide: each slot is read, then written, once per pair of micro-batches; what is read was stored by
-the same rule.
-Costs: what stands at the barrier is materialised: what elementwise operations make of residuals where products alone
-read that, since it is then an array anyhow; otherwise a slice of each residual, which is a copy. Copy insertion cannot
-see that a slot is read before it is written and would copy 1 GiB per layer iteration at Llama-8B shapes without it.
-DHelix section 4.3.
+Why it is legal: the index tables of both accesses follow from the proved loop counters. The read table is a permutation
+of the slots, and the write table is its mirror image. When one strand's indices are mirrored, both tables are equal:
+each slot is read, then written, once per pair of micro-batches. Every read uses the order in which its stack was
+stored.
+Cost: the barrier materializes its operands. If only dots read the elementwise results of residuals, these results are
+guarded, since they are arrays anyhow. Otherwise the slices are guarded, which copies each residual. Without the
+barrier, copy insertion cannot see that a slot is read before it is written, and copies the whole stack in each layer.
+DHelix section 4.3 (arXiv 2411.15871).
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ from dhelix.passes.hlo.stacks import (
 )
 
 _ELEMENTWISE = ELEMENTWISE | {"and", "not", "or", "reshape"}
-_MOST_MADE = 2  # bytes that stand at a barrier, in units of what the residuals have
+_MOST_MADE = 2  # bytes of guarded values per byte of residuals
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,13 @@ class Stack:
 
     Attributes:
       old: element of the merged loop that backward reads.
-      new: element that forward writes.
+      new: element of the merged loop that forward writes.
+      reads: the slices of `old`.
+      write: the update that makes `new`.
+      slots: number of slots, one per layer.
       outer: element of the strand loop that enters as `old`.
-      waiting: element of the strand loop that `new` is handed to, where it waits for one more micro-batch before it
-        becomes `outer`: of skewed strands. None: it is `outer`.
+      waiting: in skewed strands, the element of the strand loop that holds `new` for one more micro-batch before it
+        becomes `outer`. None: `new` becomes `outer` at once.
     """
 
     old: int
@@ -76,10 +78,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class _Guard:
-    """What must be there before slots of these stacks are written.
+    """A barrier: its values must be computed before slots of its stacks are written.
 
     Attributes:
-      made: residuals and what was made of them; it may read what the barrier guards.
+      stacks: the stacks whose writes wait.
+      values: the guarded values.
+      made: residuals and elementwise results of them. These read the values directly, not behind the barrier.
     """
 
     stacks: tuple[Stack, ...]
@@ -131,10 +135,11 @@ def _share(strands: Instruction, layers: Instruction, context: PassContext) -> b
 
 
 def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[int, int, int | None]]:
-    """Stacks of one slot per layer that enter the merged loop from the strand loop, and leave it replaced.
+    """Stacks of one slot per layer that enter the merged loop from the strand loop, and that another one replaces.
 
-    Element of the strand loop -> elements of the merged loop: the one that enters, the one that replaces it; and the
-    element of the strand loop that the latter waits in for one more micro-batch.
+    Returns:
+      Element of the strand loop -> (element of the merged loop that enters, element that replaces it, element of the
+      strand loop that holds the replacement for one more micro-batch; None without skew).
     """
     body = WhileLoop(strands).body
     trips = WhileLoop(layers).trip_count
@@ -159,7 +164,7 @@ def _candidates(strands: Instruction, layers: Instruction) -> dict[int, tuple[in
 
 
 def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int) -> Stack:
-    """Proves that the two stacks can be one. Raises PassRefusal naming what stands in the way."""
+    """Proves that the two stacks can be one. Raises PassRefusal with the reason if not."""
     _refuse_other_readers(strands, layers, outer, old)
     _refuse_early_readers(strands, layers, new)
     shape = layers.instruction.shape.tuple_shapes[old]
@@ -183,7 +188,7 @@ def _match(strands: WhileLoop, layers: WhileLoop, outer: int, old: int, new: int
 
 
 def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old: int) -> None:
-    """In the strand loop only the merged loop reads the stack, as one element, and nothing its end."""
+    """Raises PassRefusal unless the merged loop alone reads the stack, as one element, in the strand loop."""
     start = layers.instruction.operands[0]
     if sum(strands.reads.get(value) == outer for value in start.operands) != 1:
         raise PassRefusal("it enters the layer loop twice", layers.instruction)
@@ -199,7 +204,7 @@ def _refuse_other_readers(strands: WhileLoop, layers: WhileLoop, outer: int, old
 
 
 def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> None:
-    """What this iteration's forward pass has stored is for the next one's backward pass alone."""
+    """Raises PassRefusal if anything but the next iteration's backward pass reads the new stack."""
     users = strands.body.users()
     results = [r for r in users[layers.instruction] if r.opcode == "get-tuple-element" and r.tuple_index == new]
     readers = [u for r in results for u in users[r] if u is not strands.body.root]
@@ -210,7 +215,7 @@ def _refuse_early_readers(strands: WhileLoop, layers: WhileLoop, new: int) -> No
 
 
 def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
-    """The last loop reads the stack slot for slot as the merged loop does."""
+    """Raises PassRefusal unless the last backward loop reads the slots in the same order as the merged loop."""
     loop, index = last_reader(strands, outer)
     slices = slot_reads(loop, index)
     if index not in loop.invariants or any(loop.index_table(s.operands[1]) != table for s in slices):
@@ -218,7 +223,7 @@ def _check_last_use(strands: Instruction, outer: int, table: list[int]) -> None:
 
 
 def _check_turns(strands: Instruction, layers: Instruction, stack: Stack, waiting: int) -> None:
-    """Of two stacks that take turns both can be one array from the beginning, and are read alike in the end."""
+    """Raises PassRefusal unless two alternating stacks can be halves of one array throughout the step."""
     table = WhileLoop(layers).index_table(stack.reads[0].operands[1])
     _check_last_use(strands, waiting, table or [])
     for made in (strands.operands[0].operands[k] for k in (stack.outer, waiting)):
@@ -238,8 +243,10 @@ def _refuse_filled(loop: WhileLoop, element: int) -> None:
 
 
 def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instruction:
-    """`flip`, false for F(0)'s residuals and turned by every micro-batch, or with two stacks that take turns by every
-    second one; returns it in the merged loop."""
+    """Adds `flip` to the state of both loops and returns the merged loop's read of it.
+
+    It is false for F(0)'s residuals. Every micro-batch negates it; if `skewed`, every second micro-batch does.
+    """
     start = Builder(strands.computation).scalar(False, shapes.PRED)
     flips = [add_element(strands, start) for _ in range(1 + skewed)]
     body = strands.called[0]
@@ -250,7 +257,7 @@ def _add_flip(strands: Instruction, layers: Instruction, skewed: bool) -> Instru
 
 
 def _use_one_slot(layers: WhileLoop, stack: Stack, flip: Instruction) -> None:
-    """Reads and writes at the mirrored slot, still of two stacks."""
+    """Makes reads and writes use the same slot, in what are still two stacks."""
     builder = Builder(layers.body)
     index = stack.reads[0].operands[1]
     slot = builder.make("select", index.shape, [flip, mirrored(builder, index, stack.slots), index])
@@ -261,7 +268,7 @@ def _use_one_slot(layers: WhileLoop, stack: Stack, flip: Instruction) -> None:
 
 
 def write_in_place(layers: Instruction, stacks: list[Stack]) -> None:
-    """Each old stack takes what the new one got, behind a barrier, and its readers; the new ones go."""
+    """Writes residuals into the old stacks, behind barriers. Readers of the new stacks read the old ones instead."""
     body = layers.called[0]
     for guard in _guards(body, stacks):
         for one in [guard] if _can_stand(guard, body) else map(_behind_reads, guard.stacks):
@@ -276,7 +283,7 @@ def write_in_place(layers: Instruction, stacks: list[Stack]) -> None:
 
 
 def _guards(body: Computation, stacks: list[Stack]) -> list[_Guard]:
-    """One for each stack, or for several whose residuals meet in what is made of them."""
+    """One guard per stack. Stacks whose residuals lead to the same guarded value share a guard."""
     users = body.users()
     found: list[_Guard] = []
     for stack in stacks:
@@ -294,7 +301,7 @@ def _behind_reads(stack: Stack) -> _Guard:
 
 
 def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) -> _Guard | None:
-    """Behind what elementwise operations make of residuals, if products alone read that."""
+    """A guard behind the elementwise results of residuals; None unless dots alone read these results."""
     made, pending = set(stack.reads), list(stack.reads)
     while pending:
         new = [u for u in users[pending.pop()] if u.opcode in _ELEMENTWISE and u not in made]
@@ -308,8 +315,10 @@ def _behind_products(stack: Stack, users: dict[Instruction, list[Instruction]]) 
 
 
 def _can_stand(guard: _Guard, body: Computation) -> bool:
-    """Whether the values are not much more than what was read, and none of them waits for what comes behind the
-    barrier, as where a layer is computed again."""
+    """Whether the guarded values are not much larger than the residuals, and none depends on values behind the barrier.
+
+    Such a dependency exists if a layer is recomputed.
+    """
     read = sum(shapes.byte_size(read.shape) for stack in guard.stacks for read in stack.reads)
     if sum(shapes.byte_size(value.shape) for value in guard.values) > _MOST_MADE * read:
         return False
@@ -319,7 +328,7 @@ def _can_stand(guard: _Guard, body: Computation) -> bool:
 
 
 def _put_up(guard: _Guard, layers: WhileLoop) -> None:
-    """Whatever reads the values does so behind a barrier, and so does each write of the stacks."""
+    """Builds the barrier: readers of the guarded values and the writes of the stacks move behind it."""
     body = layers.body
     readers = [i for i in body.instructions if i not in guard.made]
     builder = Builder(body)
@@ -337,7 +346,7 @@ def _put_up(guard: _Guard, layers: WhileLoop) -> None:
 
 
 def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
-    """Residuals that the strand loop leaves may be stored the other way round. F(0)'s are stored the plain way."""
+    """Mirrors the last reads of stacks that the strand loop leaves in reverse order. F(0) stores in plain order."""
     stored = {stack.outer: trips % 2}
     if stack.waiting is not None:
         stored = {stack.outer: trips // 2 % 2, stack.waiting: (trips + 1) // 2 % 2}
@@ -347,7 +356,7 @@ def _mirror_last_reads(strands: Instruction, stack: Stack, trips: int) -> None:
 
 
 def _take_turns(strands: Instruction, layers: Instruction, stacks: list[Stack], trips: int) -> None:
-    """One array for two stacks that take turns, which would have to be copied: `base` says where the one in turn is."""
+    """Puts two alternating stacks into one array, which avoids copies. `base` is the first slot of the one in use."""
     slots, body = stacks[0].slots, strands.called[0]
     turns = [(stack, (stack.outer, stack.waiting)) for stack in stacks if stack.waiting is not None]
     makers = [[strands.operands[0].operands[k] for k in both] for _, both in turns]
@@ -360,7 +369,7 @@ def _take_turns(strands: Instruction, layers: Instruction, stacks: list[Stack], 
     for (stack, (outer, waiting)), made, last in zip(turns, makers, readers, strict=True):
         (first, at), (second, then) = ((value.operands[0], value.tuple_index) for value in made)
         filler = WhileLoop(first).initial(at)
-        assert filler is not None  # _check_turns
+        assert filler is not None  # checked by _check_turns
         resize(first, at, resized(outside, filler, 2 * slots))
         resize(second, then, outside.element(first, at), slots)
         resize(strands, outer, outside.element(second, then))

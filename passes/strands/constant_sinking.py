@@ -1,4 +1,4 @@
-"""Makes large arrays of one number where they are read, instead of carrying them through loops.
+"""Rebuilds large constant-filled arrays where they are read, instead of carrying them through loops.
 
 Before:                                              After:
     fill = broadcast(-1e9)       [1, heads, s, s]
@@ -7,18 +7,19 @@ Before:                                              After:
             while hops (fill, ...):                              while hops (...):
                 select(mask, scores, fill)                           select(mask, scores, broadcast(-1e9))
 
-A scan hands on what its body closes over, and JAX closes over such arrays where a mask is applied. In the plain step
-one of them lives at a time, since forward and backward layers run one after the other; two strands have both at once,
-and XLA makes one array, which lives all the time, of those of the first forward and the last backward pass.
+A scan carries the arrays that its body closes over. JAX closes over such a fill array where it applies a mask. The
+plain step has one fill array alive at a time, because forward and backward layers run one after the other. With two
+strands, the first forward pass and the last backward pass both need one. XLA shares a single array between them, which
+then stays alive for the whole step.
 
 Contract
     Consumes  programs with two strands.
-    Makes     in bodies of loops and shard_maps, a broadcast in the place of what enters as an array of one number, is
-              not changed on the way, and has at least `least` bytes.
-    Leaves    everything else. What nothing reads any more, XLA takes out of the loops.
+    Makes     a broadcast inside loop bodies and shard_maps. It replaces an array that enters there, holds one number in
+              all elements, is loop-invariant, and has at least `least` bytes.
+    Leaves    everything else. XLA removes loop state that nothing reads any more.
 
-Why it is legal: all elements of the array are the constant, wherever they lie.
-Cost: none; a broadcast of a constant is part of the kernel that reads it. No paper.
+Why it is legal: every element of the array equals the constant, whatever its sharding.
+Cost: none; a broadcast of a constant becomes part of the kernel that reads it. No paper.
 """
 
 from dataclasses import dataclass
@@ -33,10 +34,11 @@ _RENAMES = frozenset("broadcast reshape transpose copy slice".split())
 
 @dataclass(frozen=True)
 class ConstantSinking:
-    """Sinks constants.
+    """Sinks constant-filled arrays.
 
     Attributes:
-      least: bytes of an array that is worth it, of all devices together.
+      least: size in bytes of the smallest array to sink. Sizes are those before partitioning, for all devices together;
+        inside a shard_map they are those of one device.
     """
 
     least: int = 1 << 20
@@ -66,7 +68,7 @@ class ConstantSinking:
 
 
 def _enters(value: Instruction, callers: dict[Computation, list[Instruction]]) -> bool:
-    """Whether `value` is an array that a loop's body or a called computation gets."""
+    """Whether `value` is an array that enters a loop body or a called computation."""
     if shapes.is_tuple(value.shape) or not shapes.element_count(value.shape) > 1:
         return False
     if value.opcode == "get-tuple-element":
@@ -80,8 +82,8 @@ def _loop_of(body: Computation, callers: dict[Computation, list[Instruction]]) -
 
 
 def _number(value: Instruction, callers: dict[Computation, list[Instruction]]) -> Instruction | None:
-    """The scalar constant that every element of `value` is, if any."""
-    for _ in range(100):  # loops in loops, and calls in them
+    """The scalar constant that fills `value`; None if `value` is not provably filled with one."""
+    for _ in range(100):  # bounds the walk outward through nested loops and calls
         source, place = value.operands[0] if value.operands else value, value.tuple_index
         if value.opcode == "constant":
             return value if not shapes.element_count(value.shape) > 1 else None
@@ -109,7 +111,7 @@ def _number(value: Instruction, callers: dict[Computation, list[Instruction]]) -
 
 
 def _through_loop(read: Instruction, callers: dict[Computation, list[Instruction]]) -> Instruction | None:
-    """What an element of a loop's state was before the loop, where the loop does not change it."""
+    """The initial value of the loop-state element that `read` reads; None if the loop may change the element."""
     source = read.operands[0]
     loop = _loop_of(read.computation, callers) if source.opcode == "parameter" else source
     if loop is None or loop.opcode != "while":
@@ -123,7 +125,7 @@ def _through_loop(read: Instruction, callers: dict[Computation, list[Instruction
 
 
 def _replace_but_in_root(value: Instruction, made: Instruction) -> None:
-    """The loop goes on carrying it, unread."""
+    """Replaces all uses of `value` except in the root: the loop still carries the element, but nothing reads it."""
     root = value.computation.root
     handed_on = list(root.operands)
     replace_uses(value.computation, value, made)

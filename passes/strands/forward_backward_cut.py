@@ -1,20 +1,21 @@
-"""Splits the body of a micro-batch loop into a forward and a backward part, and proves that they may drift apart.
+"""Splits the body of a micro-batch loop into a forward and a backward part, and proves that they may run apart.
 
     body(state):                                        forward    reads nothing that backward writes
       x = embed(state.batch[i]) ... layers ... loss     <- forward
       dx = head gradient                                <- forward too: the cut lies where only dx is alive
-      grads = backward layers(dx, residuals)            <- backward: all that depends on the first backward layer
+      grads = backward layers(dx, residuals)            <- backward: everything that depends on the first backward layer
       state.acc + grads                                 <- backward
 
-Contract. Consumes a `while` whose calls are inlined. Where the cut lies is a proposal, taken from the names that JAX
-gives to transposed operations; that it is legal follows from data flow alone:
+Consumes a `while` whose calls are inlined. The names that JAX gives to transposed operations propose where to cut.
+Legality follows from data flow alone:
 
-1. Backward is closed: whatever depends on it, in this iteration or through the loop state in the next, is in it.
-2. Forward and the loop condition depend on nothing in it. So forward(i+1) may run before backward(i).
-3. The trip count is proved and at least two; side effects keep their order (unordered callbacks have none).
+1. Backward is closed: everything that depends on it belongs to it, in this iteration or, through the loop state, in the
+   next.
+2. Forward and the loop condition do not depend on backward. So forward(i+1) may run before backward(i).
+3. The trip count is proved and at least two. Side effects keep their order (unordered callbacks have none).
 
-Raises PassRefusal naming the instruction when one of these does not hold; returns None for a loop that has no
-backward part at all. DHelix section 3.1 (strands), design.md 3.1.
+Raises PassRefusal with the instruction if one of these does not hold. Returns None for a loop without a backward part.
+DHelix section 3.1 (strands; arXiv 2411.15871), design.md 3.1.
 """
 
 from collections.abc import Callable
@@ -27,13 +28,13 @@ from dhelix.passes.hlo import Instruction, WhileLoop, graph, shapes
 from dhelix.passes.hlo.edit import has_side_effect
 from dhelix.passes.hlo.manual_computation import is_manual, manual_computations
 
-# What is cheaper to compute again than to carry from one iteration to the next.
+# Operations that are cheaper to recompute than to carry from one iteration to the next.
 _CHEAP = frozenset(
     "add and bitcast broadcast clamp compare concatenate constant convert copy dynamic-slice iota maximum minimum "
     "multiply negate not opt-barrier or pad reshape select shift-left shift-right-logical slice subtract transpose "
     "tuple xor".split()
 )
-_CALLBACK = "callback"  # part of the custom-call targets of JAX's host callbacks, on every backend
+_CALLBACK = "callback"  # every backend has it in the custom-call targets of JAX's host callbacks
 _ORDERED = "the loop over micro-batches holds ordered callbacks; make them unordered (ordered=False)"
 _HOST_PLACEMENT = ("annotate_device_placement", "MoveToHost", "MoveToDevice")
 
@@ -42,7 +43,7 @@ INSIDE = "the layers are inside of a shard_map, which the loop over micro-batche
 
 
 class LayersInside(PassRefusal):
-    """The loop calls a shard_map that holds both passes (`manual_loop` may move it in there)."""
+    """The loop calls a shard_map that holds the layers (`manual_loop` may move the loop into it)."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +53,32 @@ class Partition:
     loop: WhileLoop
     trip_count: int
     shared: tuple[Instruction, ...]
-    """Depends on loop invariants only; computed once for both parts."""
+    """Depends on loop invariants only; computed once for both parts of an iteration."""
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
     recomputed: tuple[Instruction, ...]
-    """Forward instructions that the backward part computes again from what crosses."""
+    """Forward instructions that the backward part recomputes from crossing values."""
     crossing: tuple[Instruction, ...]
-    """Values of forward(i), or of the state before it, that backward(i) reads: they become loop state."""
+    """Values of forward(i), or of the state before it, that backward(i) reads. They become loop state."""
     written_by_backward: frozenset[int]
-    """State elements that backward writes; the others are forward's."""
+    """State elements that backward writes. Forward writes the others."""
 
 
 def partition(loop: WhileLoop) -> Partition | None:
-    """The legal split of `loop`'s body; None when the body holds no backward pass."""
+    """The legal partition of `loop`'s body; None if the body holds no backward pass.
+
+    Raises PassRefusal if the body holds one but no legal partition; LayersInside if a shard_map holds both passes.
+    """
     seeds = _first_backward(loop)
     if not seeds:
         if holds_backward(loop):
             raise LayersInside(INSIDE, loop.instruction)
         return None
     seeds = [_outside_of_shard_map(loop, seed) for seed in seeds]
-    _refuse_effects(loop)
-    backward, written = _close(loop, seeds)
+    _refuse_effects(loop)  # Rule 3
+    backward, written = _close(loop, seeds)  # Rule 1
     try:
-        _refuse_forward_reads(loop, seeds, written)
+        _refuse_forward_reads(loop, seeds, written)  # Rule 2
     except PassRefusal:
         if len(seeds) == 1:
             raise
@@ -82,7 +86,7 @@ def partition(loop: WhileLoop) -> Partition | None:
         backward, written = _close(loop, seeds)
         _refuse_forward_reads(loop, seeds, written)
     backward |= _made_for(loop, backward, seeds)
-    trips = loop.trip_count
+    trips = loop.trip_count  # Rule 3
     if trips is None:
         raise PassRefusal(
             "the number of micro-batches is dynamic and cannot be proved to be at least one; "
@@ -113,10 +117,12 @@ def partition(loop: WhileLoop) -> Partition | None:
 
 
 def _first_backward(loop: WhileLoop) -> list[Instruction]:
-    """Where the cut is proposed: the first backward layer loop, or in unrolled code the first backward layer. Several
-    where models are trained side by side, as actor and critic are: loops that do not depend on each other."""
+    """The instructions where the cut is proposed: the first backward layer loop, or the first unrolled backward layer.
+
+    Several if a step trains several models, such as actor and critic, whose backward loops do not depend on each other.
+    """
     if BACKWARD_NAME in loop.instruction.op_name:
-        return []  # itself the backward of something
+        return []  # the loop is itself part of a backward pass
     marked = [i for i in loop.body.instructions if BACKWARD_NAME in i.op_name and i.operands]
     loops = [(i, loop_work(i)) for i in marked if i.opcode == "while"]
     if loops:
@@ -129,13 +135,13 @@ def _first_backward(loop: WhileLoop) -> list[Instruction]:
     calls = [(i, computation_work(i.called[0])) for i in marked if is_manual(i)]
     largest, most = max(calls, key=lambda call: call[1], default=(None, 0))
     if largest is not None and most * 2 > sum(work for _, work in calls):
-        return [largest]  # all layers, and not one of them
+        return [largest]  # it holds all layers, not a single one
     narrowest = _narrowest_cotangent(loop, marked)
     return [] if narrowest is None else [narrowest]
 
 
 def _outside_of_shard_map(loop: WhileLoop, seed: Instruction) -> Instruction:
-    """A cut inside of a `shard_map`, which is a call between two custom calls, goes before all of it."""
+    """The first of the three instructions of the shard_map that holds `seed`; `seed` itself outside of shard_maps."""
     at = seed.operands[0] if seed.opcode == "get-tuple-element" else seed
     return next((one.instructions[0] for one in manual_computations(loop.body) if at in one.instructions), seed)
 
@@ -149,10 +155,10 @@ def holds_backward(loop: WhileLoop) -> bool:
 
 
 def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruction | None:
-    """In unrolled code: the first reader of the first cotangent that is as small as any gets while it is alone.
+    """In unrolled code: the reader of the first among the smallest cotangents that are alive alone.
 
-    Between two layers only one cotangent is alive, dx. After the loss and inside a layer there are more, or larger
-    ones. Values that only lead to results of the iteration (weight gradients) are not on the way and do not count.
+    Between two layers only one cotangent, dx, is alive. After the loss and inside a layer, several or larger ones are.
+    Values that lead only to results of the iteration (weight gradients) are not on the path and do not count.
     """
     if not marked:
         return None
@@ -161,7 +167,7 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
     position = {i: n for n, i in enumerate(loop.body.instructions)}
     floating = [i for i in marked if shapes.is_floating(i.shape) and shapes.element_count(i.shape) > 1]
     depth: dict[Instruction, int] = {}
-    for i in marked:  # longest chain of backward operations up to here
+    for i in marked:  # length of the longest chain of backward operations that ends here
         depth[i] = 1 + max((depth[o] for o in i.operands if o in depth), default=0)
     if not floating:
         return None
@@ -169,7 +175,7 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
     path = graph.ancestors(loop.body, [last]) & inside
     alone: list[Instruction] = []
     open_until = -1
-    for i in loop.body.instructions:  # i is alone when no edge of the path spans its position, from before to after
+    for i in loop.body.instructions:  # i is alone if no edge of the path spans its position
         if i not in path:
             continue
         if open_until <= position[i]:
@@ -184,7 +190,7 @@ def _narrowest_cotangent(loop: WhileLoop, marked: list[Instruction]) -> Instruct
 
 
 def _close(loop: WhileLoop, seeds: list[Instruction]) -> tuple[set[Instruction], frozenset[int]]:
-    """Everything that depends on `seeds`, through the loop state too, and the state elements that it writes."""
+    """Everything that depends on `seeds`, also through the loop state, and the state elements that it writes."""
     root = loop.body.root
     backward = set(seeds)
     written: frozenset[int] = frozenset()
@@ -200,7 +206,7 @@ def _close(loop: WhileLoop, seeds: list[Instruction]) -> tuple[set[Instruction],
 
 
 def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int]) -> frozenset[int]:
-    """State elements that get a value of `backward`, or the one that another such element had before."""
+    """State elements that get a value of `backward`, or the previous value of another such element."""
     values = list(enumerate(loop.body.root.operands))
     found = known | {k for k, value in values if value in backward}
     while handed_on := {k for k, value in values if loop.reads.get(value) in found} - found:
@@ -209,10 +215,10 @@ def _written(loop: WhileLoop, backward: set[Instruction], known: frozenset[int])
 
 
 def _made_for(loop: WhileLoop, backward: set[Instruction], seeds: list[Instruction]) -> set[Instruction]:
-    """What only backward reads: tuples, and what JAX made for it, but for what leads to a cut.
+    """Instructions that only backward reads: tuples, and those with a backward name, unless they lead to the cut.
 
-    In unrolled code, recomputation under `jax.checkpoint` depends on residuals alone: data flow would let
-    forward do it, and what it makes would be alive from there on.
+    In unrolled code, the recomputation of `jax.checkpoint` depends on residuals alone. Data flow would put it into
+    forward, and its results would be alive from there on.
     """
     needed = graph.ancestors(loop.body, seeds) | loop.reads.keys()
     users = loop.body.users()
@@ -227,13 +233,14 @@ def _made_for(loop: WhileLoop, backward: set[Instruction], seeds: list[Instructi
 
 
 def _refuse_forward_reads(loop: WhileLoop, seeds: list[Instruction], written: frozenset[int]) -> None:
+    """Raises PassRefusal if forward or the condition reads a state element that backward writes."""
     needed = graph.ancestors(loop.body, seeds)
     for source, k in loop.reads.items():
         if k in written and source in needed:
             reached = graph.descendants(loop.body, [source]) & needed
             readers = {i for i in reached if i.opcode != "tuple"} - {source, *seeds}
             if not readers:
-                continue  # the first backward loop adds to an accumulator
+                continue  # only the seeds read it: they add to an accumulator
             at = next((i for i in loop.body.instructions if i in readers and i.op_name), source)
             raise PassRefusal(
                 f"the forward pass reads {shapes.text(source.shape)}, which the backward pass of the micro-batch "
@@ -257,6 +264,7 @@ def _likely(source: Instruction) -> str:
 
 
 def _refuse_effects(loop: WhileLoop) -> None:
+    """Raises PassRefusal for side effects whose order must stay, and for residuals on the host."""
     if any(s.element_type == shapes.TOKEN for s in loop.instruction.shape.tuple_shapes):
         raise PassRefusal(_ORDERED, loop.instruction)
     for instruction in graph.walk(loop.body):
@@ -294,7 +302,7 @@ def _depends_on_invariants_only(loop: WhileLoop) -> set[Instruction]:
 def _crossing(
     loop: WhileLoop, backward: set[Instruction], written: frozenset[int], invariant: set[Instruction]
 ) -> tuple[set[Instruction], list[Instruction]]:
-    """Which forward values backward computes again, and which ones it must be handed."""
+    """The forward instructions that backward recomputes, and the values that forward must hand to it."""
     recomputed: set[Instruction] = set()
     crossing: dict[Instruction, None] = {}
 
@@ -318,7 +326,7 @@ def _crossing(
 
 
 def _is_cheap(value: Instruction) -> bool:
-    """Barriers cost nothing: `jax.checkpoint` puts all that it computes again from behind one, weights too."""
+    """Whether `value` is cheap to recompute. Elements of barriers are; `jax.checkpoint` puts its inputs behind one."""
     behind_barrier = value.opcode == "get-tuple-element" and value.operands[0].opcode == "opt-barrier"
     return value.opcode in _CHEAP or behind_barrier
 
@@ -326,7 +334,7 @@ def _is_cheap(value: Instruction) -> bool:
 def _recipe(
     value: Instruction, loop: WhileLoop, available: Callable[[Instruction], bool]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Cheap instructions that make `value`, and the values that they start from beyond those available."""
+    """The cheap instructions that compute `value`, and their inputs that are not available."""
     again: dict[Instruction, None] = {}
     leaves: dict[Instruction, None] = {}
     stack = [value]

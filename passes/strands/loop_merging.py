@@ -1,24 +1,25 @@
-"""Merges loops of two strands into loops that run both, where they are independent and run equally often.
+"""Merges independent loops of the two strands that have equal trip counts into loops that run both.
 
 Before, in one iteration of the strand loop:       After:
     for l < L: policy, forward        beta             for l < L: policy, forward       beta
     for l < L: reference, forward     beta                        reference, forward    beta
     for l < L: policy, backward       alpha                       policy, backward      alpha
 
-1. Loops of both strands pair in the order in which each strand runs them, so that most work stands beside each other.
-   An encoder's forward loop takes the decoder's backward loop, and the decoder's forward loop the encoder's; pairs in
-   that order never wait for each other in a circle.
-2. What is left joins what it does not depend on: loops of the other strand, merged loops, large loops of its own
-   strand. The merge that puts most work beside the other strand comes first.
-3. A forward loop that runs longer and stacks nothing (a frozen reference of more layers) is split: its first iterations
-   join, the others run by themselves. A loop with stacks is not split; its residuals could no longer share one buffer.
-4. Loops inside of merged loops merge alike.
+1. Pair loops of the two strands in execution order, so that as much work as possible overlaps with the other strand.
+   An encoder's forward loop pairs with the decoder's backward loop, and the decoder's forward loop with the encoder's
+   backward loop. Pairs in execution order cannot wait for each other in a cycle.
+2. Merge the remaining loops with any loops that they do not depend on: loops of the other strand, merged loops, and
+   large loops of their own strand. The merge that overlaps most work with the other strand comes first.
+3. Split a forward loop that has more iterations and stacks nothing, such as a frozen reference model with more layers.
+   Its first iterations merge; the others run alone. A loop with stacks is not split, because its residuals could then
+   no longer share one buffer.
+4. Merge the loops inside merged loops in the same way.
 
-Every large loop that runs beside nothing of the other strand gets a note with the reason.
+Every large loop that does not overlap with the other strand gets a note with the reason.
 
-Why it is legal: merged loops do not depend on each other, by data flow and control dependencies as they are after the
-merges before; and their trip counts are proved equal. Cost: what one iteration of each needs is alive at once.
-DHelix section 4.1.
+Why it is legal: merged loops do not depend on each other, by the data flow and control dependencies that earlier merges
+leave, and their trip counts are proved equal. Cost: the live values of one iteration of each loop are alive at once.
+DHelix section 4.1 (arXiv 2411.15871).
 """
 
 import itertools
@@ -39,25 +40,28 @@ _FORWARD, _BACKWARD = 0, 1
 def merge_loops(
     computation: Computation, forward: Sequence[Instruction], backward: Sequence[Instruction], context: PassContext
 ) -> list[str]:
-    """Merges loops of `computation` as the module says. Returns what became one loop, in the order of execution.
+    """Merges loops of `computation` as the module docstring describes.
 
     Args:
-      forward, backward: loops of either strand in instruction order. One may be empty: then those of the other that are
-        independent of each other merge, and there are no notes.
+      forward, backward: loops of each strand, in instruction order. If one is empty, independent loops of the other
+        strand merge with each other, and unmerged loops get no notes.
+
+    Returns:
+      A text per merged loop that names its parts and trip count, in execution order.
     """
     computation.sort()
     merging = _Merging(computation, forward, backward, context)
-    merging.pair_in_order()
-    merging.join()
-    merging.split_longer()
-    merging.join()  # what a split has left
+    merging.pair_in_order()  # Step 1
+    merging.join()  # Step 2
+    merging.split_longer()  # Step 3
+    merging.join()  # the remainders of split loops
     if forward and backward:
         merging.note_apart()
     merged: list[str] = []
     for group in merging.in_order():
         if group.count > 1:
             merged.append(f"{group} x {group.trips}")
-            merged += merge_loops(group.loop.called[0], *group.inner, context)
+            merged += merge_loops(group.loop.called[0], *group.inner, context)  # Step 4
     return merged
 
 
@@ -67,15 +71,15 @@ def loops_of(computation: Computation) -> list[Instruction]:
 
 @dataclass
 class _Group:
-    """Loops that are one by now.
+    """A loop, with the original loops that it was merged from. Pairs are (forward, backward).
 
     Attributes:
-      loop: what they are.
-      trips: how often it runs; None where that is not proved.
-      names: of what each strand has of it.
-      work: the same, as `loop_work`.
-      inner: loops that each strand runs inside.
-      is_large: one of them has a quarter or more of the work of its strand's largest loop.
+      loop: the loop.
+      trips: its trip count; None if that is not proved.
+      names: each strand's original loops in it.
+      work: each strand's work in it (`loop_work`).
+      inner: each strand's loops inside it.
+      is_large: whether an original loop has a quarter or more of the work of its strand's largest loop.
     """
 
     loop: Instruction
@@ -97,11 +101,11 @@ class _Group:
         return all(self.names)
 
 
-_Pairs = tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]]  # work beside work and all work, and of what
+_Pairs = tuple[tuple[int, int], tuple[tuple[_Group, _Group], ...]]  # ((overlapped, larger work), pairs)
 
 
 class _Merging:
-    """Loops of one computation on their way into one another."""
+    """The state of merging the loops of one computation."""
 
     def __init__(
         self,
@@ -120,7 +124,7 @@ class _Merging:
         self._waits = self._find_waits()
 
     def in_order(self) -> list[_Group]:
-        """All groups, in the order of execution."""
+        """All groups, in execution order."""
         place = {i: n for n, i in enumerate(self.computation.instructions)}
         return sorted(self.groups, key=lambda group: place[group.loop])
 
@@ -130,24 +134,24 @@ class _Merging:
                 self._merge(f, b)
 
     def join(self) -> None:
-        """Merges two groups as long as there are such, most gain first; of equal gain the largest first."""
+        """Merges pairs of groups until none may merge. The pair with most gain comes first, then the largest one."""
         while fitting := [pair for pair in itertools.combinations(self.groups, 2) if self._may_merge(*pair)]:
             self._merge(*max(fitting, key=lambda pair: (_gain(*pair), min(sum(g.work) for g in pair))))
 
     def split_longer(self) -> None:
-        """Forward loops that run longer than what they could run beside leave iterations to a second loop."""
+        """Splits large forward loops that have more iterations than the backward loops that they could merge with."""
         waiting = [g for g in self._of(_FORWARD) if g.is_large and not g.has_both and not _stacks(g.loop)]
-        for longer in waiting:  # which grows meanwhile
+        for longer in waiting:  # the loop appends to `waiting`
             others = [g for g in self._of(_BACKWARD) if _is_shorter(g, longer) and self._independent(g, longer)]
             if not others:
                 continue
             other = max(others, key=lambda group: (_gain(group, longer), group.trips))
-            assert other.trips and longer.trips  # _is_shorter
+            assert other.trips and longer.trips  # checked by _is_shorter
             name, trips = longer.loop.name, longer.trips
             try:
                 first, rest = split(longer.loop, other.trips, (name, name))
             except PassRefusal:
-                continue  # more than one counter decides
+                continue  # the trip count depends on more than one counter
             self.groups.remove(longer)
             begun, left = (_group(loop, _FORWARD, loop_work(loop), longer.is_large) for loop in (first, rest))
             self.groups += [begun, left]
@@ -160,14 +164,14 @@ class _Merging:
 
     def note_apart(self) -> None:
         for group in self.in_order():
-            if group.is_large and not group.has_both:  # not those that only draw random numbers
+            if group.is_large and not group.has_both:  # small loops only draw random numbers
                 self.context.note(f"layer loop not merged: {self._why_apart(group)}", group.loop)
 
     def _of(self, strand: int) -> list[_Group]:
         return [group for group in self.groups if group.names[strand]]
 
     def _may_merge(self, a: _Group, b: _Group) -> bool:
-        """Whether they can, and it is of use: one strand's loops alone are merged where both are large."""
+        """Whether the groups can merge and it is useful: together they hold both strands, or both are large."""
         of_use = (a.is_large and b.is_large) or all(one or other for one, other in zip(a.names, b.names, strict=True))
         return of_use and a.trips is not None and a.trips == b.trips and self._independent(a, b)
 
@@ -185,7 +189,7 @@ class _Merging:
         self._waits = self._find_waits()
 
     def _find_waits(self) -> dict[Instruction, int]:
-        """What each loop waits for: a bit for each of `groups`."""
+        """For each loop, a bit mask of the `groups` that it depends on."""
         bit = {group.loop: 1 << n for n, group in enumerate(self.groups)}
         reached: dict[Instruction, int] = {}
         found: dict[Instruction, int] = {}
@@ -208,7 +212,7 @@ class _Merging:
         return not self._waits_for(a, b) and not self._waits_for(b, a)
 
     def _why_apart(self, group: _Group) -> str:
-        """Why nothing of the other strand is in a group."""
+        """Why a group holds no loop of the other strand."""
         if group.trips is None:
             return "its number of iterations is not proved"
         strand = _BACKWARD if group.names[_FORWARD] else _FORWARD
@@ -221,7 +225,7 @@ class _Merging:
         return "; ".join(self._why_not_with(group, other, strand) for other in alike)
 
     def _why_not_with(self, group: _Group, other: _Group, strand: int) -> str:
-        """Why not with a group of as many iterations: one waits for the other, by itself or since others merged."""
+        """Why `group` cannot merge with `other`, which has an equal trip count: one of them depends on the other."""
         earlier, later = (group, other) if self._waits_for(other, group) else (other, group)
         name = " + ".join(other.names[strand])
         when = "after" if later is other else "before"
@@ -239,11 +243,14 @@ def _group(loop: Instruction, strand: int, work: int, is_large: bool) -> _Group:
 
 
 def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tuple[_Group, _Group], ...]:
-    """Pairs of equal trip count, in the order of both, that put most work beside each other; then of most work at all,
-    so that the loop that makes gradients comes before the one that computes residuals again."""
+    """Pairs of groups with equal trip counts, in the order of both lists, that overlap most work.
+
+    Ties go to the pairs with the larger work, so the loop that computes gradients wins over one that recomputes
+    residuals.
+    """
     row: list[_Pairs] = [
         ((0, 0), ()) for _ in range(len(backward) + 1)
-    ]  # of none of `forward`, and the first 0, 1, ... of `backward`
+    ]  # row[n]: the best pairs of the groups of `forward` so far with the first n of `backward`
     for f in forward:
         above, row = row, row[:1]
         for n, b in enumerate(backward):
@@ -257,7 +264,7 @@ def _aligned(forward: Sequence[_Group], backward: Sequence[_Group]) -> tuple[tup
 
 
 def _gain(a: _Group, b: _Group) -> int:
-    """Work that stands beside work of the other strand in one loop of both, and not in two."""
+    """How much more work overlaps with the other strand in one merged loop than in two loops."""
     both = [one + other for one, other in zip(a.work, b.work, strict=True)]
     return min(both) - min(a.work) - min(b.work)
 
@@ -267,5 +274,5 @@ def _is_shorter(a: _Group, b: _Group) -> bool:
 
 
 def _stacks(loop: Instruction) -> bool:
-    """Whether the loop keeps something of each iteration."""
+    """Whether the loop stacks a result of each iteration."""
     return any(value.opcode == "dynamic-update-slice" for value in loop.called[0].root.operands)

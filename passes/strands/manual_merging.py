@@ -1,21 +1,21 @@
-"""Makes one shard_map of two, one of each strand, so that the loops inside of them merge.
+"""Merges pairs of shard_maps, one of each strand, into one shard_map, so that the loops inside merge.
 
 Before, in the merged layer loop:                      After:
     y  = shard_map(forward ring)(q, k, v)     beta         y, dx = shard_map(q, k, v, r, dy)
     dx = shard_map(backward ring)(r, dy)      alpha            both bodies; the loops over their hops are one loop
 
-A shard_map is a call until XLA has partitioned the program, so loops of two shard_maps cannot merge, and XLA runs one
-loop after the other: a ring of attention would send keys and values with nothing beside it but its own products.
+A shard_map is a call until XLA has partitioned the program. So loops of two shard_maps cannot merge, and XLA runs them
+one after the other. A ring attention loop could then hide its communication only behind its own products.
 
 Contract
-    Consumes  pairs of shard_maps, one of each strand, over the same axes of one mesh, neither of which needs the other,
-              that hold loops of equal trip counts.
-    Makes     one shard_map with the operands, the instructions and the results of both, whose loops are merged as any
-              (`loop_merging`); likewise in the loops that are merged already, and in those that it merges.
-    Leaves    all others: what holds no loops to merge lies side by side anyhow, when XLA has partitioned the program.
+    Consumes  pairs of shard_maps, one of each strand, over the same axes of one mesh. Neither depends on the other, and
+              both hold loops of equal trip counts.
+    Makes     one shard_map with the operands, the instructions and the results of both. Its loops merge like others
+              (`loop_merging`). The same happens inside loops that are merged already, or that this pass merges.
+    Leaves    all other shard_maps. Those without loops to merge overlap anyhow, once XLA has partitioned the program.
 
-Why it is legal: a device computes the same of the same parts; nothing of either depends on the other.
-Cost: what needs one of them waits for both. DHelix, section 3.
+Why it is legal: each device computes the same values from the same parts, and neither shard_map depends on the other.
+Cost: whatever depends on one of them waits for both. DHelix section 3 (arXiv 2411.15871).
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,7 +43,11 @@ def merge_manual_computations(
 ) -> list[str]:
     """Merges shard_maps of the two strands in `computation`, most work first, and those in its merged loops.
 
-    Returns which loops inside of them have merged, as `merge_loops` does.
+    Args:
+      forward, backward: the instructions of each strand.
+
+    Returns:
+      The loops inside them that merged, as `merge_loops` does.
     """
     merged: list[str] = []
     ours, theirs = set(forward), set(backward)
@@ -62,7 +66,7 @@ def merge_manual_computations(
 
 
 def _in_each_strand(computation: Computation, context: PassContext) -> list[str]:
-    """In what holds instructions of both strands."""
+    """The same for a computation whose instructions have the names of their strands."""
     of = {
         strand: [i for i in computation.instructions if i.op_name.startswith(f"{strand}/")] for strand in (BETA, ALPHA)
     }
@@ -70,7 +74,7 @@ def _in_each_strand(computation: Computation, context: PassContext) -> list[str]
 
 
 def _alike(a: ManualComputation, b: ManualComputation) -> bool:
-    """Whether they are over the same axes of one mesh and hold loops that may merge."""
+    """Whether both are over the same axes of one mesh and hold loops of an equal trip count."""
     meshes = {split.mesh for one in (a, b) for _, split in (*one.operands, *one.results)}
     if a.call is b.call or a.axes != b.axes or len(meshes) != 1:
         return False
@@ -103,7 +107,7 @@ def _merge(computation: Computation, f: ManualComputation, b: ManualComputation,
         (_shape(one.to_global, k), split) for one in (f, b) if one.to_global for k, (_, split) in enumerate(one.results)
     ]
     both, results = make_manual(computation, f, [*f.operands, *b.operands], body.computation, whole)
-    both.call.proto.metadata.op_name = STRANDS  # of which one they are, instructions say
+    both.call.proto.metadata.op_name = STRANDS  # the instructions inside have the names of their own strands
     _replace(computation, (f, b), results, users)
     body.computation.sort()
     ours, theirs = ([made[loop] for loop in loops_of(one.body)] for one, made in zip((f, b), copies, strict=True))
@@ -132,7 +136,7 @@ def _replace(
     results: Sequence[Instruction],
     users: dict[Instruction, list[Instruction]],
 ) -> None:
-    """Readers of the old ones' results read `results`, which are those of one after the other; the old ones go."""
+    """Removes the `old` shard_maps. Their readers read `results`, which holds the results of each in turn."""
     stands_for: _Copies = {}
     first = 0
     for one in old:

@@ -1,12 +1,12 @@
-"""Finds the loops over micro-batches of a program that can become two strands, and makes those that are not there yet.
+"""Finds the loops over micro-batches that can become two strands, and rolls unrolled micro-batches into loops.
 
-In this order, for the entry and for each computation that it runs once:
-1. Constraints that say what is known and collectives of one device go (`constraint_folding`, `lone_collectives`).
-2. Micro-batches that are written out become a loop (`loop_rolling`, `remainder`).
-3. Each outermost loop is taken apart (`forward_backward_cut`). Where an iteration holds several micro-batches, it gets
-   one iteration for each (`loop_flattening`).
-4. Where that is refused, loops inside of it are tried: a loop over steps may hold one over micro-batches.
-5. A loop that calls shard_maps for its layers goes into them (`manual_loop`).
+1. Remove redundant sharding constraints and single-device collectives (`constraint_folding`, `lone_collectives`).
+2. Roll unrolled micro-batches into a loop, in the entry and in each computation that it runs once (`loop_rolling`,
+   `remainder`).
+3. Partition each outermost loop (`forward_backward_cut`). If an iteration holds several micro-batches, first give each
+   of them its own iteration (`loop_flattening`).
+4. If a loop has no partition, try the loops inside it: a loop over steps may hold a loop over micro-batches.
+5. If a loop calls shard_maps for its layers, move the loop into them (`manual_loop`).
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,19 @@ from dhelix.passes.strands.microbatches.written_out.remainder import with_remain
 
 
 def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple[Computation, Partition]]:
-    """Loops over micro-batches, taken apart, one at a time, with the computations that they stand in: the outermost
-    that can be, in which calls are inlined. Why others cannot goes to `refusals`."""
-    fold_constraints(module)
+    """Yields the partitions of the outermost loops over micro-batches that can be partitioned, one at a time.
+
+    Calls in these loops are inlined.
+
+    Args:
+      refusals: receives the reasons why other loops cannot be partitioned.
+
+    Yields:
+      The computation that holds the loop, and the loop's partition.
+    """
+    fold_constraints(module)  # Step 1
     drop_lone_collectives(module)
-    for computation in reversed(graph.run_once(module.entry)):  # what is called, first
+    for computation in reversed(graph.run_once(module.entry)):  # Step 2, callees first
         _roll(computation, refusals)
     for computation, loop in _outermost_loops(module.entry):
         yield from _partitions(computation, loop, refusals)
@@ -41,19 +49,18 @@ def partitions(module: HloModule, refusals: list[PassRefusal]) -> Iterator[tuple
 def _partitions(
     computation: Computation, loop: Instruction, refusals: list[PassRefusal]
 ) -> Iterator[tuple[Computation, Partition]]:
-    """Of `loop`, or else of what it holds: a loop over steps may hold one over micro-batches. A loop that calls
-    shard_maps for its layers goes into them."""
+    """Yields the partition of `loop`, or else of the loops inside it (steps 3 to 5)."""
     if loop not in computation.instructions:
-        return  # in a function that is called twice, and done already
+        return  # its function is called twice, and the first call was handled already
     parts, why = None, None
     try:
-        inline_all(WhileLoop(loop).body)
+        inline_all(WhileLoop(loop).body)  # Step 3
         loop = _flattened(loop) or loop
         parts = partition(WhileLoop(loop))
     except PassRefusal as refusal:
         why = refusal
     others: list[PassRefusal] = []
-    if parts is None:
+    if parts is None:  # Step 4
         rolled = None if is_backward(loop) else _roll(loop.called[0], others)
         found = False
         for body, inner in _outermost_loops(loop.called[0]):
@@ -63,7 +70,7 @@ def _partitions(
         if found or rolled is not None:
             refusals += [*([why] if why and rolled is None else []), *others]
             return
-    if isinstance(why, LayersInside) or (parts and holds_backward(parts.loop)):
+    if isinstance(why, LayersInside) or (parts and holds_backward(parts.loop)):  # Step 5
         try:
             moved = move_inside(computation, loop)
         except PassRefusal as stays:
@@ -77,15 +84,17 @@ def _partitions(
 
 
 def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction | None:
-    """Puts micro-batches that are written out in `computation` into a loop; why not, where there are such and it cannot
-    be, goes to `refusals`."""
+    """Rolls the unrolled micro-batches of `computation` into a loop and returns it; None if there are none.
+
+    If there are some but they cannot be rolled, appends the reason to `refusals`.
+    """
     joined = with_remainder(computation, stays_a_call, refusals)
     if joined is not None:
         take_over(computation, joined.computation)
         return roll(replace(joined, computation=computation))
     if sum(map(takes_gradients, computation.instructions)) < 2:
         return None
-    # What a call does not need differs by call, and sums may be made in them.
+    # Calls of one function may use different results of it, and gradients may be summed in callees.
     inline_calls(computation, keep=lambda call: stays_a_call(call) or _holds_micro_batches(call))
     drop_dead(computation)
     loop = None
@@ -98,26 +107,27 @@ def _roll(computation: Computation, refusals: list[PassRefusal]) -> Instruction 
 
 
 def _holds_micro_batches(call: Instruction) -> bool:
+    """Whether the callee holds a forward loop with a backward pass inside: a loop over micro-batches."""
     loops = (i for i in graph.walk(call.called[0]) if i.opcode == "while" and not is_backward(i))
     return any(map(is_backward, (inner for loop in loops for inner in graph.walk(loop.called[0]))))
 
 
 def _flattened(loop: Instruction) -> Instruction | None:
-    """A loop with an iteration for each of several equal micro-batches that an iteration of `loop` holds, if any."""
+    """A loop with one micro-batch per iteration, made from a `loop` that holds several equal ones; None otherwise."""
     try:
         parts = None if is_backward(loop) else equal_parts(loop.called[0])
     except PassRefusal:
-        return None  # an iteration may be one micro-batch that takes several gradients
+        return None  # the iteration may be a single micro-batch that takes several gradients
     return None if parts is None else flatten(WhileLoop(loop), parts)
 
 
 def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | None:
-    """What it means that a loop over micro-batches does not go into the shard_maps that it calls."""
+    """The refusal to report when a loop cannot move into the shard_maps that it calls; None if that costs nothing."""
     if parts is None:
         return PassRefusal(f"{INSIDE} and cannot go into: {why.reason}", why.instruction)
     calls = [i for i in parts.backward if is_manual(i)]
     if not any(i.opcode == "while" for call in calls for i in graph.walk(call.called[0])):
-        return None  # nothing is stacked in there
+        return None  # no layer loop in the backward shard_map, so nothing is stacked there
     cost = "loops inside of them merge, but the strands keep their residuals apart, and gradients are stacked"
     return PassRefusal(
         f"the loop over micro-batches cannot go into the shard_maps that it calls: {why.reason}; {cost}",
@@ -126,7 +136,7 @@ def _stays_outside(parts: Partition | None, why: PassRefusal) -> PassRefusal | N
 
 
 def _outermost_loops(computation: Computation) -> list[tuple[Computation, Instruction]]:
-    """Loops of `computation` and of what it calls, once for each call (the body of a shard_map is a call)."""
+    """Outermost loops of `computation` and of its callees, once per call. A shard_map's body is a callee, too."""
     found: list[tuple[Computation, Instruction]] = []
     for instruction in computation.instructions:
         if instruction.opcode == "while":

@@ -1,24 +1,25 @@
-"""Each strand reads by itself what both read, so that XLA copies its layer's weights beside compute.
+"""Makes each strand slice shared arrays itself, so that XLA copies a layer's weights while compute runs.
 
 Before, in the merged layer loop:               After:
     a = dynamic-slice(w, l)      of beta            a  = dynamic-slice(w, l)
     b = dynamic-slice(w, L-1-l)  of alpha           w' = opt-barrier(w)
                                                     b  = dynamic-slice(w', L-1-l)
 
-A slice that starts where the host can say becomes an asynchronous copy on a stream of its own, as in the plain step.
-Two slices of one array become one kernel, in line with the products that wait for it: 113 us of 6.2 ms of a layer of
-Llama-8B, forward and backward, on 4 H200s. Where both strands go the same way, one kernel for what both make of an
-array, such as angles of rotary embeddings, would make one strand of two.
+A slice whose start the host can compute becomes an asynchronous copy on its own stream, as in the plain step. XLA fuses
+two slices of one array into one kernel, which runs on the compute stream before the products that wait for it. If both
+strands run in the same direction, any kernel shared by both, such as one for the angles of rotary embeddings, would
+make one strand wait for the other.
 
 Contract
-    Consumes  the loop that strand-duplication made of the layers of both strands.
-    Makes     a barrier before slices by strand alpha, for each array that the loop does not change and both slice, or
-              before all of its reads where both go the same way. What enters the loop twice is one array, since XLA
-              makes it one.
-    Leaves    everything else: residuals are sliced where a micro-batch says, which no host can tell in advance.
+    Consumes  the layer loop of both strands that strand-duplication merged.
+    Makes     for each loop-invariant array that both strands slice, a barrier before strand alpha's slices. If both
+              strands run in the same direction, the barrier is before all of alpha's reads. An array that enters the
+              loop twice counts as one, because XLA makes it one.
+    Leaves    everything else. Residuals are sliced where the micro-batch says, which the host cannot compute in
+              advance.
 
-Why it is legal: a barrier is its operand. It copies nothing, since the loop changes neither.
-Cost: copies and products share the memory's bandwidth. Measured on 4 H200s over NVLink: 922.1 instead of 928.6 ms.
+Why it is legal: a barrier returns its operand. It copies nothing, since the loop does not change the array.
+Cost: copies and products share the memory bandwidth. Separation still pays (docs/benchmarks.md).
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class SliceSeparation:
 
 
 def _separate(loop: WhileLoop) -> int:
-    """Returns how many arrays both strands read."""
+    """Separates the reads in `loop`. Returns the number of arrays that both strands read."""
     users = loop.body.users()
     count = 0
     arrays: dict[Instruction | int, list[Instruction]] = {}
@@ -70,5 +71,5 @@ def _separate(loop: WhileLoop) -> int:
 
 
 def _same_way(users: list[Instruction]) -> bool:
-    """Whether all go forward, or all backward."""
+    """Whether all users are forward, or all are backward."""
     return len({BACKWARD_NAME in user.op_name for user in users}) < 2

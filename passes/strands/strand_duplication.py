@@ -1,4 +1,4 @@
-"""Two micro-batch strands in one program: the backward pass of one runs beside the forward pass of the next.
+"""Makes two micro-batch strands of one program: the backward pass of one overlaps with the forward pass of the next.
 
 Before:                                    After:
     while i < M:                               F(0)
@@ -9,30 +9,31 @@ Before:                                    After:
                                                B(M-1)
 
 Contract
-    Consumes  a `while` over micro-batches that `forward_backward_cut` splits legally, anywhere in the module, with loop
-              bodies and `jit` calls still to be inlined; whatever it was made from (scan, fori_loop, microbatching).
-              `microbatch_loops` finds it, or makes it of micro-batches that are written out.
-    Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Loops over
-              layers merge where they are independent and their trip counts are proved equal (`loop_merging`), nested
-              ones and those in shard_maps too (`manual_merging`); others (frozen layers) stay apart and merely share
-              an iteration. Independent loops of F(0), such as those of policy and reference, merge with each other, and
-              those of B(M-1).
-    Keeps     every value that the loop computes, and so losses and gradients to the last bit: additions are not
-              reordered, F(i) and B(i) run once per micro-batch.
-    Leaves    everything else as it was; raises PassRefusal with the reason and the instruction.
+    Consumes  a `while` over micro-batches that `forward_backward_cut` partitions legally, anywhere in the module.
+              `microbatch_loops` finds it, or rolls unrolled micro-batches into one, and inlines calls. How the program
+              made the loop does not matter (scan, fori_loop, microbatching).
+    Makes     the loop above. Its state is the old state and the values that cross from F(i) to B(i). Independent layer
+              loops of proved equal trip counts merge (`loop_merging`), also nested ones and those inside shard_maps
+              (`manual_merging`). Other loops (frozen layers) stay apart and only share an iteration. Independent loops
+              of F(0), such as policy and reference, merge with each other; so do those of B(M-1).
+    Keeps     every value that the loop computes. Losses and gradients are equal to the last bit: additions are not
+              reordered, and F(i) and B(i) run once per micro-batch.
+    Leaves    everything else; raises PassRefusal with the reason and the instruction.
 
-Other pairings, as baselines: two micro-batches that go the same way. An iteration is F(i), F(i+1), B(i), B(i+1), and
+Other pairings are baselines. They run two micro-batches in the same direction: an iteration is F(i), F(i+1), B(i),
+B(i+1), and
     "forward-forward"       merges the layer loops of F(i) and F(i+1),
-    "backward-backward"     those of B(i) and B(i+1),
-    "same-direction"        both.
-Strand alpha is the earlier micro-batch. Where M is odd, the first one runs alone. The residuals of both are alive.
+    "backward-backward"     merges those of B(i) and B(i+1),
+    "same-direction"        merges both.
+Strand alpha is the earlier micro-batch. If M is odd, the first micro-batch runs alone. The residuals of both
+micro-batches are alive.
 
-Why it is legal: B(i-1) and F(i) share nothing that either writes (`forward_backward_cut`, rules 1-3); so F(i+1) may
-come before B(i), too.
-Costs: code for one more forward and backward pass; memory for the crossing values of two micro-batches, which
-`activation_sharing` takes back.
-Names: `strand_alpha/` (going backward) and `strand_beta/` (going forward) are put before JAX's name stack, so that
-profiles show the strands; F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1, design.md 3.1.
+Why it is legal: neither B(i-1) nor F(i) reads what the other writes (`forward_backward_cut`, rules 1-3). For the same
+reason F(i+1) may run before B(i).
+Cost: code for one more forward and one more backward pass; memory for the crossing values of two micro-batches, which
+`activation_sharing` saves again.
+Names: the name stack gets the prefix `strand_alpha/` (backward) or `strand_beta/` (forward), so profiles show the
+strands. F(0) and B(M-1) belong to strand alpha. DHelix sections 3.1 and 4.1 (arXiv 2411.15871), design.md 3.1.
 """
 
 from dataclasses import dataclass
@@ -55,11 +56,11 @@ Copies = dict[Instruction, Instruction]
 
 @dataclass(frozen=True)
 class StrandDuplication:
-    """Which micro-batches run together.
+    """Duplicates strands.
 
     Attributes:
-      merge_layers: False leaves layer loops apart (one iteration still holds both strands).
-      pairing: one of PAIRINGS.
+      merge_layers: whether layer loops merge. If not, one iteration still holds both strands.
+      pairing: which passes run together, one of PAIRINGS.
     """
 
     merge_layers: bool = True
@@ -73,7 +74,7 @@ class StrandDuplication:
             raise DhelixError(f"pairing={self.pairing!r} means nothing; take one of {', '.join(PAIRINGS)}")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """True when at least one micro-batch loop became two strands. Raises PassRefusal when none could."""
+        """Returns True: at least one micro-batch loop became two strands. Raises PassRefusal if none could."""
         if any(f"{ALPHA}/" in i.op_name for i in graph.walk(module.entry)):
             raise PassRefusal(
                 "the program holds two strands already; give the step as it was before it was interleaved"
@@ -119,7 +120,7 @@ class StrandDuplication:
 
 
 def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
-    """The new loop body: backward(i-1) and forward(i), with the maps from old instructions to both."""
+    """The new loop body of forward(i) and backward(i-1), with the maps from old instructions to the copies in each."""
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
     old = loop.instruction.shape.tuple_shapes
@@ -132,13 +133,14 @@ def _co_executed_body(parts: Partition) -> tuple[Builder, Copies, Copies]:
 
 
 def _results(parts: Partition, forward: Copies, backward: Copies) -> list[Instruction]:
+    """The new loop state after an iteration: the old state, then the crossing values."""
     roots = enumerate(parts.loop.body.root.operands)
     state = [(backward if k in parts.written_by_backward else forward)[value] for k, value in roots]
     return state + [forward[value] for value in parts.crossing]
 
 
 def emit_shared(builder: Builder, parts: Partition, state: Instruction) -> Copies:
-    """Reads of the old state from the tuple `state`, and what depends on invariants alone."""
+    """Emits reads of the old state from the tuple `state`, and the shared instructions. Returns the copies."""
     copies = {read: builder.element(state, k) for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
     return copies
@@ -152,7 +154,7 @@ def _emit_forward(builder: Builder, parts: Partition, common: Copies, strand: st
 
 
 def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: Instruction) -> Copies:
-    """The backward part; what crosses is read from the elements of `state` after the old ones."""
+    """Emits the backward part. It reads crossing values from the elements of `state` behind the old state."""
     first = parts.loop.size
     copies = dict(common)
     for n, value in enumerate(parts.crossing):
@@ -165,7 +167,7 @@ def _emit_backward(builder: Builder, parts: Partition, common: Copies, state: In
 
 
 def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
-    """F(0), the loop over the new body, B(M-1), in the place of the old loop. Returns copies of F(0) and of B(M-1)."""
+    """Replaces the old loop by F(0), the loop over the new body, and B(M-1). Returns the copies of F(0) and B(M-1)."""
     loop = parts.loop
     old = loop.instruction
     builder = Builder(computation)
@@ -189,6 +191,7 @@ def _replace_loop(computation: Computation, parts: Partition, body: Builder) -> 
 
 
 def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
+    """The loop's condition for the longer state `start`."""
     builder = Builder(loop.body.module.new_computation("strands_condition"))
     copies = {loop.condition.parameters[0]: builder.parameter(0, start.shape)}
     copy_instructions(builder, loop.condition.instructions, copies)
@@ -196,7 +199,7 @@ def _widen_condition(loop: WhileLoop, start: Instruction) -> Computation:
 
 
 def hand_over(computation: Computation, old: Instruction, result: Instruction) -> None:
-    """Readers of the old loop read the elements of `result`; the old loop goes."""
+    """Makes readers of the old loop read the elements of the tuple `result`, and removes the old loop."""
     reads = [user for user in computation.users()[old] if user.opcode == "get-tuple-element"]
     replace_all_uses(computation, {old: result} | {read: result.operands[read.tuple_index] for read in reads})
     computation.instructions = [i for i in computation.instructions if i is not old]
@@ -205,7 +208,7 @@ def hand_over(computation: Computation, old: Instruction, result: Instruction) -
 
 
 def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[tuple[Copies, Copies]]]:
-    """A loop body of two micro-batches, with what is to merge: what the second one made, and the first."""
+    """A loop body of two micro-batches, and for each pass to merge its copies in the second and in the first one."""
     loop = parts.loop
     builder = Builder(loop.body.module.new_computation("strands"))
     parameter = builder.parameter(0, loop.instruction.shape)
@@ -220,7 +223,7 @@ def _same_direction_body(parts: Partition, pairing: str) -> tuple[Builder, list[
 
 
 def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], strand: str) -> Copies:
-    """One iteration of the old loop from the elements of `state`."""
+    """Emits one iteration of the old loop that starts from the elements `state`. Returns the copies."""
     copies = {read: state[k] for read, k in parts.loop.reads.items()}
     copy_instructions(builder, parts.shared, copies)
     own = (*parts.forward, *parts.backward)
@@ -230,8 +233,10 @@ def _micro_batch(builder: Builder, parts: Partition, state: list[Instruction], s
 
 
 def _replace_loop_by_pairs(computation: Computation, parts: Partition, body: Builder) -> list[Copies]:
-    """The first micro-batch where their number is odd, and the loop over the others, in the place of the old loop.
-    Returns copies of the former."""
+    """Replaces the old loop by one over pairs of micro-batches, with the first micro-batch before it if M is odd.
+
+    Returns the copies of that micro-batch, if any.
+    """
     loop = parts.loop
     old, start = loop.instruction, loop.instruction.operands[0]
     builder = Builder(computation)
@@ -250,6 +255,6 @@ def _among(copies: Copies) -> list[Instruction]:
 
 
 def _left(computation: Computation, copies: Copies) -> list[Instruction]:
-    """Loops among `copies` whose results something reads."""
+    """The loops among `copies` that are still in `computation`."""
     made = set(_among(copies))
     return [i for i in computation.instructions if i in made]

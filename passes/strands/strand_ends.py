@@ -1,4 +1,4 @@
-"""Runs skewed strands together at both ends of the step too, where no strand goes the other way.
+"""Runs skewed strands together at both ends of the step, too, where no other strand runs in the opposite direction.
 
 Before (`strand_skew`, `strand_duplication`):      After:
     F1(0)                                              F1(0)
@@ -11,15 +11,16 @@ Before (`strand_skew`, `strand_duplication`):      After:
     B1(M-1)                                            B2(M-1)           its last L - 2k layers; B1(M-1)
 
 Contract
-    Consumes  what the two passes leave around the strand loop: eight loops over layers, known by their names.
-    Makes     the three merged loops, and one stack of residuals of two in the one that goes both ways (as
-              `activation_sharing` does within the strand loop).
-    Leaves    loops apart that depend on each other; says which.
+    Consumes  the eight layer loops that the two passes leave around the strand loop, known by their names.
+    Makes     the three merged loops. In the loop that runs both directions, pairs of residual stacks share one buffer
+              (as `activation_sharing` does in the strand loop).
+    Leaves    loops apart that depend on each other, with a note.
 
-Why it is legal: merged loops depend on each other in nothing but accumulators of gradients, of which B1(M-2) changes
-other slots than B2(M-1), by the index tables of both; so each slot sees the same additions in the same order.
-Cost: two loops are split once more where L > 2k, and merged bodies take longer to order. DHelix runs first and last
-passes alone (section 4.1).
+Why it is legal: merged loops depend on each other only through gradient accumulators. By the index tables of both
+loops, they change different slots: for example, B1(M-2) and B2(M-1). So each slot gets the same additions in the same
+order.
+Cost: if L > 2k, two loops are split once more. Merged bodies take XLA longer to schedule. DHelix runs the first and
+last passes alone (section 4.1, arXiv 2411.15871).
 """
 
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ class StrandEnds:
 
 
 def _ends(computation: Computation) -> _Ends:
-    """Loops over some of the layers, by which layers and strand."""
+    """The loops over a part of the layers, keyed by that part's name and the strand."""
     found: _Ends = {}
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
         for name in SKEWED:
@@ -65,7 +66,7 @@ def _ends(computation: Computation) -> _Ends:
 
 
 def _merge_ends(computation: Computation, ends: _Ends, context: PassContext) -> None:
-    share_equal(computation)  # loops read the same invariants only if these are one value
+    share_equal(computation)  # so that loops that read equal invariants read one value
     began, following = ends[LAST, ALPHA], ends[FIRST, ALPHA]
     layers, apart = (WhileLoop(loop).trip_count for loop in (began, following))
     assert layers and apart  # strand_skew split them by these
@@ -85,7 +86,10 @@ def _merge_ends(computation: Computation, ends: _Ends, context: PassContext) -> 
 
 
 def _merge(first: Instruction, second: Instruction, context: PassContext) -> Instruction | None:
-    """One loop of both, `second` being later if either waits for the other; None where it waits for more than slots."""
+    """Merges both loops into one; None if they depend on each other by more than different slots of one stack.
+
+    If one of them depends on the other, `second` must be the later one.
+    """
     computation = first.computation
     drop_dead(computation)
     computation.sort()
@@ -105,8 +109,10 @@ def _merge(first: Instruction, second: Instruction, context: PassContext) -> Ins
 def _changed_on(
     first: Instruction, second: Instruction, element: int, users: dict[Instruction, list[Instruction]]
 ) -> int | None:
-    """The element of `first` whose result `element` of `second` starts as, if nothing else reads it and they change
-    different slots of it."""
+    """The element of `first` whose result is the initial value of `element` of `second`.
+
+    None if something else reads that result, or if the loops are not proved to change different slots of it.
+    """
     start = second.operands[0]
     value = start.operands[element]
     if value.opcode != "get-tuple-element" or value.operands[0] is not first:
@@ -122,7 +128,7 @@ def _changed_on(
 
 
 def _share(loop: Instruction, context: PassContext) -> None:
-    """Residuals take the places of those of the same shape that are read for the last time."""
+    """Stores new residuals in the stacks of the same shape that this loop reads for the last time."""
     layers = WhileLoop(loop)
     free = list(_read_for_the_last_time(layers))
     stacks: list[Stack] = []
@@ -155,7 +161,11 @@ def _share(loop: Instruction, context: PassContext) -> None:
 
 
 def _read_for_the_last_time(layers: WhileLoop) -> Iterator[tuple[int, tuple[Instruction, ...], list[int]]]:
-    """Stacks that the strand loop left, which `layers` alone reads, each slot once; what reads them, and where."""
+    """Yields the stacks that the strand loop left and only `layers` reads.
+
+    Yields:
+      The element of `layers`, its reads, and the slot that they read in each iteration.
+    """
     loop = layers.instruction
     users = loop.computation.users()
     read_later = {r.tuple_index for r in users[loop] if users[r]}

@@ -1,4 +1,4 @@
-"""Ties the two strands together layer by layer where no loop over layers does: unrolled models.
+"""Keeps the two strands in step layer by layer in unrolled models, where no layer loop does it.
 
 Before, in the strand loop (straight-line code):     After:
     dx3 = layer 3 backward(dx4)      alpha               dx3, x1, dw3 = opt-barrier(dx3, x1, dw3)
@@ -7,18 +7,21 @@ Before, in the strand loop (straight-line code):     After:
     x2  = layer 1 forward(x1)                            dx2, x2, dw2 = opt-barrier(dx2, x2, dw2)
 
 Contract
-    Consumes  a strand loop whose body holds operators of both strands and no loop with matrix products.
-    Makes     one barrier for each pair of cuts: n-th of forward, n-th of backward. A cut is a value that all later
-              work of its strand goes through (the hidden state between layers, and its gradient), one per stretch
-              of work. Results that alpha has finished by then (sums of weight gradients) go through it too.
-    Leaves    loops with layer loops, which are in step where they merged, and strands that depend on each other.
+    Consumes  a strand loop whose body holds operations of both strands and no loop with matrix products.
+    Makes     one barrier per pair of cuts: the n-th cut of forward with the n-th of backward. A cut is a value on which
+              all later work of its strand depends: the hidden state between layers, or its gradient. Each stretch of
+              work has at most one cut. The barrier also takes the results that alpha has finished by then (sums of
+              weight gradients).
+    Leaves    strand loops that hold layer loops (merged layer loops are in step already), and strands that depend on
+              each other.
 
-Why it is legal: a barrier hands on its values. It closes no circle: the strands do not depend on each other, and
-cuts of a strand follow each other, so a barrier depends on none but earlier ones.
-Costs nothing by itself. Without it XLA's scheduler runs F(i) first and B(i-1) after it, and the residuals of two
-micro-batches are alive. With it a residual of F(i) can take the place of one that B(i-1) has read; where that is
-another layer's, XLA copies it to its own later on, which is about half of the residuals, once per micro-batch.
-DHelix section 4.1.
+Why it is legal: a barrier returns its operands unchanged. It creates no cycle: the strands do not depend on each other,
+and each strand's cuts are ordered, so a barrier depends only on earlier barriers.
+Cost: none by itself. Without barriers XLA's scheduler runs all of F(i) and then B(i-1), so the residuals of two
+micro-batches are alive. With them a residual of F(i) can reuse the buffer of a residual that B(i-1) has read. If that
+buffer belongs to another layer, XLA later copies the residual to its own buffer. This happens to about half of the
+residuals, once per micro-batch.
+DHelix section 4.1 (arXiv 2411.15871).
 """
 
 from collections.abc import Iterable
@@ -50,14 +53,14 @@ class StrandLockstep:
 
 
 def _tie(loop: Instruction) -> int:
-    """Puts barriers between the strands in the body of `loop`. Returns how many."""
+    """Ties the strands in the body of `loop` by barriers. Returns the number of barriers."""
     body = loop.called[0]
     body.sort()
     alpha, beta = ([i for i in body.instructions if i.op_name.startswith(s)] for s in (ALPHA, BETA))
     if not alpha or not beta or any(i.opcode == "while" and _works(i) for i in body.instructions):
         return 0
     if not graph.descendants(body, alpha).isdisjoint(beta) or not graph.descendants(body, beta).isdisjoint(alpha):
-        return 0  # a loop without work, such as one that makes random bits, was merged and joins them
+        return 0  # a merged loop without matrix products, such as one that draws random bits, joins the strands
     state = WhileLoop(loop)
     read = [i for i, k in state.reads.items() if k not in state.invariants]
     pairs = _pair(_cuts(body, [*read, *beta]), _cuts(body, [*read, *alpha]))
@@ -69,7 +72,7 @@ def _tie(loop: Instruction) -> int:
         after = builder.barrier([*pair, *results])
         fences.add(after[0].operands[0].operands[0])
         behind.update(zip(pair, after[:2], strict=True))
-        for result, tied in zip(results, after[2:], strict=True):  # others may read it before the barrier
+        for result, tied in zip(results, after[2:], strict=True):  # only the root must read it behind the barrier
             body.root.operands = [tied if o is result else o for o in body.root.operands]
     for instruction in body.instructions:
         if instruction not in fences:
@@ -79,9 +82,10 @@ def _tie(loop: Instruction) -> int:
 
 
 def _pair(forward: list[Instruction], backward: list[Instruction]) -> list[tuple[Instruction, Instruction]]:
-    """First with first and so on; every second one where a strand has about twice as many, as under remat.
+    """Pairs the n-th cuts of both strands.
 
-    What is left over of one strand lies beyond the layers.
+    If one strand has about r times as many cuts as the other (r = 2 under remat), takes every r-th cut of that strand.
+    Leftover cuts lie outside of the layers.
     """
     if not forward or not backward:
         return []
@@ -91,9 +95,9 @@ def _pair(forward: list[Instruction], backward: list[Instruction]) -> list[tuple
 
 
 def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
-    """Values that all later work of a strand goes through, in order: the smallest of each stretch of work.
+    """Values on which all later work of a strand depends, in order: the smallest one per stretch of work.
 
-    What comes before any work is no cut, nor what comes last.
+    Values before any work and the last value of the path are no cuts.
     """
     last, path = _main_path(body, {i for i in strand if _carries(i)})
     users = body.users()
@@ -111,9 +115,9 @@ def _cuts(body: Computation, strand: list[Instruction]) -> list[Instruction]:
 
 
 def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instruction | None, set[Instruction]]:
-    """The end of the longest chain of members that ends in work, and all between its beginning and there."""
+    """The last instruction of the longest chain of members that ends in work, and all members between both ends."""
     depth: dict[Instruction, int] = {}
-    first: dict[Instruction, Instruction] = {}  # where the longest chain to an instruction begins
+    first: dict[Instruction, Instruction] = {}  # the start of the longest chain to each instruction
     for i in (i for i in body.instructions if i in members):
         before = max((o for o in i.operands if o in depth), key=lambda o: depth[o], default=None)
         depth[i] = 1 if before is None else depth[before] + 1
@@ -132,7 +136,7 @@ def _main_path(body: Computation, members: set[Instruction]) -> tuple[Instructio
 
 
 def _finished_before(body: Computation, alpha: list[Instruction], cuts: list[Instruction]) -> list[list[Instruction]]:
-    """For each cut of alpha the results of the iteration that need earlier cuts, but neither it nor later ones."""
+    """For each cut of alpha, the iteration results that depend on all earlier cuts, but not on this or later cuts."""
     number = {cut: n for n, cut in enumerate(cuts)}
     needed: dict[Instruction, int] = {}  # how many cuts an instruction depends on
     for i in body.instructions:
@@ -146,7 +150,7 @@ def _finished_before(body: Computation, alpha: list[Instruction], cuts: list[Ins
 
 
 def _carries(instruction: Instruction) -> bool:
-    """Whether it can hold a hidden state: no integers, no scalars; tuples, of calls with several results, can."""
+    """Whether it can hold a hidden state: a floating-point array, or the tuple of a call with several results."""
     shape = instruction.shape
     return shapes.is_tuple(shape) or (shapes.is_floating(shape) and shapes.element_count(shape) > 1)
 

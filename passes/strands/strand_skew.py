@@ -1,4 +1,4 @@
-"""Keeps the strands k layers apart, so that they run together at both ends of the step too.
+"""Skews the strands by k layers, so that they can run together at both ends of the step, too.
 
 Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2, B2: the others):
     while i < M:                               F1(0)
@@ -7,24 +7,24 @@ Before, M micro-batches of L layers:       After (F1, B1: the first k layers; F2
                                                  F1(i+1)
                                                F2(M-1), head, B2(M-1), B1(M-1)
 
-Of this loop `strand_duplication` makes B2(i-1) + F2(i), head, B1(i-1) + F1(i+1). Before and after it `strand_ends`
-finds layers of two micro-batches that do not wait for each other; without skew they run alone, and their communication
-is hidden behind nothing: F(0) and B(M-1), which are 1/M of the step.
+`strand_duplication` turns this loop into B2(i-1) + F2(i), head, B1(i-1) + F1(i+1). Before and after the strand loop,
+`strand_ends` then finds layers of two micro-batches that do not depend on each other. Without skew, F(0) and B(M-1) run
+alone. They are 1/M of the step, and nothing hides their communication.
 
 Contract
-    Consumes  a loop over at least three micro-batches that `forward_backward_cut` splits, with one loop over layers
-              forward and one backward, of the same proved trip count L >= 2k. Runs before strand_duplication.
-    Makes     the above. Loops over layers are two loops each, and stacks of residuals two stacks each, of k and L - k
-              slots, so that those of the first layers can live longer. Gradients are added up layer by layer
-              (`gradient_accumulation`). The names of the four loops say what they are.
+    Consumes  a loop over at least three micro-batches that `forward_backward_cut` partitions. It has one forward and
+              one backward layer loop of the same proved trip count L >= 2k. Runs before strand_duplication.
+    Makes     the loop above. Each layer loop becomes two loops, with names that say which layers they run. Each stack
+              of residuals becomes two stacks of k and L - k slots, so that those of the first k layers can live longer.
+              Gradients are added up layer by layer (`gradient_accumulation`).
     Leaves    everything else; raises PassRefusal with the reason.
 
-Why it is legal: F1(i+1) is what leads to the first k layers, and reads nothing that the backward pass writes, as all of
-F(i+1) (`forward_backward_cut`, rule 2); it reads the state as iteration i leaves it. Each micro-batch computes the
-same.
-Cost: residuals of k layers of a third micro-batch are alive; two to three times as many loops to compile and to order.
-It pays where the step waits for communication: 436.5 instead of 443.9 ms for 8 layers of Llama-8B without peer-to-peer
-on 4 H200s, M 4, k 1 (docs/benchmarks.md). DHelix section 4.1 leaves first and last passes alone.
+Why it is legal: F1(i+1) consists of the instructions that lead to the first k layers. It reads nothing that the
+backward pass writes, as is true of all of F(i+1) (`forward_backward_cut`, rule 2). It reads the state that iteration i
+leaves. Each micro-batch computes the same values as before.
+Cost: residuals of k layers of a third micro-batch are alive; XLA has two to three times as many loops to compile and
+schedule. It pays where communication is exposed (docs/benchmarks.md). DHelix does not hide the communication of the
+first and last passes (section 4.1, arXiv 2411.15871).
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,11 @@ Copies = dict[Instruction, Instruction]
 
 @dataclass(frozen=True)
 class StrandSkew:
-    """skew: how many layers the strands are apart, at least one."""
+    """Skews the strands of each loop over micro-batches.
+
+    Attributes:
+      skew: the number of layers k by which the strands are apart, at least 1.
+    """
 
     skew: int
 
@@ -59,11 +63,11 @@ class StrandSkew:
             raise DhelixError(f"strands cannot be {self.skew} layers apart; give at least 1, or leave the pass out")
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Raises PassRefusal where the strands of some loop cannot be kept apart; then all stays."""
+        """Returns whether it changed the module. Raises PassRefusal if the strands of some loop cannot be skewed."""
         refusals: list[PassRefusal] = []
         found = list(partitions(module, refusals))
         if not found:
-            return False  # strand_duplication says why
+            return False  # strand_duplication reports the reason
         for computation, parts in found:
             if sum(other is computation for other, _ in found) > 1:
                 raise PassRefusal("several loops over micro-batches stand side by side", parts.loop.instruction)
@@ -78,7 +82,7 @@ class StrandSkew:
 
 
 def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instruction]:
-    """The forward one and the backward one. Raises PassRefusal where they cannot be split."""
+    """The forward and the backward layer loop. Raises PassRefusal if they cannot be split."""
     if parts.trip_count < 3:
         raise PassRefusal(f"strands of {parts.trip_count} micro-batches are not kept apart; it takes at least 3")
     found = []
@@ -99,9 +103,9 @@ def _loops_over_layers(parts: Partition, apart: int) -> tuple[Instruction, Instr
 
 
 def _split(body: Computation, forward: Instruction, backward: Instruction, apart: int) -> None:
-    """Loops and stacks of residuals, each in two."""
+    """Splits both layer loops and their stacks of residuals in two."""
     layers = WhileLoop(forward).trip_count
-    assert layers is not None  # _loops_over_layers
+    assert layers is not None  # checked by _loops_over_layers
     stacks = _stacks(forward, backward)
     first, last = split(forward, apart, (FIRST, LAST))
     back_last, back_first = split(backward, layers - apart, (LAST_BACK, FIRST_BACK))
@@ -114,8 +118,11 @@ def _split(body: Computation, forward: Instruction, backward: Instruction, apart
 
 
 def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int, Instruction]]:
-    """Elements of the forward and of the backward loop that are a stack of residuals, written from slot 0 on and read
-    the other way round; and what it was filled with before."""
+    """The stacks of residuals that forward writes from slot 0 upwards and backward reads in the opposite order.
+
+    Returns:
+      For each stack its element in the forward loop, its element in the backward loop, and its initial value.
+    """
     loop = WhileLoop(forward)
     found = []
     for written, filler in enumerate(loop.initial(k) for k in range(loop.size)):
@@ -126,7 +133,7 @@ def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int,
             back, read = last_reader(forward, written)
             reads = slot_reads(back, read)
         except PassRefusal:
-            continue  # it stays one stack, which both loops write
+            continue  # it stays one stack, which both forward loops write
         if back.instruction is not backward or read not in back.invariants:
             continue
         slots = list(range(write.shape.dimensions[0]))
@@ -137,7 +144,7 @@ def _stacks(forward: Instruction, backward: Instruction) -> list[tuple[int, int,
 
 
 def _start_ahead(computation: Computation, instruction: Instruction) -> None:
-    """The loop that runs the first layers of the next micro-batch, in the place of the one that does not."""
+    """Replaces the loop by one whose iterations also run the first layers of the next micro-batch."""
     parts = partition(WhileLoop(instruction))
     if parts is None:
         raise PassRefusal("with loops over layers split there is no backward pass to be seen", instruction)
@@ -148,7 +155,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
     rest = [i for i in parts.forward if i not in early] + list(parts.backward)
 
     def all_but_first_layers(builder: Builder, state: Instruction) -> tuple[Copies, list[Instruction]]:
-        """Of one micro-batch: what is shared, and the elements of the old state after it."""
+        """Emits the rest of one micro-batch. Returns the shared values, and the elements of the old state after it."""
         shared = emit_shared(builder, parts, state)
         copies = shared | {value: builder.element(state, loop.size + n) for n, value in enumerate(handed)}
         copy_instructions(builder, rest, copies)
@@ -157,7 +164,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
         return shared, [copies[value] for value in loop.body.root.operands]
 
     def first_layers(builder: Builder, shared: Copies, state: list[Instruction]) -> list[Instruction]:
-        """Of the micro-batch that begins with the old state `state`: what they hand to the rest."""
+        """Emits the first layers of the micro-batch that starts from `state`. Returns what the rest reads of them."""
         copies = {i: copy for i, copy in shared.items() if i not in loop.reads}
         copies |= {read: state[k] for read, k in loop.reads.items()}
         copy_instructions(builder, early, copies)
@@ -180,7 +187,7 @@ def _start_ahead(computation: Computation, instruction: Instruction) -> None:
 
 
 def _leading_to_first_layers(parts: Partition) -> dict[Instruction, None]:
-    """F1, in instruction order."""
+    """F1: the forward instructions up to the first layers, in instruction order."""
     body = parts.loop.body
     first = [i for i in parts.forward if i.name.startswith(FIRST)]
     needed = graph.ancestors(body, first)

@@ -1,1 +1,1 @@
-"""What collective matmuls take, site by site and form by form."""
+"""Times of collective matmuls by site and form."""

@@ -1,16 +1,16 @@
-"""What a collective matmul takes in one of its forms, measured or not, beside what its GEMM takes.
+"""Estimates the time of a collective matmul in one of its forms, measured or not, relative to its GEMM's time.
 
     gemm = estimator.solo(gemm_key(site))              Estimate(seconds=0.00123, source=<Source.MEASURED>, ...)
     estimate(site, form, times, gemm)                  Estimate(seconds=0.00123, ...): the gather is hidden
 
-Times of collective matmuls are of loops without a rest, at the clock that the GPUs' limit of power leaves; there cuBLAS
-takes 15 to 20 % longer than in a profile, which is of the full clock. Both tables have the GEMM, so what is taken of
-one is the ratio of a form's time to the GEMM's, from the first of these that there is:
+Collective matmuls are measured in loops without pauses, at the clock that the GPU's power limit allows. There cuBLAS is
+slower than in a profile, which is measured at full clock. Both tables contain the GEMM. So the estimate takes only the
+ratio of the form's time to the GEMM's, from the first of these that exists:
 
-1. The site in this form: measured, if the GEMM is.
+1. The site in this form: measured if the GEMM is.
 2. The site in the same form with other tiles, the fastest of them: interpolated.
-3. Measured sites around it (`collective_matmul.around`), weighted in logarithms: interpolated.
-4. The nearest measured site of its family: a guess.
+3. Measured sites around it (`sites.around`), averaged in logarithms by weight: interpolated.
+4. The nearest measured site of its family within `sites.REACH`: a guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLLECTIVES: dict[str, str] = dict(zip(KINDS, ("all-gather", "reduce-scatter", 
 
 
 def gemm_key(site: Site) -> OperatorKey | None:
-    """The key of the whole GEMM on one device, by cuBLAS, operands in place; None for types that have none."""
+    """Key of the whole GEMM on one device by cuBLAS; None for an empty site or a type without a key."""
     if site.dtype not in _TYPES or min(site.sizes) == 0:
         return None
     kind, width = _TYPES[site.dtype]
@@ -39,7 +39,7 @@ def gemm_key(site: Site) -> OperatorKey | None:
 
 
 def collective_key(site: Site) -> CollectiveKey | None:
-    """The key of the collective alone, by NCCL's kernels inside of a node; None where there is none for the GEMM."""
+    """Key of the collective alone by NCCL inside a node; None if `gemm_key` is None."""
     if gemm_key(site) is None:
         return None
     _, width = _TYPES[site.dtype]
@@ -48,22 +48,25 @@ def collective_key(site: Site) -> CollectiveKey | None:
 
 
 def estimate(site: Site, form: Form, times: Times | None, gemm: Estimate) -> Estimate | None:
-    """Seconds of `site` in `form`, alone on its GPUs, where its GEMM takes `gemm`; None where nothing says it."""
+    """Seconds of `site` in `form`, alone on its GPUs, if its GEMM takes `gemm`; None without a basis."""
     if times is None:
         return None
+    # 1. This site in this form.
     if site in times.sites and form in times.sites[site].forms:
         here = times.sites[site]
         source = Source.INTERPOLATED if here.forms[form].source == ALIKE else Source.MEASURED
         return _scaled(gemm, here.forms[form].seconds / here.gemm.seconds, source)
+    # 2. This site with other tiles, or 3. sites around it: `around` returns a measured site itself.
     ratio = _ratio(form, around(site, times))
     if ratio is not None:
         return _scaled(gemm, ratio, Source.INTERPOLATED)
+    # 4. The nearest site of the family.
     ratio = _ratio(form, {other: (times.sites[other], 1.0) for other in related(site, times)[:1]})
     return None if ratio is None else _scaled(gemm, ratio, Source.GUESS)
 
 
 def _ratio(form: Form, known: dict[Site, tuple[SiteTimes, float]]) -> float | None:
-    """The form's time over the GEMM's at `known` sites with weights; None if there are none, or one lacks the form."""
+    """Weighted geometric mean of the form's time over the GEMM's; None without sites, or if one lacks the form."""
     logarithm = 0.0
     for times, weight in known.values():
         fastest = times.fastest().get((form.name, form.chunks))

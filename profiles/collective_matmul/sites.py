@@ -1,4 +1,4 @@
-"""Collective matmuls as data: where one stands (Site), how it can be executed (Form), and which way to choose.
+"""Collective matmuls as data: where they are (Site), how they can be executed (Form), and which form to choose.
 
     rows    = global M, leading batch dimensions folded in
     kind                    operands on one device of n            result on one device
@@ -6,22 +6,22 @@
     matmul_reduce_scatter   x [rows, K]        w [K, columns]      [rows / n, columns]    multiply, sum and scatter
     matmul_all_reduce       x [rows, K]        w [K, columns]      [rows, columns]        multiply, sum
 
-A Site and a Form have a `key`, one line of text that JSON files and log lines use, and `parse` reads it back:
+A Site and a Form have a `key`: one line of text for JSON files and log lines. `parse` reads it back:
 
     Site("all_gather_matmul", 8192, 4096, 1536, "bfloat16", 4).key
         all_gather_matmul bfloat16 8192x4096x1536 over 4
     Form("hybrid", chunks=4).key                                        hybrid:4
     Form("mosaic", tiles=Tiles(128, 256, 64, 4, "N", 8, 132)).key       mosaic:128x256x64,steps=4,wide=N,group=8,sms=132
 
-`choose` takes a form only where it is known to pay. Measured sites decide for themselves. Between them a form must win
-at each of the nearest sites that lie around, in the logarithms of rows, contraction and columns:
+`choose` takes a form only if it is known to pay. A measured site decides for itself. For a site between measured ones,
+a form must win at each of the nearest sites that enclose it, in the logarithms of rows, contraction and columns:
 
     rows      4096      6144      8192       16384      32768
     ring      wins        ?       loses       wins         ?        6144: monolithic, as ring loses at 8192
     mosaic    wins        ?       wins        wins         ?        6144: mosaic; 32768: monolithic, nothing beyond
 
-Times are of one kind of hardware and link (`Times`); files of them are read by `collective_matmul_times`. Choosing is
-deterministic and costs a scan of the measured sites.
+`Times` hold one kind of hardware and link; `times.py` reads their files. The choice is deterministic and costs one scan
+of the measured sites.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ KINDS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 FORMS = ("monolithic", "ring", "bidirectional_ring", "hybrid", "mosaic")
 
 MARGIN = 0.02
-"""Share of the monolithic form's time that another form must save, beyond what the measurements' spreads explain."""
+"""Fraction of the monolithic form's time that another form must save. It must also save more than both spreads."""
 
 H200_SMS = 132
-"""Streaming multiprocessors that a kernel takes whose tiles say none; all that an H100 SXM and an H200 have."""
+"""Streaming multiprocessors of an H100 SXM or H200; a kernel takes all of them if its tiles give no number."""
 
 REACH = 4.0
-"""Measured sites count as neighbours up to this factor in each size."""
+"""A measured site counts as a neighbour if each of its sizes is within this factor."""
 
 _SITE_KEY = re.compile(r"(\w+) (\w+) (\d+)x(\d+)x(\d+) over (\d+)", re.ASCII)
 _TILES_OPTIONS = ("sms", "chunks", "cluster", "lead", "splits")
@@ -70,7 +70,7 @@ def _at_least(least: int, what: str, value: object) -> None:
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """One collective matmul of a program; what decides how long each form of it takes, besides the link.
+    """One collective matmul of a program. Together with the link, it decides how long each form takes.
 
     Attributes:
       kind: one of KINDS.
@@ -79,7 +79,7 @@ class Site:
       columns: N of the GEMM on this device, summed over weights that share a gather.
       dtype: of operands and result, such as "bfloat16".
       axis_size: devices on the mesh axis of the collective.
-    Sizes may be 0 (an empty batch); nothing is measured of such a site.
+    Sizes may be 0 (an empty batch); such a site is never measured.
     """
 
     kind: str
@@ -105,7 +105,7 @@ class Site:
 
     @property
     def family(self) -> tuple[str, str, int]:
-        """What two sites must share for one to say anything of the other."""
+        """What two sites must share so that times of one say something about the other."""
         return self.kind, self.dtype, self.axis_size
 
     @property
@@ -114,7 +114,11 @@ class Site:
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The site that has this key. Raises DhelixError for any other text."""
+        """The site that has this key.
+
+        Raises:
+          DhelixError: the text is no key of a site.
+        """
         match = _SITE_KEY.fullmatch(key)
         if not match:
             raise DhelixError(f"{key[:120]!r} is no collective matmul: write `kind dtype MxKxN over axis_size`")
@@ -125,18 +129,18 @@ class Site:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a Mosaic-GPU kernel cuts its GEMM.
+    """How a Mosaic-GPU kernel tiles its GEMM.
 
     Attributes:
-      tile_m, tile_n, tile_k: rows, columns and depth of the tile that one step multiplies, per block of threads.
-      steps: depth of the pipeline, operand tiles in flight in shared memory.
-      wide: "M" or "N", along which the tiles of both consumer warpgroups lie side by side.
-      group: width in tiles of the bands in which the grid is walked, so that neighbours share operands in L2.
+      tile_m, tile_n, tile_k: rows, columns and depth of the tile that one step multiplies, per thread block.
+      steps: depth of the pipeline: operand tiles in flight in shared memory.
+      wide: "M" or "N": the dimension along which the two consumer warpgroups split the tile.
+      group: width, in tiles, of the bands in which the grid is traversed, so that neighbours share operands in L2.
       sms: streaming multiprocessors that the kernel takes; None is H200_SMS.
-      chunks: parts along k in which gathered rows are waited for; None is the kernel's own choice.
-      cluster: blocks below each other that share loads of w, where results are summed; None is 1.
-      lead: tiles of each other device that come before own ones, where results are summed; None is a whole wave.
-      splits: blocks that share the contraction of a tile, where results are summed by all; None is 1.
+      chunks: parts along K for which the kernel waits while it gathers rows; None is the kernel's own choice.
+      cluster: for summed results, blocks with the same columns that share loads of w; None is 1.
+      lead: for summed results, tiles for each other device that come before the own tiles; None is a whole wave.
+      splits: for all-reduced results, blocks that share the contraction of a tile; None is 1.
     """
 
     tile_m: int
@@ -169,7 +173,11 @@ class Tiles:
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The tiles that have this key. Raises DhelixError for any other text."""
+        """The tiles that have this key.
+
+        Raises:
+          DhelixError: the text is no key of tiles.
+        """
         match = _TILES_KEY.fullmatch(key)
         if not match:
             raise DhelixError(f"{key[:120]!r} are no tiles: write `128x128x64,steps=4,wide=M,group=8[,sms=132]`")
@@ -184,8 +192,8 @@ class Form:
 
     Attributes:
       name: one of FORMS.
-      chunks: of "hybrid", pieces that the rows are cut into; 1 for the others.
-      tiles: of "mosaic", None for the kernel's own; None for the others.
+      chunks: for "hybrid", the number of pieces that the rows are cut into; 1 for the other forms.
+      tiles: for "mosaic", the kernel's tiles, or None for its default; None for the other forms.
     """
 
     name: str
@@ -208,12 +216,16 @@ class Form:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """To sort by: as FORMS lists them, then by chunks, then by tiles."""
+        """Sort key: by position in FORMS, then by chunks, then by tiles."""
         return FORMS.index(self.name), self.chunks, self.key
 
     @classmethod
     def parse(cls, key: str) -> Self:
-        """The form that has this key. Raises DhelixError for any other text."""
+        """The form that has this key.
+
+        Raises:
+          DhelixError: the text is no key of a form.
+        """
         name, _, rest = key.partition(":")
         if name == "hybrid" and rest:
             if not rest.isdecimal():
@@ -227,12 +239,12 @@ MONOLITHIC = Form("monolithic")
 
 @dataclass(frozen=True)
 class SiteTimes:
-    """What was measured at a site, each of them alone on the GPUs.
+    """The measurements of a site, each alone on the GPUs.
 
     Attributes:
-      gemm: the whole local GEMM by cuBLAS, operands gathered already.
+      gemm: the whole local GEMM by cuBLAS, with its operands already gathered.
       collective: the collective by NCCL.
-      forms: the collective matmul in each form that could be had.
+      forms: the collective matmul in each form that was available.
     """
 
     gemm: Timing
@@ -241,11 +253,11 @@ class SiteTimes:
 
     @property
     def bound(self) -> float:
-        """Seconds of the longer side, which perfect overlap would take."""
+        """Seconds with perfect overlap: the longer of GEMM and collective."""
         return max(self.gemm.seconds, self.collective.seconds)
 
     def fastest(self) -> dict[tuple[str, int], tuple[Form, Timing]]:
-        """By name and chunks: the form, with the fastest of its tiles, and its time."""
+        """For each name and number of chunks: the form with the fastest tiles, and its time."""
         found: dict[tuple[str, int], tuple[Form, Timing]] = {}
         for form in sorted(self.forms, key=lambda form: form.order):
             known = found.get((form.name, form.chunks))
@@ -254,8 +266,11 @@ class SiteTimes:
         return found
 
     def merged(self, later: SiteTimes) -> SiteTimes:
-        """`later`, and what only the earlier run had: scaled by the monolithic form's times in both, as two runs may
-        differ by the machine. Without such a time it is dropped."""
+        """`later`, plus the forms that only the earlier run has.
+
+        These are scaled by the ratio of the monolithic form's times, because the machines may differ. They are dropped
+        if either run lacks that time.
+        """
         if MONOLITHIC not in self.forms or MONOLITHIC not in later.forms:
             return later
         scale = later.forms[MONOLITHIC].seconds / self.forms[MONOLITHIC].seconds
@@ -268,10 +283,10 @@ class SiteTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Sites measured on one kind of hardware, over one link, under one launch setting (as `profile.Profile` has them).
+    """Sites measured on one kind of hardware, over one link, under one launch setting (as in `profile.Profile`).
 
     Attributes:
-      measured_on: oldest first; more than one after `merged`.
+      measured_on: oldest first; several after `merged`.
     """
 
     hardware: str
@@ -282,7 +297,7 @@ class Times:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits of all that it holds, equal on every host for equal times."""
+        """32 hex digits of the contents; equal times have equal digests on every host."""
         sites = [
             (site.key, times.gemm, times.collective, sorted((form.key, repr(t)) for form, t in times.forms.items()))
             for site, times in sorted(self.sites.items(), key=lambda item: item[0].key)
@@ -291,22 +306,22 @@ class Times:
         return hashlib.blake2b(repr(whole).encode(), digest_size=16).hexdigest()
 
     def merged(self, later: Times) -> Times:
-        """Both; of a site that both have, `later` counts more (`SiteTimes.merged`)."""
+        """Both; sites that both have are merged by `SiteTimes.merged`."""
         measured_on = tuple(dict.fromkeys((*self.measured_on, *later.measured_on)))
         both = {s: self.sites[s].merged(times) for s, times in later.sites.items() if s in self.sites}
         return replace(self, measured_on=measured_on, sites={**self.sites, **later.sites, **both})
 
 
 def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = lambda form: True) -> Form:
-    """How to execute the collective matmul at `site`.
+    """The form in which to execute the collective matmul at `site`.
 
     Args:
       times: of the hardware and link here; None if nothing was measured on them.
-      possible: whether a form can be had at all here; those that cannot are passed over.
+      possible: whether a form is available here; other forms are skipped.
 
     Returns:
-      The fastest possible form that saves more than MARGIN and noise; MONOLITHIC where none is known to. Of a site
-      that was not measured it has the tiles that were best at the nearest one.
+      The fastest possible form that saves more than MARGIN and the noise, or MONOLITHIC if none is known to. For an
+      unmeasured site, its tiles are the best ones of the nearest site.
     """
     deciding = {} if times is None else around(site, times)
     if not deciding:
@@ -324,7 +339,7 @@ def choose(site: Site, times: Times | None, possible: Callable[[Form], bool] = l
 
 
 def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
-    """Forms that beat the monolithic one here, and the logarithm of the factor by which they do."""
+    """The forms that beat the monolithic one here, each with the logarithm of its speed-up."""
     fastest = times.fastest()
     if (MONOLITHIC.name, MONOLITHIC.chunks) not in fastest:
         return {}
@@ -337,9 +352,11 @@ def _gains(times: SiteTimes) -> dict[tuple[str, int], tuple[Form, float]]:
 
 
 def around(site: Site, times: Times) -> dict[Site, tuple[SiteTimes, float]]:
-    """Measured sites that decide for `site`, nearest first, with weights that sum to 1; none if it lies outside.
+    """The measured sites that decide for `site`, nearest first, with weights that sum to 1.
 
-    The site itself, or as many of the nearest as it takes to have one on either side in each size.
+    Returns:
+      The site itself if it was measured. Otherwise the fewest nearest sites that enclose it in each size; empty if it
+      lies outside of all measured sites.
     """
     if site in times.sites:
         return {site: (times.sites[site], 1.0)}
@@ -363,7 +380,7 @@ def related(site: Site, times: Times) -> list[Site]:
 
 
 def _steps(site: Site, other: Site) -> tuple[float, ...]:
-    """From `site` to `other`, in logarithms of the sizes."""
+    """From `site` to `other`, as logarithms of the size ratios."""
     return tuple(math.log(there / here) for here, there in zip(site.sizes, other.sizes, strict=True))
 
 

@@ -1,9 +1,10 @@
-"""Times of collective matmuls as files, beside the profiles: `profiles/data/collective_matmul/h200-nvlink.json`.
+"""Files with times of collective matmuls, next to the profiles: `profiles/data/collective_matmul/h200-nvlink.json`.
 
     times = find("H200", "nvlink")                     # shipped, then overridden by the user's own file
-    form = collective_matmul.choose(site, times)
+    form = choose(site, times)                         # `sites.choose`
 
-One fact a line, times in microseconds with five digits as [median, distance of the quartiles, samples]:
+One fact per line. Times are [median, distance of the quartiles, samples] in microseconds, with five digits (spreads:
+three):
 
     {
     "schema": 1,
@@ -24,9 +25,9 @@ One fact a line, times in microseconds with five digits as [median, distance of 
     }
     }
 
-Equal times give equal text. A file may come from a stranger: every field is checked when it is read, as those of
-profiles are. Files are read when they are asked for, once until they change. `benchmarks/collective_matmul/run.py`
-measures, `benchmarks/collective_matmul/tables.py --ship` writes them.
+Equal times give equal text. Files are untrusted: every field is checked on reading, as in profiles. A file is read on
+demand, and again only when it changes. `benchmarks/collective_matmul/run.py` measures;
+`benchmarks/collective_matmul/tables.py --ship` writes the files.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from dhelix.profiles.profile import ALIKE, Timing
 
 SCHEMA = 1
 FOLDER = "collective_matmul"
-"""Of these files, in the folders that hold profiles."""
+"""Folder of these files, inside the folders that hold profiles."""
 
 _SHIPPED = storage.SHIPPED / FOLDER
 _FILE = Kind("file of collective matmuls' times", "measure again")
@@ -90,13 +91,13 @@ class _File(Struct):
 
 
 def find(hardware: str, link: str) -> Times | None:
-    """All that is known of collective matmuls on this hardware over this link, or None.
+    """Everything known about collective matmuls on this hardware over this link, or None.
 
-    Sites of the user's own file, beside `storage.users_file`, override those of the shipped one, and both those of a
-    GPU that is like this one, whose products and links are as fast (`alike`).
+    The user's own file (next to `storage.users_file`) overrides the shipped file. Both override the times of a similar
+    GPU with equally fast products and links (`alike`).
 
     Raises:
-      ProfileFileError: a file cannot be read, or is of other hardware or another link than its name says.
+      ProfileFileError: a file cannot be read, or its hardware or link differs from its name.
     """
     name = storage.file_name(hardware, link)
     like = describe(hardware, link).like
@@ -126,7 +127,11 @@ def _as_on(times: Times | None, hardware: str) -> Times | None:
 
 
 def load(path: Path) -> Times:
-    """The times in a file; read again only when the file has changed. Raises ProfileFileError."""
+    """The times in a file; read again only when the file has changed.
+
+    Raises:
+      ProfileFileError: the file cannot be read, or is unsound.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > codec.MAX_BYTES:
@@ -142,7 +147,12 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> Times:
 
 
 def save(times: Times, path: Path) -> None:
-    """Write a file as a whole or not at all. Raises DhelixError, ProfileFileError for what `loads` would not take."""
+    """Writes a file as a whole or not at all.
+
+    Raises:
+      ProfileFileError: `loads` would reject the times.
+      DhelixError: the file cannot be written.
+    """
     text = dumps(times)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -154,7 +164,11 @@ def save(times: Times, path: Path) -> None:
 
 
 def dumps(times: Times) -> str:
-    """The text of a file. Raises ProfileFileError for times that `loads` would not take, such as NaN."""
+    """The text of a file.
+
+    Raises:
+      ProfileFileError: `loads` would reject the times, for example because of NaN.
+    """
     sites = (f"{json_text(site.key)}: {_site_text(times.sites[site])}" for site in sorted(times.sites))
     text = codec.document(
         {
@@ -186,7 +200,11 @@ def _timing_text(timing: Timing) -> str:
 
 
 def loads(text: str, origin: str) -> Times:
-    """The times in the text of a file; errors call the text `origin`. Raises ProfileFileError for all unsound text."""
+    """The times in the text of a file. Errors call the text `origin`.
+
+    Raises:
+      ProfileFileError: the text is unsound.
+    """
     file = codec.decode(text, _File, origin, SCHEMA, _FILE)
     measured_on = tuple(map(provenance, file.measured_on))
     sites = {_parsed(Site, key, origin): _site_times(site, origin) for key, site in file.sites.items()}
@@ -194,7 +212,7 @@ def loads(text: str, origin: str) -> Times:
 
 
 def _parsed[T: (Site, Form)](kind: type[T], key: str, origin: str) -> T:
-    """What has this key, written as dhelix writes it, so that no two keys mean the same."""
+    """The object with this key. The key must be written as dhelix writes it, so that no two keys mean the same."""
     codec.names({key: None}, "sites", origin, _FILE)
     try:
         found = kind.parse(key)
@@ -215,13 +233,13 @@ def _timing(row: _Timing) -> Timing:
 
 
 def share_table(times: Times, names: Mapping[Site, str]) -> list[tuple[str, ...]]:
-    """Rows of a table for people, head first: times of both sides, share of each form, and what `choose` takes.
+    """Rows of a table for people, header first: times of both sides, overlap of each form, and the choice of `choose`.
 
-    A share is max(T_gemm, T_collective) / T_form, 1.0 where the shorter side is hidden altogether; of hybrids and
-    Mosaic kernels that of the fastest. Empty where a form was not measured.
+    A form's value is max(T_gemm, T_collective) / T_form: 1.0 if the shorter side is hidden completely. For hybrids and
+    Mosaic kernels it is the fastest variant's. It is empty if the form was not measured.
 
     Args:
-      names: the sites of the table, in its order, and what to call them.
+      names: the sites of the table in order, and their labels.
     """
     head = ("layer", "M", "K", "N", "n", "GEMM µs", "collective µs", *(name.replace("_", " ") for name in FORMS))
     rows: list[tuple[str, ...]] = [(*head, "chosen", "over monolithic")]

@@ -1,1 +1,1 @@
-"""Times of what was not measured: from relatives, from the roofline, from a GPU that is alike; and of pairs."""
+"""Times of what was not measured: from relatives, the roofline or a similar GPU; and times of pairs."""

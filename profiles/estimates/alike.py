@@ -1,13 +1,13 @@
-"""What a profile would say of a GPU that is like the one it was measured on.
+"""Transfers a profile to a GPU that is similar to the one it was measured on.
 
-    as_on(profile_of_h200, "H100")           # a Profile of H100, all of it marked as ALIKE
+    as_on(profile_of_h200, "H100")           # a Profile of H100; all its times are marked ALIKE
 
-An H100 (SXM) and an H200 have the same cores, clock, power and links, and differ in their memory alone
-(`Hardware.like`). What the roofline says of both tells how a time changes: products, attention and collectives stay,
-what memory decides takes 1.43 times as long. Of 306 operators that were measured on both, times made so are 0.9 % too
-long in the median and 2.1 % in their sum (docs/profiles.md). Two at once keep their rates (`contention`).
+An H100 (SXM) and an H200 have the same cores, clock, power and links. They differ only in memory (`Hardware.like`).
+Each time is scaled by the ratio of both GPUs' rooflines. Compute-bound products and attention, and collectives, stay
+the same. Memory-bound operators scale with memory bandwidth. docs/profiles.md compares such times with measured ones.
+Pairs keep their rates (`contention`).
 
-Whoever has such a GPU gets the plans of its like before anything was profiled there, under every launch setting.
+The user of a similar GPU gets plans before anything is profiled there, under every launch setting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
 
 def as_on(profile: Profile, hardware: str) -> Profile:
-    """`profile` with the times that the GPU called `hardware` would have, over the same link."""
+    """`profile` with the times that the GPU called `hardware` would have over the same link."""
     here, there = describe(hardware, profile.link), describe(profile.hardware, profile.link)
 
     @functools.cache  # a key is part of many pairs
@@ -48,7 +48,10 @@ def as_on(profile: Profile, hardware: str) -> Profile:
 
 
 def stand_in(own: Profile, other: Profile) -> Profile:
-    """Both of one GPU, where `other` is `as_on` it: an operator that `own` knows counts, under whichever setting."""
+    """The profile `own`, with gaps filled from `other`, a profile of a similar GPU after `as_on`.
+
+    An operator that `own` has under any setting replaces the other's times under all settings.
+    """
     known = {key for one in own.sections.values() for key in one.operators} | own.elsewhere.keys()
     sections = {
         name: replace(one, operators={key: timing for key, timing in one.operators.items() if key not in known})
@@ -59,7 +62,7 @@ def stand_in(own: Profile, other: Profile) -> Profile:
 
 
 def told(profile: Profile, settings: Iterable[str]) -> str | None:
-    """For people, where no pair under one of these launch settings was measured on this GPU; else None."""
+    """A notice for users if no pair under these launch settings was measured on this GPU; else None."""
     pairs = [profile.section(setting).pairs.values() for setting in settings]
     if not profile.alike or all(any(timing.source != ALIKE for timing in of_setting) for of_setting in pairs):
         return None

@@ -1,25 +1,27 @@
-"""What two operators do to each other when they run at once: the pair model.
+"""The pair model: how two operators slow each other down when they run at once.
 
-While both run, each proceeds at a rate of its own, 1 being undisturbed; what is left of the longer one then runs
-alone. For a GEMM of 400 us (rate 0.8) beside an all-gather of 300 us (rate 0.3):
+While both run, each proceeds at its own rate; 1 is undisturbed. Then the rest of the longer one runs alone. For a GEMM
+of 400 us (rate 0.8) and an all-gather of 300 us (rate 0.3):
 
     GEMM        ########## 500 us                first  = 400 / 0.8                          = 500
     all-gather  ###.....###### 650 us            second = 500 + (300 - 0.3 * 500)            = 650
 
-`measured_rates` goes the other way, from a measured pair to its rates. A second operator that hardly starts before
-the first one ends, as a collective starved by a GEMM, has a rate near 0: the pair is serialised.
+`measured_rates` does the reverse: it turns a measured pair into its rates. If the second operator hardly starts before
+the first one ends, its rate is near 0: the pair is serialised. This happens to a collective that a GEMM starves.
 
-Rates of unmeasured pairs come from measured ones that are like them. Each measured pair knows, for every
-combination of rates on a grid, how wrong its two ends would have come out; a query takes the combinations with the
-least error over the measured pairs, weighted by likeness. This is a local fit of the two-phase timeline above, and
-three things follow. A pair that says little about a rate (because the other side was over soon) has little
-influence on it. The errors are absolute, so outliers have little influence too. And with equal weights for all it
-would be the best constant slow-down.
+Rates of an unmeasured pair come from similar measured pairs. Each measured pair stores, for every combination of rates
+on a grid, the error of its two predicted ends. A query averages the combinations with the least error over the measured
+pairs, weighted by similarity. This is a local fit of the two-phase timeline above. It has three properties:
 
-Likeness is a distance over what decides who gets the SMs and the memory (`_kind`, `_features`) and is known for
-unmeasured shapes too: the kind and the library, for cuBLAS's GEMMs starve a collective where Triton's of the same
-shape share; length, use of memory, waves of tiles. Only pairs with the same roles count: which side is a collective,
-and which came first. What shapes that were left out say of all this: `benchmarks/prediction/`.
+- A pair has little influence on a rate that it hardly determines because its other side was over soon.
+- Errors are absolute, not squared, so outliers have little influence.
+- With equal weights, the result would be the best constant slow-down.
+
+Similarity is a distance over what decides who gets the SMs and the memory (`_kind`, `_features`). It is known for
+unmeasured shapes too. The kind includes the library, because cuBLAS's GEMMs starve a collective and Triton's of the
+same shape share the SMs. The features are length, use of memory and waves of tiles. Only pairs with the same roles
+count: which side is a collective, and which was launched first. `benchmarks/prediction/` tests the model on left-out
+shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import PairTiming, Section
 
-# A rate of 0 would stop a side for ever beside one that never ends, so nothing is slower.
+# Lower bound of all rates: a rate of 0 would make times infinite.
 MIN_RATE = 0.01
 _STEPS = (
     MIN_RATE,
@@ -60,22 +62,22 @@ _STEPS = (
     0.95,
     1.0,
 )
-# Every combination of a rate of the first and a rate of the second side. [2, rates]
+# Every combination of a rate of the first side and a rate of the second side. [2, combinations]
 RATES = np.stack(np.meshgrid(_STEPS, _STEPS, indexing="ij")).reshape(2, -1)
 
-# Rates are no guess if a pair of the same kinds was measured at this distance or closer, a factor of 4 in length. On
-# four H200s pairs that were left out came out 5 % wrong up to here, 10 % and more beyond, and where kinds were unknown.
+# Rates count as interpolated if a pair of the same kinds was measured within this distance (a factor of 4 in length).
+# Chosen by the errors of left-out pairs on four H200s, which about double beyond it.
 NEAR = 1.0
-# Combinations of rates are averaged where their error is within about this of the least.
+# Combinations of rates are averaged if their error exceeds the least error by about this or less.
 _TOLERANCE = 0.01
-# What an error of the end that comes first weighs. The end of the pair counts more: who is done first may flip from
-# one repetition to the next.
+# Weight of the error of the end that comes first. The end of the pair counts more, because the side that is done first
+# may change between repetitions.
 _FIRST_END = 0.5
-# Pairs closer than this to a query count about alike. Predictions of pairs left out on four H200s hardly change from
-# half to one and a half of it. Two computations fill the GPU and run in turn, so of these more can be averaged.
+# Pairs closer than this to a query count about equally. Predictions of left-out pairs are insensitive to the value.
+# Two computations fill the GPU and run in turn, so more of these pairs can be averaged.
 _WIDTH = 0.7
 _WIDTH_OF_COMPUTATIONS = 2.0
-# Pairs that are farther than so many others count for nothing, and cost nothing.
+# Number of nearest pairs that a query uses.
 _NEIGHBOURS = 32
 
 type Ends = tuple[float, float, float]
@@ -87,17 +89,17 @@ def ends(
     rate_first: float | np.ndarray,
     rate_second: float | np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """When each side is done: solo seconds and rates (above 0) in, seconds from the common start out."""
+    """Seconds from the common start until each side is done, from the times alone and the rates (above 0)."""
     both = np.minimum(first / rate_first, second / rate_second)
     return both + (first - rate_first * both), both + (second - rate_second * both)
 
 
 def measured_rates(timing: PairTiming) -> tuple[float, float]:
-    """The rates that explain a measured pair.
+    """The rates that explain a measured pair, cut to [MIN_RATE, 1].
 
-    Say the first is done first, at a. It has done its T_1 in a, so r_1 = T_1 / a. The second is done at b, has run
-    alone for b - a at rate 1, and so has done T_2 - (b - a) while both ran: r_2 = (T_2 - (b - a)) / a. That is below
-    0 if it had not started at a yet. Rates are cut to [MIN_RATE, 1].
+    Suppose the first side ends first, at time a. It did its T_1 in a, so r_1 = T_1 / a. The second side ends at b. It
+    ran alone for b - a at rate 1, so it did T_2 - (b - a) while both ran: r_2 = (T_2 - (b - a)) / a. This is below 0 if
+    the second side had not started at a.
     """
     both = max(min(timing.first, timing.second), 1e-12)
     return (
@@ -107,10 +109,10 @@ def measured_rates(timing: PairTiming) -> tuple[float, float]:
 
 
 def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, float]:
-    """What to believe of a pair before anything like it was measured.
+    """Rates of a pair that has no measured relatives.
 
-    Computation beside communication: the hardware's rates. Two computations fill the GPU each, two collectives over
-    one kind of link share it: in turn. A collective inside a node leaves the network free: no contention.
+    Computation and communication: the hardware's rates. Two computations, or two collectives over one kind of link, run
+    in turn. A collective inside a node and one between nodes do not disturb each other.
     """
     if isinstance(first, CollectiveKey) and isinstance(second, CollectiveKey):
         return (1.0, 1.0) if (first.nodes > 1) != (second.nodes > 1) else (1.0, MIN_RATE)
@@ -124,7 +126,7 @@ def guessed_rates(first: Key, second: Key, hardware: Hardware) -> tuple[float, f
 
 @dataclass(frozen=True, eq=False)
 class _Query:
-    """What decides the rates of a pair: kinds and features of both sides."""
+    """Kinds and features of both sides of a pair; they decide its rates."""
 
     kinds: tuple[str, str]
     features: np.ndarray
@@ -137,12 +139,12 @@ class _Query:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """Measured pairs of one pair of roles.
+    """Measured pairs with the same roles.
 
     Attributes:
-      kinds: what stands on each side. [pairs, 2]
-      features: in units of likeness. [pairs, features]
-      losses: error of every combination of rates in `RATES`, relative to the solo times. [pairs, rates]
+      kinds: `_kind` of each side. [pairs, 2]
+      features: `_features` of both sides. [pairs, features]
+      losses: error of every combination of rates in `RATES`, relative to the times alone. [pairs, combinations]
       width: distance at which pairs begin to count less.
     """
 
@@ -160,7 +162,7 @@ class _Class:
         return bool((same_kinds & (self.distances(pair) <= NEAR)).any())
 
     def rates(self, pair: _Query) -> tuple[float, float]:
-        """The mean of the combinations with hardly more than the least error; the same digits on every host."""
+        """The mean of the combinations whose error is close to the least. Rounded, so equal on every host."""
         distances = self.distances(pair)
         nearest = np.argsort(distances, kind="stable")[:_NEIGHBOURS]
         weights = (1.0 + (distances[nearest] / self.width) ** 2) ** -3
@@ -172,14 +174,14 @@ class _Class:
 
 @dataclass(frozen=True, eq=False)
 class ContentionModel:
-    """Rates of pairs, learnt from the measured pairs of one section. Deterministic; rates lie in [MIN_RATE, 1]."""
+    """Rates of pairs, fitted to the measured pairs of one section. Deterministic; rates lie in [MIN_RATE, 1]."""
 
     hardware: Hardware
     classes: Mapping[tuple[bool, bool], _Class]
 
     @classmethod
     def fit(cls, section: Section, hardware: Hardware) -> ContentionModel:
-        """From all pairs of `section`, each by what its sides took alone beside it."""
+        """From all pairs of `section`, each with its sides' times alone in the same measurement."""
         pairs: dict[tuple[bool, bool], list[tuple[_Query, np.ndarray]]] = defaultdict(list)
         for key, timing in sorted(section.pairs.items(), key=lambda item: str(item[0])):
             if min(timing.first_alone, timing.second_alone) > 0.0:
@@ -194,14 +196,19 @@ class ContentionModel:
         return cls(hardware, classes)
 
     def rates(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> tuple[float, float]:
-        """How fast each side proceeds while both run; `first` is launched first, seconds are those alone."""
+        """How fast each side proceeds while both run.
+
+        Args:
+          first, second: `first` is launched first.
+          first_seconds, second_seconds: times alone.
+        """
         found = self.classes.get(_roles(first, second))
         if found is None or min(first_seconds, second_seconds) <= 0.0:
             return guessed_rates(first, second, self.hardware)
         return found.rates(_Query.of(first, first_seconds, second, second_seconds, self.hardware))
 
     def pair(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> Ends:
-        """Seconds of the pair, and until each side is done."""
+        """Seconds of the pair, and of each side until it is done."""
         rates = self.rates(first, first_seconds, second, second_seconds)
         return pair_seconds(first_seconds, second_seconds, rates)
 
@@ -210,7 +217,7 @@ class ContentionModel:
         return _roles(first, second) in self.classes
 
     def near(self, first: Key, first_seconds: float, second: Key, second_seconds: float) -> bool:
-        """Whether a pair of the same kinds and like sizes was measured, so that its rates are no guess."""
+        """Whether a pair of the same kinds and similar sizes was measured, so that its rates are no guess."""
         found = self.classes.get(_roles(first, second))
         if found is None or min(first_seconds, second_seconds) <= 0.0:
             return False
@@ -218,7 +225,7 @@ class ContentionModel:
 
 
 def pair_seconds(first: float, second: float, rates: tuple[float, float]) -> Ends:
-    """Seconds of the pair, and until each side is done, from times alone and rates."""
+    """Seconds of the pair, and of each side until it is done, from times alone and rates."""
     if min(first, second) <= 0.0:
         return max(first, second), first, second
     first_end, second_end = ends(first, second, *rates)
@@ -230,10 +237,9 @@ def _cut(rate: float) -> float:
 
 
 def _losses(timing: PairTiming) -> np.ndarray:
-    """How wrong each combination of rates has the end of the pair and of the side done first. [rates]
+    """Error that each combination of rates makes in the pair's end and in the earlier side's end. [combinations]
 
-    Relative to the geometric mean of the times alone: 10 us matter more beside two short operators, and neither side
-    alone sets the measure.
+    Relative to the geometric mean of the times alone, so that neither side alone sets the scale.
     """
     first_end, second_end = ends(timing.first_alone, timing.second_alone, *RATES)
     last = np.abs(np.maximum(first_end, second_end) - timing.seconds)
@@ -245,14 +251,14 @@ def _roles(first: Key, second: Key) -> tuple[bool, bool]:
     return isinstance(first, CollectiveKey), isinstance(second, CollectiveKey)
 
 
-# What a pair of another kind, say an all-gather for a reduce-scatter, differs by; in the units of `_features`.
+# Distance between different kinds, such as all-gather and reduce-scatter, in the units of `_features`.
 _OTHER_KIND = 1.5
 _MEMORY_BOUND = ("fusion", "copy", "other")
 _LIBRARY = re.compile(":(cublas|cudnn|triton)")
 
 
 def _kind(key: Key) -> str:
-    """Operators that hold SMs alike: products and attention by library, all that stream memory as one."""
+    """Groups operators that hold SMs alike: products and attention by library, all memory-bound operators as one."""
     if isinstance(key, CollectiveKey):
         return f"{key.kind} {key.implementation}"
     if key.kind in _MEMORY_BOUND:
@@ -264,8 +270,8 @@ def _kind(key: Key) -> str:
 def _features(key: Key, seconds: float, hardware: Hardware) -> tuple[float, ...]:
     """What decides how one side disturbs and is disturbed, scaled so that 1 is a notable difference.
 
-    Length; of an operator the share of memory bandwidth that it takes, and its tiles, that is how many waves of blocks
-    hold the SMs; of a collective its mesh.
+    For all: length. For an operator: its share of the memory bandwidth, and its tiles, which decide how many waves of
+    blocks hold the SMs. For a collective: its mesh.
     """
     length = math.log2(seconds) / 2
     if isinstance(key, CollectiveKey):
@@ -274,7 +280,7 @@ def _features(key: Key, seconds: float, hardware: Hardware) -> tuple[float, ...]
 
 
 def _tiles(key: OperatorKey) -> int:
-    """Output tiles of 128 x 256 of a product, batch counted; 1 for anything else."""
+    """Number of 128 x 256 output tiles of a product, including its batch; 1 for other operators."""
     if key.kind not in ("gemm", "grouped-gemm") or len(key.sizes) < 3:
         return 1
     m, n, _, *batch = key.sizes

@@ -1,24 +1,26 @@
-"""What anything costs, measured or not, and how far the answer is to be trusted.
+"""Estimates the cost of any operator, collective or pair, and says how far to trust the answer.
 
     estimator = Estimator(profile, hardware.H200, "default")
     estimator.operator(key)                  Estimate(seconds=0.00041, source=<Source.MEASURED>, spread=4e-06)
     estimator.pair(gemm, all_gather)         PairEstimate(seconds=..., first=..., second=..., source=...)
     estimator.coverage([(gemm, 64), (all_gather, 64)])     {MEASURED: 0.9, INTERPOLATED: 0.1, GUESS: 0.0} of the time
 
-A time alone is taken from the first of these that has one:
+The time of a key alone comes from the first of these that has it:
 
-1. the section of the launch setting: measured, or of a GPU like this one (`alike`) interpolated;
-2. the other sections, because times alone hardly depend on settings, and for operators other links: interpolated;
-3. near relatives in this section, or in all together (`interpolation`): interpolated;
-4. farther relatives, which calibrate the roofline, or the plain roofline: a guess.
+1. The section of the launch setting: measured, or interpolated if it stems from a similar GPU (`alike`).
+2. The other sections, and for operators the other links: interpolated. Times alone hardly depend on settings.
+3. Near relatives in this section, else in all sections (`interpolation`): interpolated.
+4. Farther relatives, which calibrate the roofline, else the plain roofline: a guess.
 
-A pair is measured in the section, or follows from times alone and from rates of like pairs (`contention`): of the
-section if it has like ones; pairs of other settings are only good for a guess, for settings change who starts first.
-Rates of a measured pair come from what its sides took alone beside it, which may differ from `solo`: there the same
-operator meets the data and clocks of a whole step.
-Pairs start together. What an operator meets that starts beside a collective already running is what pairs show in
-settings that start kernels in the order of their launch: `Estimator.running`.
-Without a profile everything is a guess. All times are seconds; answers are kept, so asking again costs nothing.
+A pair is measured in the section, or follows from the times alone and from the rates of similar pairs (`contention`).
+The section's own pairs are used if any has the same roles. Otherwise pairs of all settings give a guess, because
+settings change which kernel starts first.
+The rates of a measured pair are computed from its sides' times alone in the same measurement. These may differ from
+`solo`, whose times reflect the data and clocks of a whole step.
+
+Pairs start together. `Estimator.running` covers an operator that starts while a collective is already running: it
+uses pairs of a setting in which kernels start in launch order.
+Without a profile everything is a guess. All times are seconds. Answers are cached.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from dhelix.profiles.hardware import ALL, Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import ALIKE, PairTiming, Profile, Section, Timing
 
-# Settings under which kernels may start in another order than they are launched in, and their like under which not.
-# Copy engines are no such case: an all-gather waits for cuBLAS GEMMs whenever it was launched, by measured steps.
+# Setting under which kernels may start out of launch order -> the similar setting that keeps the order.
+# `copy-engine` is not listed: in measured steps its all-gathers wait for cuBLAS GEMMs in either launch order.
 _ONE_CONNECTION = {"default": "connections1", "command-buffers": "connections1", "user-buffers": "connections1"}
 
 
 class Source(enum.Enum):
-    """Where a number comes from, from the best to the worst."""
+    """Origin of a number, best first."""
 
     MEASURED = "measured"
     INTERPOLATED = "interpolated"
@@ -54,7 +56,7 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds alone; `spread` is about the distance of the quartiles, for a guess as long as the time itself."""
+    """Seconds alone. `spread` is about the distance of the quartiles; for a guess it equals `seconds`."""
 
     seconds: float
     source: Source
@@ -63,7 +65,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
-    """Seconds of two at once, and from the start of the pair until each side is done."""
+    """Seconds of two at once, and of each side from the start of the pair until that side is done."""
 
     seconds: float
     first: float
@@ -72,10 +74,10 @@ class PairEstimate:
 
 
 def hardware_of(profile: Profile) -> Hardware:
-    """The description that belongs to a profile's hardware and link, such as `H200-no-p2p`.
+    """The description of a profile's hardware and link, such as `H200-no-p2p`.
 
     Raises:
-      DhelixError: nothing is known of that hardware.
+      DhelixError: the hardware is not described.
     """
     for name in (f"{profile.hardware}-{profile.link}", profile.hardware):
         if name in ALL:
@@ -84,7 +86,7 @@ def hardware_of(profile: Profile) -> Hardware:
 
 
 class Estimator:
-    """Answers for one launch setting of a profile."""
+    """Estimates for one launch setting of a profile."""
 
     def __init__(self, profile: Profile | None, hardware: Hardware, setting: str = "default") -> None:
         self.hardware, self.profile = hardware, profile
@@ -100,25 +102,25 @@ class Estimator:
         return self.solo(key)
 
     def solo(self, key: Key) -> Estimate:
-        """`key` when nothing runs beside it."""
+        """`key` when nothing else runs."""
         known = self._solo.get(key)
         if known is None:
             known = self._solo[key] = self._find_solo(key)
         return known
 
     def pair(self, first: Key, second: Key) -> PairEstimate:
-        """Both at once, independent of each other, `first` launched first."""
+        """Both at once, independent of each other; `first` is launched first."""
         return self._pair(first, second)[0]
 
     def rates(self, first: Key, second: Key) -> tuple[float, float]:
-        """How fast each side of the pair proceeds while both run: above 0, and 1 when nothing disturbs it."""
+        """How fast each side of the pair proceeds while both run: above 0; 1 is undisturbed."""
         return self._pair(first, second)[1]
 
     @cached_property
     def running(self) -> Estimator | None:
-        """For the setting whose pairs, the first one a collective, say what it does once its kernel holds its SMs.
+        """The estimator for an operator that starts while a collective's kernel already holds its SMs.
 
-        None where nothing was measured under it.
+        Query it for pairs whose first side is the collective. None if its setting was not measured.
         """
         setting = _ONE_CONNECTION.get(self.section.setting, self.section.setting)
         if setting == self.section.setting:
@@ -128,12 +130,13 @@ class Estimator:
         return Estimator(self.profile, self.hardware, setting)
 
     def coverage(self, used: Iterable[tuple[Key | PairKey, float]]) -> dict[Source, float]:
-        """Shares of time by source.
+        """Fraction of the time by source.
 
         Args:
-          used: what a plan is made of, and how often each part of it runs.
+          used: the keys of a plan, and how often each runs.
 
-        Returns a share for every source; they add up to 1, or are all 0 if nothing takes time.
+        Returns:
+          A fraction for every source. They add up to 1, or all are 0 if nothing takes time.
         """
         seconds = dict.fromkeys(Source, 0.0)
         for key, count in used:
@@ -143,22 +146,25 @@ class Estimator:
         return {source: part / total if total else 0.0 for source, part in seconds.items()}
 
     def assumes(self, key: CollectiveKey) -> bool:
-        """Whether nothing measured says what a collective takes over such links, and the hardware's constants do."""
+        """Whether no measurement covers such links, so that the time follows from the hardware's constants alone."""
         return self.solo(key).source is Source.GUESS and not any(
             relatives.at(key) for relatives in (self._relatives, self._relatives_everywhere)
         )
 
     def _find_solo(self, key: Key) -> Estimate:
+        # 1. This section. 2. The other sections, then the other links.
         for section, source in ((self.section, Source.MEASURED), (self._everywhere, Source.INTERPOLATED)):
             timing = section.solo(key)
             if timing is not None:
                 return Estimate(timing.seconds, _known(source, timing), timing.spread)
         if self.profile and isinstance(key, OperatorKey) and (timing := self.profile.elsewhere.get(key)) is not None:
             return Estimate(timing.seconds, Source.INTERPOLATED, timing.spread)
+        # 3. Near relatives.
         found = [relatives.at(key) for relatives in (self._relatives, self._relatives_everywhere)]
         for interpolation in found:
             if interpolation is not None and interpolation.near:
                 return Estimate(interpolation.seconds, Source.INTERPOLATED, interpolation.spread)
+        # 4. Farther relatives, or the plain roofline.
         calibrated = next((i.seconds for i in found if i is not None), None)
         seconds = roofline_seconds(key, self.hardware) if calibrated is None else calibrated
         return Estimate(seconds, Source.GUESS, seconds)
@@ -204,7 +210,7 @@ def _known(source: Source, timing: Timing | PairTiming) -> Source:
 
 
 class _Relatives:
-    """Interpolation for both sorts of keys from one section."""
+    """Interpolation for operators and collectives from one section."""
 
     def __init__(self, section: Section, hardware: Hardware) -> None:
         self._operators = OperatorFamilies(section.operators, hardware)
@@ -215,7 +221,7 @@ class _Relatives:
 
 
 def _all_sections(profile: Profile | None, own: Section) -> Section:
-    """Every section merged into one; where several have a time, `own` counts, then `default`, then by name."""
+    """All sections merged into one. If several have a time, `own` wins, then `default`, then the last by name."""
     sections = profile.sections if profile else {}
     names = sorted(sections, key=lambda name: (name == own.setting, name == "default", name))
     return reduce(Section.merged, [sections[name] for name in names], Section(own.setting))

@@ -1,17 +1,16 @@
 """Times alone of what was not measured, from measured relatives and the roofline.
 
-Collectives: AMSP section IV-A. A collective takes t(op, v, p0 x p1) = v / w(op, v, p0 x p1), where the effective
-bandwidth w is measured on a grid of sizes v and interpolated between them, here straight on log-log axes. Outside
-the grid the time follows the roofline's proportions: latency below, constant bandwidth above.
+Collectives follow AMSP section IV-A. A collective takes t(op, v, p0 x p1) = v / w(op, v, p0 x p1). The effective
+bandwidth w is measured on a grid of sizes v. Between the sizes, times are interpolated linearly on log-log axes.
+Outside the grid they follow the roofline's proportions: latency below, constant bandwidth above.
 
     64 MiB 250 us, 256 MiB 950 us measured   ->   128 MiB is 487 us; 512 MiB is near 1900 us
 
-Operators: members of one family (`OperatorKey.family`: same types, layouts, library) differ in size only, and what
-sizes change beyond operations and bytes is smooth. So the time is the roofline's times a slowness, measured time by
-roofline time, averaged over the nearest measured members by inverse distance. It never leaves the range of what
-they show.
+Operators of one family (`OperatorKey.family`: same types, layouts, library) differ only in size. The estimate is the
+roofline's time multiplied by a slowness, which is measured time over roofline time. The slowness is averaged over the
+nearest measured members, weighted by inverse squared distance. So it never leaves the range of those members.
 
-Where no relative is near, farther ones still calibrate the roofline; `near` is False then, and the result a guess.
+Without a near relative, farther ones still calibrate the roofline. Then `near` is False, and the result is a guess.
 """
 
 import math
@@ -28,7 +27,7 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey
 from dhelix.profiles.profile import Timing
 
-# Farther than this factor from everything measured, in bytes or in sizes taken together, is a guess.
+# An estimate is a guess if it is farther than this factor from all measurements, in bytes or in all sizes together.
 REACH = 4.0
 _ROUNDING = 1e-9
 NEIGHBOURS = 8
@@ -41,7 +40,7 @@ class Interpolation:
     """Seconds from measured relatives.
 
     Attributes:
-      spread: like `Timing.spread`; what the relatives disagree by counts in.
+      spread: like `Timing.spread`; includes the disagreement of the relatives.
       near: whether a relative was measured within a factor `REACH`.
     """
 
@@ -51,7 +50,7 @@ class Interpolation:
 
 
 def roofline_seconds(key: Key, hardware: Hardware) -> float:
-    """What `key` takes alone by counted operations and bytes; never 0."""
+    """Time of `key` alone from counted operations and bytes; never 0."""
     if isinstance(key, CollectiveKey):
         seconds = roofline.collective_seconds(key.kind, key.bytes, key.group_size, key.nodes, hardware)
     elif key.kind in ("gemm", "grouped-gemm"):
@@ -65,7 +64,7 @@ def roofline_seconds(key: Key, hardware: Hardware) -> float:
 
 
 class OperatorFamilies:
-    """Measured operators by family, to be asked for other sizes."""
+    """Measured operators by family, to estimate other sizes."""
 
     def __init__(self, times: Mapping[OperatorKey, Timing], hardware: Hardware) -> None:
         self.hardware = hardware
@@ -78,7 +77,7 @@ class OperatorFamilies:
         self._kinds = {kind: statistics.median(values) for kind, values in slowness.items()}
 
     def at(self, key: OperatorKey) -> Interpolation | None:
-        """From the family; else the roofline, calibrated by operators of the kind; None if there are none."""
+        """From the family; else from the roofline, calibrated by operators of the kind; None if there are none."""
         expected = roofline_seconds(key, self.hardware)
         members = self._families.get((key.kind, key.family, len(key.sizes)))
         if not members:
@@ -109,7 +108,7 @@ def _octaves(key: OperatorKey) -> np.ndarray:
 
 
 class CollectiveCurves:
-    """Measured collectives as curves over bytes, one per kind, mesh, number of groups and implementation."""
+    """Measured collectives as curves over bytes: one per kind, mesh, number of groups and implementation."""
 
     def __init__(self, times: Mapping[CollectiveKey, Timing], hardware: Hardware) -> None:
         self.hardware = hardware
@@ -119,10 +118,10 @@ class CollectiveCurves:
         self._points = {curve: _Points.of(points) for curve, points in measured.items()}
 
     def at(self, key: CollectiveKey) -> Interpolation | None:
-        """From the curve of `key`, or the nearest other one in the roofline's proportion.
+        """From the curve of `key`, or from the nearest other curve in the roofline's proportion.
 
-        Another number of groups on the same mesh is as good where groups do not share links, inside a node. None
-        if nothing was measured over such links (inside a node, or across nodes).
+        Inside a node, a curve for another number of groups counts as the same, because groups share no links. None if
+        nothing was measured over such links (inside a node, or across nodes).
         """
         curve = _curve(key)
         candidates = [c for c in self._points if (c.nodes > 1) == (key.nodes > 1)]
@@ -142,7 +141,7 @@ class CollectiveCurves:
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Curve:
-    """What a curve holds for: a `CollectiveKey` without its bytes."""
+    """A `CollectiveKey` without its bytes."""
 
     kind: str
     gpus_per_node: int
@@ -156,14 +155,14 @@ def _curve(key: CollectiveKey) -> _Curve:
 
 
 def _distances(a: _Curve, b: _Curve) -> tuple[bool, bool, float, float]:
-    """How unlike two curves are: in implementation first, then in kind, in mesh, and in groups."""
+    """How different two curves are: first in implementation, then in kind, mesh and groups."""
     mesh = abs(math.log(a.gpus_per_node / b.gpus_per_node)) + abs(math.log(a.nodes / b.nodes))
     return a.implementation != b.implementation, a.kind != b.kind, mesh, abs(math.log(a.groups / b.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """One curve: keys by rising size, and their times."""
+    """One curve: keys by increasing size, and their times."""
 
     keys: Sequence[CollectiveKey]
     log_bytes: np.ndarray

@@ -1,1 +1,1 @@
-"""Profiles as files: their text, the codec that checks it, where files are looked for, and XLA's tables."""
+"""Profiles as files: their text, the codec that checks it, the folders that are searched, and XLA's tables."""

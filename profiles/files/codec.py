@@ -1,4 +1,4 @@
-"""JSON files that people read, one fact a line, and that strangers write: a file is a type, whose fields are checks.
+"""Decodes JSON files, one fact per line, that people read and strangers may write. A type describes and checks a file.
 
     class File(Struct):
         setting: Text
@@ -7,9 +7,9 @@
     file = decode(text, File, "h200-nvlink.json")
     # ProfileFileError: h200-nvlink.json: samples: expected `int` >= 1: correct it, or profile again
 
-JSON itself is only data; what is left to guard against is size, depth, NaN, fields that stand there twice, text that a
-terminal would obey, and numbers outside of what they mean. Files are profiles unless `decode` is told another `Kind`.
-Rows are Structs with `array_like=True`: what a later version puts behind their end is left aside.
+JSON is only data. The remaining risks are size, depth, NaN, duplicate fields, text with terminal control characters,
+and numbers outside of their range. Files are profiles unless `decode` is given another `Kind`. Rows are Structs with
+`array_like=True`: entries that a later version appends are ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AT = re.compile(r" - at `(?:key in )?\$([^`]*)`$")
 
 
 class ProfileFileError(DhelixError):
-    """A file is no profile, or not one that this version can read."""
+    """A file is no profile, or this version cannot read it."""
 
 
 class Text(str):
@@ -43,7 +43,7 @@ class Text(str):
 
 
 class Row(Struct, array_like=True, frozen=True, gc=False):
-    """A list whose entries have a place and a type each."""
+    """A list in which each position has its own type."""
 
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
@@ -68,7 +68,7 @@ class On(Struct, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a file is meant to be, for messages: its `name`, how one gets a good one, and which error it raises."""
+    """What a file is meant to be, for messages: its `name`, how to get a good one, and which error it raises."""
 
     name: str = "profile"
     again: str = "profile again"
@@ -79,23 +79,23 @@ PROFILE = Kind()
 
 
 def json_text(value: Any) -> str:
-    """A value in one line."""
+    """A value as JSON in one line."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def json_lines(opening: str, items: Iterable[str], closing: str) -> str:
-    """A list or an object with an item on each line, so that files can be read, edited and compared."""
+    """A list or an object with one item per line, so that files can be read, edited and compared."""
     text = ",\n".join(items)
     return f"{opening}\n{text}\n{closing}" if text else opening + closing
 
 
 def document(fields: Mapping[str, str]) -> str:
-    """The text of a file, a field after the other; values are JSON already."""
+    """The text of a file, one field after the other. The values must be JSON already."""
     return "{\n" + ",\n".join(f"{json_text(name)}: {value}" for name, value in fields.items()) + "\n}\n"
 
 
 def microseconds_text(seconds: float, digits: int = 5) -> str:
-    """As files have it: five digits of a time, three of a spread."""
+    """Microseconds as files have them: five digits for a time, three for a spread."""
     value = seconds * 1e6
     return number_text(float(f"{value:.{digits}g}") if math.isfinite(value) else value)
 
@@ -105,9 +105,10 @@ def number_text(value: float) -> str:
 
 
 def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = PROFILE, oldest: int = 1) -> T:
-    """What a text holds, of a schema from `oldest` to this `schema`.
+    """The contents of a text as `type`. Accepts schemas from `oldest` to `schema`.
 
-    Raises `kind.error` for all that is no `type`; it calls the text `origin` and names the place.
+    Raises:
+      kind.error: the text is no such file. The message calls the text `origin` and names the place.
     """
     data = _parse(text, origin, kind)
     _check_schema(data, origin, oldest, schema, kind)
@@ -118,7 +119,7 @@ def decode[T](text: str, type: type[T], origin: str, schema: int, kind: Kind = P
 
 
 def wrong(origin: str, message: str, kind: Kind = PROFILE) -> DhelixError:
-    """The error of a kind; `message` may end in msgspec's way to say where: - at `$.a[0].b`."""
+    """An error of the kind. `message` may end with a place in msgspec's form: - at `$.a[0].b`."""
     found = _AT.search(message)
     place = re.sub(r"\[(\d+|\*)\]", r".\1", found[1].replace("...", "*")).strip(".") if found else ""
     what = _MISSING.sub(r"\1 is missing", _AT.sub("", message))
@@ -127,7 +128,11 @@ def wrong(origin: str, message: str, kind: Kind = PROFILE) -> DhelixError:
 
 
 def names(mapping: Mapping[str, Any], place: str, origin: str, kind: Kind = PROFILE) -> None:
-    """Raises `kind.error` where the names of an object's fields are no `Text`; msgspec does not look at them."""
+    """Checks that an object's field names are `Text`, because msgspec does not check them.
+
+    Raises:
+      kind.error: a name is not printable or too long.
+    """
     for name in mapping:
         try:
             _text(Text, name)
@@ -166,7 +171,7 @@ def _parse(text: str, origin: str, kind: Kind) -> Any:
         raise kind.error(
             f"{origin}: line {error.lineno}: {what}: restore the file, or delete it and {kind.again}"
         ) from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+    except (ValueError, RecursionError):  # a number with thousands of digits, or deeply nested lists
         raise kind.error(f"{origin}: JSON, but no {kind.name}: check the path") from None
 
 

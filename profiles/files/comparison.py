@@ -1,11 +1,10 @@
-"""How far two profiles agree, such as those of two machines of one kind.
+"""How well two profiles agree, such as those of two machines of one kind.
 
     for agreement in compare(profile, other):
         print(agreement.setting, agreement.what, agreement.median, agreement.p90)
 
-Compared is what both have measured under one launch setting, entry by entry: |time / other time - 1|, of pairs the
-time of the whole pair. What takes less than MIN_SECONDS in either is left out: it decides little in a step and
-scatters more.
+Compares entries that both measured under one launch setting: |time / other time - 1|, for pairs the time of the whole
+pair. Entries below MIN_SECONDS in either profile are left out, because they matter little in a step and scatter more.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _PARTS = ("operators", "collectives", "pairs")
 
 @dataclass(frozen=True)
 class Difference:
-    """One entry: its key as text, seconds in both profiles."""
+    """One entry: its key as text, and its seconds in both profiles."""
 
     key: str
     seconds: float
@@ -32,20 +31,20 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Above 0 where the other one is faster."""
+        """Above 0 if the other profile is faster."""
         return self.seconds / self.other - 1
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of one kind of entry under one launch setting.
+    """Agreement of one kind of entry under one launch setting.
 
     Attributes:
       what: `operators`, `collectives` or `pairs`.
-      common: entries that both profiles have.
-      compared: those of them that take MIN_SECONDS or more in both.
-      median, p90: of the differences, without sign; None if nothing is compared.
-      bias: the median with sign, above 0 where the other profile is faster.
+      common: number of entries that both profiles have.
+      compared: number of those that take MIN_SECONDS or more in both.
+      median, p90: of the absolute differences; None if nothing is compared.
+      bias: median of the signed differences, above 0 if the other profile is faster.
       worst: the largest differences, at most WORST.
     """
 
@@ -64,7 +63,7 @@ class Agreement:
 
 
 def compare(profile: Profile, other: Profile) -> tuple[Agreement, ...]:
-    """Three for each launch setting that both have, by name of the setting: operators, collectives, pairs."""
+    """Three agreements (operators, collectives, pairs) for each launch setting that both have, sorted by setting."""
     settings = sorted(set(profile.sections) & set(other.sections))
     return tuple(
         _agreement(setting, part, getattr(profile.section(setting), part), getattr(other.section(setting), part))

@@ -1,7 +1,7 @@
-"""The text of a profile's file: JSON to be read and compared by people, one fact a line.
+"""The text of a profile's file: JSON that people can read and compare, one fact per line.
 
-Keys stand once, in a table; what was measured refers to them by their position, from 0. Times are microseconds
-with five digits, spreads with three:
+Each key appears once, in a table. Measurements refer to keys by their position, from 0. Times are microseconds with
+five digits, spreads with three:
 
     {
     "schema": 1,
@@ -18,7 +18,7 @@ with five digits, spreads with three:
     "default": {
     "gap_us": 1.2,
     "alone": [
-    [0, 171.03, 0.62, 40, "alone"],                    key, time, spread, samples, how it was measured
+    [0, 171.03, 0.62, 40, "alone"],                    key, time, spread, samples, source
     [1, 245.8, 3.1, 40, "trace"]
     ],
     "pairs": [
@@ -31,9 +31,9 @@ with five digits, spreads with three:
     }
     }
 
-Equal profiles give equal text, and reading and writing it again changes nothing. Every field is checked for type,
-range and length (`codec`). Fields and ends of lists that this version does not know are left aside, so that a later
-version may add some; what it must not misread gets a higher `schema`.
+Equal profiles give equal text, and reading and rewriting a file does not change it. Every field is checked for type,
+range and length (`codec`). Unknown fields and unknown ends of lists are ignored, so a later version may add some. A
+change that this version must not misread needs a higher `schema`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _MAX_REASON = 300
 
 
 class _Key(Row, frozen=True):
-    """Operations and bytes of an operator alone."""
+    """Only operators have operations and bytes."""
 
     text: Text
     flops: Annotated[float, Meta(ge=0, le=1e24)] | None = None
@@ -115,7 +115,11 @@ class _File(Struct):
 
 
 def dumps(profile: Profile) -> str:
-    """The text of a file. Raises ProfileFileError for a profile that `loads` would not take, such as one with NaN."""
+    """The text of a file.
+
+    Raises:
+      ProfileFileError: `loads` would reject the profile, for example because of NaN.
+    """
     table = sorted(_all_keys(profile.sections.values()), key=_key_order)
     index = {key: i for i, key in enumerate(table)}
     sections = [
@@ -136,7 +140,7 @@ def dumps(profile: Profile) -> str:
 
 
 def _all_keys(sections: Iterable[Section]) -> set[Key]:
-    """Each key once; of equal ones that which says how much work it is."""
+    """Each key once. Of equal keys, the one that states more operations and bytes."""
     found: dict[Key, Key] = {}
     for section in sections:
         sides = (side for pair in section.pairs for side in (pair.first, pair.second))
@@ -195,18 +199,19 @@ def provenance_text(provenance: Provenance) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """An error message as a file may hold it."""
+    """An error message, made printable and shortened for a file."""
     printable = "".join(c if c.isprintable() else " " for c in reason)
     return " ".join(printable.split())[:_MAX_REASON]
 
 
 def loads(text: str, origin: str) -> Profile:
-    """The profile in the text of a file; errors call the text `origin`.
+    """The profile in the text of a file. Errors call the text `origin`.
 
-    Raises ProfileFileError for all that is not a sound profile of a known schema.
+    Raises:
+      ProfileFileError: the text is no sound profile of a known schema.
     """
     file = codec.decode(text, _File, origin, SCHEMA)
-    for field in ("hardware", "link"):  # parts of a file's name, so they may hold no path
+    for field in ("hardware", "link"):  # parts of a file's name, so they must not contain a path
         if not _NAME.fullmatch(getattr(file, field)):
             raise codec.wrong(origin, f"expected a name of letters, digits, - and _ - at `$.{field}`")
     table = [_key(row, f"`$.keys[{n}]`", origin) for n, row in enumerate(file.keys)]

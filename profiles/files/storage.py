@@ -5,8 +5,8 @@
         logging.warning(line)
     storage.save(profile.with_section(measured), path)
 
-`profile_json` describes the format. A file may come from a stranger: it is data, and checked when it is read.
-Files are read when they are asked for, once until they change, and are written as a whole or not at all.
+`profile_json` describes the format. Files are untrusted data and are checked on reading. A file is read on demand, and
+again only when it changes. A file is written as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ __all__ = [
 ]
 
 SEARCH_PATH = "DHELIX_PROFILES"
-"""Environment variable: folders with more profiles, separated like those of PATH; later ones count more."""
+"""Environment variable with folders of more profiles, separated as in PATH. Later folders override earlier ones."""
 USERS_FOLDER = Path("~/.cache/dhelix/profiles")
-"""Where `dhelix profile` writes, and profiles are looked for, unless the environment names other folders."""
+"""Default folder for profiles, read by dhelix and written by `dhelix profile`; SEARCH_PATH replaces it."""
 
 SHIPPED = Path(__file__).parents[1] / "data"
 
@@ -56,21 +56,21 @@ def file_name(hardware: str, link: str) -> str:
 
 
 def shipped() -> tuple[str, ...]:
-    """Names of the profiles that come with dhelix, such as `h200-nvlink`."""
+    """Names of the profiles that dhelix ships, such as `h200-nvlink`."""
     return tuple(sorted(path.stem for path in SHIPPED.glob("*.json")))
 
 
 def find(hardware: str, link: str, extra: Sequence[Path] = ()) -> Profile | None:
-    """All that is known of this hardware and link, or None.
+    """Everything known about this hardware and link, or None.
 
-    Looked up are the shipped file, the file of the same name in each folder of DHELIX_PROFILES and of `extra`, then
-    the files of `extra`. Later ones override entry by entry, see `Profile.merged`. What else is shipped or known of the
-    hardware, over other links, is `Profile.elsewhere`. What is known of a GPU that is like it stands in for the rest,
-    and `Profile.alike` names that GPU.
+    The search reads the shipped file, then the file of the same name in each folder of DHELIX_PROFILES and of `extra`,
+    then the files in `extra`. Later files override entry by entry (`Profile.merged`). `Profile.elsewhere` gets the
+    operators known for the hardware over other links. A similar GPU's profile fills the gaps; `Profile.alike` names
+    that GPU.
 
     Raises:
-      ProfileFileError: a file cannot be read, or is of other hardware or another link than its place says.
-      DhelixError: a folder or file that is asked for does not exist.
+      ProfileFileError: a file cannot be read, or its hardware or link is not the wanted one.
+      DhelixError: a requested folder or file does not exist.
     """
     files = (path for place in (SHIPPED, *_search_path(), *extra) for path in _files_of(place))
     return _find(hardware, link, tuple(extra), tuple(map(_state, files)))
@@ -81,7 +81,7 @@ def _files_of(place: Path) -> list[Path]:
 
 
 def _state(path: Path) -> tuple[Path, int, int]:
-    """What changes when the file does; of one that is not there, or is a link to nothing, no time and no size."""
+    """A path's time and size, which change with the file. Both are 0 if there is no file or only a dangling link."""
     try:
         status = path.stat()
     except OSError:
@@ -91,7 +91,7 @@ def _state(path: Path) -> tuple[Path, int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _find(hardware: str, link: str, extra: Sequence[Path], _states: object) -> Profile | None:
-    """`_states`: of all files that count; what was found once is found again until one of them changes."""
+    """`find`, cached by `_states`, the states of all files that it may read."""
     profile = _over_one_link(hardware, link, extra)
     like = describe(hardware, link).like
     other = find(like, link) if like else None
@@ -107,7 +107,7 @@ def _operators_elsewhere(hardware: str, link: str) -> dict[OperatorKey, Timing]:
     for other in (other for other in LINKS if other != link.lower()):
         try:
             profile = _over_one_link(hardware, other, ())
-        except DhelixError:  # whoever uses that link is told
+        except DhelixError:  # reported when that link itself is used
             continue
         for section in profile.sections.values() if profile else ():
             found = {**section.operators, **found}
@@ -142,9 +142,10 @@ def _search_path() -> list[Path]:
 
 
 def of_hardware(path: Path, hardware: str, link: str, name: str) -> Profile | None:
-    """What `path` holds of this hardware and link; None if there is no such file.
+    """The profile in `path`; None if there is no such file.
 
-    Raises ProfileFileError: it holds something else; the message says to give another file as `name`.
+    Raises:
+      ProfileFileError: it is of other hardware or another link. The message asks for another file as `name`.
     """
     if not path.exists():
         return None
@@ -158,14 +159,15 @@ def of_hardware(path: Path, hardware: str, link: str, name: str) -> Profile | No
 
 
 def users_file(hardware: str, link: str) -> Path:
-    """Where a user's own measurements stand: in the last folder of DHELIX_PROFILES, or in USERS_FOLDER."""
+    """The file with the user's own measurements: in the last folder of DHELIX_PROFILES, or in USERS_FOLDER."""
     return _search_path()[-1] / file_name(hardware, link)
 
 
 def load(path: Path | str) -> Profile:
     """The profile in a file; read again only when the file has changed.
 
-    Raises ProfileFileError, also if there is no such file.
+    Raises:
+      ProfileFileError: there is no such file, it cannot be read, or it is no sound profile.
     """
     path = Path(path)
     try:
@@ -187,9 +189,11 @@ def _read(path: Path, _mtime_ns: int, _size: int) -> Profile:
 
 
 def save(profile: Profile, path: Path | str) -> None:
-    """Write a file as a whole or not at all: who is interrupted, or reads meanwhile, finds the old one.
+    """Writes a file as a whole or not at all. After an interruption, or to a concurrent reader, the old file is intact.
 
-    Raises ProfileFileError for what `loads` would not take, DhelixError where nothing can be written.
+    Raises:
+      ProfileFileError: `loads` would reject the profile.
+      DhelixError: the file cannot be written.
     """
     path = Path(path)
     text = dumps(profile)
@@ -207,7 +211,7 @@ def _replace_file(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's is for the owner alone
+        os.chmod(temporary, 0o644)  # mkstemp lets only the owner read
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -215,11 +219,11 @@ def _replace_file(path: Path, text: str) -> None:
 
 
 def differences(profile: Profile, here: Provenance) -> tuple[str, ...]:
-    """What the profile was measured on that is not what runs here, a line for each: to be shown as warnings.
+    """How this machine and its software differ from the profile's, one line per difference, to be shown as warnings.
 
-    Compared are the kind of GPU, NCCL's major and minor version, and the major versions of CUDA and of jax (of which
-    0.11 and 0.12 are two). What either side does not know is no difference; of a profile merged from several
-    measurements, each may differ.
+    Compares the kind of GPU, NCCL's major and minor version, and the major versions of CUDA and jax (0.11 and 0.12
+    count as different). A value that either side does not know is no difference. All measurements of a merged profile
+    are compared.
     """
     compared = (
         ("GPU", "gpu", _gpu_kind, "all of its times may differ here"),

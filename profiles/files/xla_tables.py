@@ -1,26 +1,27 @@
-"""XLA's own two formats of measured times, so that XLA's scheduler can use our numbers, and we its.
+"""XLA's two formats of measured times, for exchanging times with XLA's scheduler.
 
-**Cost text** (PGLE, "FDO profile"; `ProfiledInstructionsProto` as text) holds microseconds of instructions of one
-module. A file called `*.pbtxt` is given as `--xla_gpu_pgle_profile_file_or_directory_path`:
+**Cost text** (PGLE, "FDO profile"; `ProfiledInstructionsProto` as text) holds the microseconds of one module's
+instructions. Pass the file as `--xla_gpu_pgle_profile_file_or_directory_path`. Its name must end in `.pbtxt`; XLA
+ignores other endings:
 
     costs {
       name: "loop_multiply_fusion"
       cost_us: 58.2
     }
 
-XLA knows an asynchronous collective by the name of its start, or of the instruction that it wraps. (The name may
-start with the `<fingerprint>::` of a module.) A file with another ending is ignored.
+XLA looks up an asynchronous collective by the name of its start, or of the instruction that it wraps. The name may
+begin with a module's `<fingerprint>::`.
 
 **The collective performance table** (`DeviceHloInstructionProfiles` as text) holds bytes per second of collectives
-inside a node, by kind, bytes and size of the group. It is given as
-`--xla_gpu_experimental_collective_perf_table_path`, and replaces the table inside XLA where XLA estimates collectives
-that way: Hopper and newer, without PGLE (`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default).
-XLA takes the nearest entry, and divides the bytes by its throughput.
+inside a node, by kind, bytes and group size. Pass it as `--xla_gpu_experimental_collective_perf_table_path`. It
+replaces XLA's built-in table. XLA uses the table on Hopper and newer GPUs without PGLE
+(`--xla_gpu_enable_analytical_sol_latency_estimator`, on by default). It takes the nearest entry, and divides the bytes
+by its throughput.
 
     text = xla_tables.collective_table({key: timing.seconds for key, timing in section.collectives.items()})
 
-XLA ignores a table that it cannot read, and kills the process for a kind that it does not expect: hence only what XLA
-knows is written, see `in_table`. JAX keeps compiled programs by the path in the flag, not by what the file says: give
+XLA ignores a table that it cannot read, and aborts the process on an unexpected kind. So only what XLA knows is
+written (`in_table`). JAX caches compiled programs by the path in the flag, not by the file's contents: give a file with
 other times another name. Source: openxla/xla, `hlo_op_profile.proto`, `collective_interpolator.cc`.
 """
 
@@ -58,7 +59,7 @@ _TYPES = {
 }
 _BYTES = dict(_TYPES.values())
 
-# --- The part of XLA's schema that we write; reading passes over all else.
+# --- The part of XLA's schema that dhelix writes. Reading ignores all other fields.
 
 _F = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {"string": _F.TYPE_STRING, "double": _F.TYPE_DOUBLE, "int64": _F.TYPE_INT64, "bool": _F.TYPE_BOOL}
@@ -89,7 +90,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     ),
     "Entry": (("instruction", 1, "Instruction"), ("network_throughput_bytes_per_sec", 6, "int64")),
     "EntryList": (("entries", 1, "Entry*"),),
-    "Device": (("key", 1, "string"), ("value", 2, "EntryList")),  # an entry of a map, which is the same in text
+    "Device": (("key", 1, "string"), ("value", 2, "EntryList")),  # a map entry, which has the same text
     "Table": (("entries", 2, "Device*"),),
 }
 
@@ -134,11 +135,12 @@ def _parsed(text: str, message: str, what: str, origin: str) -> Any:
 
 
 def cost_text(seconds: Mapping[str, float]) -> str:
-    """The times of a module's instructions, by their names in scheduled HLO, as XLA's cost text.
+    """XLA's cost text for the seconds of a module's instructions, by their names in scheduled HLO.
 
     XLA uses its own estimate for an instruction without an entry.
 
-    Raises DhelixError for a time that is negative or not finite.
+    Raises:
+      DhelixError: a time is negative or not finite.
     """
     for name, value in seconds.items():
         if not (math.isfinite(value) and value >= 0):
@@ -148,10 +150,12 @@ def cost_text(seconds: Mapping[str, float]) -> str:
 
 
 def parse_cost_text(text: str, origin: str) -> dict[str, float]:
-    """Seconds by name of instruction; of several times of a name, as of several modules, the last.
+    """Seconds by name of instruction. If a name appears several times, as in several modules, the last entry counts.
 
-    Names may carry the fingerprint of their module, `<fingerprint>::<name>`. Raises DhelixError, which calls
-    the text `origin`.
+    Names may carry their module's fingerprint: `<fingerprint>::<name>`. Errors call the text `origin`.
+
+    Raises:
+      DhelixError: the text is no cost text, or a cost is negative or not finite.
     """
     costs = _parsed(text, "Costs", "cost text of XLA", origin).costs
     for cost in costs:
@@ -164,10 +168,10 @@ def parse_cost_text(text: str, origin: str) -> dict[str, float]:
 
 
 def in_table(key: CollectiveKey) -> bool:
-    """Whether XLA's table has a place for a collective.
+    """Whether a collective fits into XLA's table.
 
-    It has for five kinds inside a node; XLA computes those between nodes from its own model of a network. What is
-    reduced consists of whole float32 values for each device.
+    The table holds five kinds inside a node; XLA uses a network model between nodes. Reduced buffers must consist of
+    whole float32 values for each device.
     """
     part = 4 * key.group_size if key.kind in _WITH_ARITHMETIC else 1
     inside = key.nodes == 1 and key.group_size > 1
@@ -177,17 +181,18 @@ def in_table(key: CollectiveKey) -> bool:
 def collective_table(
     seconds: Mapping[CollectiveKey, float], device: str = "sm_90", implementation: str = "nccl"
 ) -> str:
-    """XLA's collective performance table; what is not `in_table`, or not of `implementation`, is left out.
+    """XLA's collective performance table, from the times that are `in_table` and of `implementation`.
 
-    XLA's entries do not say how many groups communicate at once; where that was measured for several numbers of
-    groups, XLA uses the most, which is what programs do.
+    XLA's entries do not say how many groups communicate at once. If several numbers of groups were measured, XLA uses
+    the times with the most groups, which come first. Programs usually run that many.
 
     Args:
       seconds: times by key.
-      device: XLA's name of the kind of GPU: `sm_` and the compute capability, for 10.0 also the model (`sm_100_B200`).
-      implementation: of `keys.IMPLEMENTATIONS`, that which the program will run with.
+      device: XLA's name of the GPU kind: `sm_` and the compute capability, for 10.0 also the model (`sm_100_B200`).
+      implementation: one of `keys.IMPLEMENTATIONS`; the one that the program will run with.
 
-    Raises DhelixError if nothing is left, or for a time that is not positive.
+    Raises:
+      DhelixError: no collective is left, or a time is not positive.
     """
     chosen = [key for key in seconds if in_table(key) and key.implementation == implementation]
     if not chosen:
@@ -226,17 +231,18 @@ def _add_entry(entries: Any, key: CollectiveKey, element_type: str, throughput: 
 
 
 def _rings(size: int, groups: int) -> Iterable[tuple[int, int]]:
-    """Each device sends to its neighbour in its group."""
+    """Source and target of each device: it sends to the next device of its group."""
     return ((g * size + i, g * size + (i + 1) % size) for g in range(groups) for i in range(size))
 
 
 def parse_collective_table(text: str, origin: str, device: str = "sm_90") -> dict[CollectiveKey, float]:
-    """Seconds of the collectives in a table, as if all of a group were in one node.
+    """Seconds of the collectives in a table, as if each group were inside one node.
 
-    Left out is what no key describes: permutes other than rings of equal size, entries without groups. A table may
-    hold several times of a key, as one for each type of element; then the last counts.
+    Entries that no key describes are left out: permutes other than rings of equal size, and entries without groups. If
+    a table has several times for a key, such as one per element type, the last counts. Errors call the text `origin`.
 
-    Raises DhelixError for other text, and if the table is of other devices.
+    Raises:
+      DhelixError: the text is no such table, or has no entries of `device`.
     """
     table = _parsed(text, "Table", "collective performance table of XLA", origin)
     lists = [entry.value for entry in table.entries if entry.key == device]
@@ -268,7 +274,7 @@ def _table_key(instruction: Any) -> CollectiveKey | None:
 
 
 def _ring_size(pairs: list[tuple[int, int]]) -> tuple[int, int]:
-    """Length and number of the rings that pairs form; (0, 0) if they form anything else."""
+    """Length and number of the rings that `pairs` form; (0, 0) if they do not form equal rings."""
     following = dict(pairs)
     lengths = []
     while following:

@@ -1,1 +1,1 @@
-"""What the papers published: clusters, numbers, and findings about overlap."""
+"""Published facts from papers: clusters, numbers, and findings about overlap."""

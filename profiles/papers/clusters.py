@@ -1,14 +1,14 @@
-"""The clusters of the papers that dhelix follows: what they consist of, and what was published about them.
+"""The clusters of the papers that dhelix follows: their hardware, and the numbers published about them.
 
     cluster = clusters.get("dhelix-a800")
     cluster.gpus                                       # 64
-    cluster.hardware.inter_bandwidth                   # what costs are computed with
+    cluster.hardware.inter_bandwidth                   # used to compute costs
     [n for n in cluster.numbers if n.system == "DHelix" and n.unit == "TFLOPS/GPU"]
 
-Two kinds of bandwidth stand here. `link_bandwidth` and `network_bandwidth` are what the paper (or the vendor of
-what the paper names) says of the links, one way. `hardware.intra_bandwidth` and `hardware.inter_bandwidth` are
-what NCCL reaches of that per GPU, and so guesses unless the paper measured it. Vendors and papers add up both
-directions of NVLink: "400 GB/s" is 200 GB/s each way.
+There are two kinds of bandwidth. `link_bandwidth` and `network_bandwidth` are the links' rates, one way, as stated by
+the paper or by the vendor. `hardware.intra_bandwidth` and `hardware.inter_bandwidth` are what NCCL reaches per GPU.
+These are guesses unless the paper measured them. Vendors and papers add up both directions of NVLink: "400 GB/s" is
+200 GB/s each way.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _GBIT = 1e9 / 8
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal GPUs. Bytes per second, one way.
+    """Nodes of equal GPUs. Bandwidths are in bytes per second, one way.
 
     Attributes:
-      name: in ALL.
+      name: key in ALL.
       hardware: one GPU and its share of the links, as costs need it.
-      link: what joins the GPUs of a node.
-      link_bandwidth: of that, per GPU.
-      network: what joins nodes; empty for a single node.
-      network_bandwidth: of that, per node; 0 for a single node.
+      link: what connects the GPUs of a node.
+      link_bandwidth: of `link`, per GPU.
+      network: what connects the nodes; empty for a single node.
+      network_bandwidth: of `network`, per node; 0 for a single node.
       software: what the paper ran, as far as it says.
       source: paper and section.
-      numbers: what the paper measured or computed here.
-      notes: where the description of the paper is unclear, misprinted, or completed from elsewhere.
+      numbers: what the paper measured or computed on this cluster.
+      notes: what is unclear or misprinted in the paper's description, or taken from elsewhere.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Cluster:
 
     @property
     def network_bandwidth_per_gpu(self) -> float:
-        """What each GPU gets when all GPUs of a node use the network at once."""
+        """Share of each GPU when all GPUs of a node use the network at once."""
         return self.network_bandwidth / self.gpus_per_node
 
 
@@ -144,7 +144,11 @@ ALL: Mapping[str, Cluster] = MappingProxyType({cluster.name: cluster for cluster
 
 
 def get(name: str) -> Cluster:
-    """The cluster called `name`. Raises DhelixError for a name that is not in ALL."""
+    """The cluster called `name`.
+
+    Raises:
+      DhelixError: the name is not in ALL.
+    """
     if name not in ALL:
         raise DhelixError(f"there is no cluster {name!r}; take one of {', '.join(sorted(ALL))}")
     return ALL[name]

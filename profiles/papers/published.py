@@ -1,10 +1,10 @@
-"""Numbers that the papers publish about their clusters, for simulations to be compared with.
+"""Numbers that papers publish about their clusters, to compare simulations with.
 
     Published("DHelix", "Llama, S 8192", "speed-up over Megatron-LM", 1.27, "x", "section 6.2.1", upper=1.40)
 
-Only what a paper says in its text and tables is here; what it shows in figures alone is left out, except for
-the bars of DHelix figures 11 to 13, read off the authors' published charts and marked `chart`. Where a paper
-misprints, `value` is corrected and `printed` says what stands there and why that cannot be.
+Only numbers from a paper's text and tables are here. Numbers that appear only in figures are left out, except for the
+bars of DHelix figures 11 to 13. These are read off the authors' published charts and marked `chart`. If a paper has a
+misprint, `value` is corrected, and `printed` gives the printed text and the reason.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Published:
     """One number, or one range of numbers.
 
     Attributes:
-      system: what was measured, such as `DHelix` or `Megatron-LM`.
+      system: the measured system, such as `DHelix` or `Megatron-LM`.
       workload: model, sequence length S, parallelism and number of GPUs, as far as the paper says.
-      quantity: what `value` counts, in units of `unit` (`x` is a ratio, `%` a share of 100).
-      where: in the paper: section, table or figure.
-      upper: of a range, whose lower end is `value`; None for a single number.
-      chart: read off a picture, so good to about 1 %.
-      printed: what the paper prints instead, and why it is taken for a misprint; empty if it prints `value`.
+      quantity: meaning of `value`, in units of `unit` (`x` is a ratio, `%` a percentage).
+      where: section, table or figure of the paper.
+      upper: upper end of a range, whose lower end is `value`; None for a single number.
+      chart: read off a chart, so accurate to about 1 %.
+      printed: what the paper prints instead, and why that is taken for a misprint; empty if it prints `value`.
     """
 
     system: str
@@ -185,7 +185,7 @@ _AT_8 = "8 GPUs, S 4096, micro-batch 1, batch 4 M tokens"
 _AT_64 = "64 GPUs, S 4096, micro-batch 1"
 _OVERLAPS = ("all-gather, reduce-scatter, all-reduce, broadcast", "all-gather, reduce-scatter, all-reduce",
              "all-gather, reduce-scatter", "nothing")  # fmt: skip
-# Table V: tokens per GPU and second, then MFU, each for 1, 2, 4, 8 micro-batches; rows as in _OVERLAPS.
+# Table V: tokens per GPU and second, then MFU, each for 1, 2, 4, 8 micro-batches. One row per entry of _OVERLAPS.
 _TABLE_V = {
     "LLaMA-7B": ((3525, 4119, 4416, 4503, 0.57, 0.62, 0.65, 0.67), (3346, 3991, 4329, 4438, 0.54, 0.60, 0.64, 0.65),
                  (2812, 3609, 4070, 4286, 0.45, 0.54, 0.60, 0.63), (2812, 3609, 4070, 4286, 0.45, 0.54, 0.60, 0.63)),

@@ -1,1 +1,1 @@
-"""The program that measures operators of a compiled step, alone and in pairs."""
+"""Builds the program that measures operators of a compiled step, alone and in pairs."""

@@ -1,16 +1,18 @@
-"""Calls of cuDNN, made known to XLA before it schedules: the first half of a measuring program.
+"""Shows XLA the cuDNN calls of a measuring program before it schedules: the first half of the program.
 
-XLA builds cuDNN's graphs of a module once, before scheduling, and keeps them by a fingerprint of the call. A
-call that only appears afterwards, as `operator-replay` makes it, finds no graph when it runs. So this pass puts
-one call for each attention operator into the placeholder when it still can be seen:
+XLA builds a module's cuDNN graphs once, before scheduling, and looks them up by a fingerprint of the call. A call that
+appears only after scheduling, as `operator-replay` makes it, finds no graph when it runs. So this pass adds one call
+for each attention operator to the placeholder before XLA builds the graphs:
 
     ENTRY main(p0: bf16[8388608], ...) -> f32[1] {
       call = (bf16[1,8,8192,128], f32[1,8,8192], u8[0]) custom-call(reshape of p0, ...)    as in the step
       root = f32[1] add(<the old root>, convert(dynamic-slice(call.0)))                    keeps it alive
     }
 
-Legal because the placeholder means nothing: `operator-replay` replaces all of it after scheduling. The workspace,
-the last of a call's results, is emptied: XLA gives it its size again. Cost: one call at compile time.
+Contract: keeps the parameters and the result's shape; changes nothing if the program has no such operators. It empties
+the workspace, the last result of a call, because XLA sets its size again. Legal because nothing uses the placeholder's
+result: `operator-replay` replaces all its instructions after scheduling. Cost: one call per attention operator, at
+compile time.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _GRAPH_CALL = "__cudnn$fmha"
 
 @dataclass(frozen=True)
 class LibraryCalls:
-    """Puts the attention calls of `program` into its placeholder, whose arguments are `program.buffers`."""
+    """Adds the attention calls of `program` to its placeholder, whose arguments are `program.buffers`."""
 
     program: Program
 
@@ -51,7 +53,7 @@ class LibraryCalls:
 
 
 def graph_calls(program: Program) -> list[Operator]:
-    """The operators of a program for which XLA needs a graph of cuDNN, each once."""
+    """The operators of a program for which XLA needs a cuDNN graph, each once."""
     operators = dict.fromkeys(operator for item in program.items for operator in item.operators)
     return [o for o in operators if o.core.proto.custom_call_target.startswith(_GRAPH_CALL)]
 
@@ -59,14 +61,14 @@ def graph_calls(program: Program) -> list[Operator]:
 def _call(builder: Builder, operator: Operator, free: dict[Buffer, Iterator[Instruction]]) -> Instruction:
     values = {given: _value(builder, given, free) for given in operator.inputs}
     call = builder.copy(operator.core, [values[o] for o in operator.operands], [])
-    call.proto.ClearField("metadata")  # it names stack frames of the step
+    call.proto.ClearField("metadata")  # it refers to stack frames of the step's module
     workspace = call.shape.tuple_shapes[len(call.shape.tuple_shapes) - 1]
     workspace.dimensions[0] = 0
     return call
 
 
 def _value(builder: Builder, given: Instruction, free: dict[Buffer, Iterator[Instruction]]) -> Instruction:
-    """Something to read in place of what the step gave."""
+    """A value that replaces the step's operand `given`: the same constant, index 0, or a buffer."""
     if is_constant(given):
         value = builder.copy(given, [], [])
         value.proto.ClearField("metadata")
@@ -77,7 +79,7 @@ def _value(builder: Builder, given: Instruction, free: dict[Buffer, Iterator[Ins
 
 
 def _element(builder: Builder, call: Instruction, like: Instruction) -> Instruction:
-    """One element of the call's first result, of the shape of `like`."""
+    """The first element of the call's first result, converted to the type of `like`."""
     result = builder.element(call, 0)
     flat = _vector(result.shape.element_type, shapes.element_count(result.shape))
     start = builder.scalar(0, shapes.S32)

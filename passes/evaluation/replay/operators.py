@@ -1,19 +1,19 @@
-"""Which instructions of a compiled step can run alone, and what they need for that.
+"""Finds the instructions of a compiled step that can run alone, and their inputs.
 
-An operator is an instruction of the scheduled GPU module, one for each key. It is replayed as XLA compiled it,
-so all it needs is something to read. What it read in the step decides what that is:
+An operator is an instruction of the scheduled GPU module, one for each key. It is replayed as XLA compiled it, so it
+needs only inputs. They depend on what the operator reads in the step:
 
   - a constant: the same constant;
-  - an integer or a flag without dimensions, such as the layer of a dynamic-slice: zero, so that it is in range;
-  - any other array: a flat `Buffer` of its element type and element count, which a bitcast gives the shape and
-    the layout that the operator was compiled for.
+  - a scalar integer or flag, such as the layer index of a dynamic-slice: zero, which is in range;
+  - any other array: a flat `Buffer` with its element type and element count. A bitcast gives the buffer the shape and
+    layout that the operator was compiled for.
 
     operators, refused = find_operators(compiled_module, key_of)
     operators[0].buffers        # (Buffer("bf16", 33554432, 67108864), ...)
     refused                     # (("recv.3", "it has side effects"),)
 
-What XLA slices by the number of a loop's iteration, without reading an index (`dynamic_slice_config`), it slices
-as in the first iteration where no loop runs. What cannot stand alone is refused with a reason; the rest goes on.
+XLA slices some operands by a loop's iteration number without reading an index (`dynamic_slice_config`). Without a loop
+it takes the slice of the first iteration. An instruction that cannot run alone is refused with a reason.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.profiles.keys import Key
 
 _INTEGERS = (shapes.PRED, shapes.S32, shapes.S64, shapes.U32, shapes.U64)
-# Libraries and kernels that keep no state between calls. Others may, and nothing in HLO would say so.
+# Libraries and kernels that keep no state between calls. HLO does not say whether others do.
 _STATELESS = re.compile(r"__cu(blas|dnn|b)\$|__gpu\$|__triton|triton_kernel_call|mosaic_gpu|te_|cu_threefry")
-# Of these, arrays of integers are lengths: of sequences, of a grouped product's groups.
+# Libraries whose integer arrays are lengths: of sequences, or of a grouped product's groups.
 _MEASURED_BY_NUMBERS = re.compile(r"__cudnn\$|__cublas\$lt\$grouped")
 _HOST_MEMORY = 5
 
@@ -50,8 +50,8 @@ class Buffer:
 
     Attributes:
       element_type: HLO's name, such as "bf16" or "pred".
-      elements: how many.
-      bytes: follows from the two.
+      elements: number of elements.
+      bytes: size, which follows from the two.
     """
 
     element_type: str
@@ -60,16 +60,16 @@ class Buffer:
 
     @classmethod
     def of(cls, array: Any) -> Buffer:
-        """The buffer that an array of this shape can be read from."""
+        """The buffer from which an array of this shape can be read."""
         return cls(shapes.type_name(array), shapes.element_count(array), shapes.byte_size(array))
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What one key stands for.
+    """The operator that represents one key.
 
     Attributes:
-      instruction: where the step has it: a fusion, a custom call, a collective; of an async pair the start.
+      instruction: the step's instruction: a fusion, a custom call, a collective, or the start of an async pair.
     """
 
     key: Key
@@ -77,7 +77,7 @@ class Operator:
 
     @property
     def core(self) -> Instruction:
-        """What runs: the instruction itself, or what an async pair is wrapped around."""
+        """The instruction that does the work: `instruction` itself, or the one inside an async pair."""
         return _inside(self.instruction)
 
     @property
@@ -86,13 +86,13 @@ class Operator:
 
     @property
     def gpus(self) -> int:
-        """So many that all devices of a collective's groups are there."""
+        """Number of GPUs that a run needs: enough for all devices in a collective's groups."""
         found = find_collective(self.instruction)
         return 1 + max((device for group in (found.groups if found else ()) for device in group), default=0)
 
     @cached_property
     def operands(self) -> tuple[Instruction, ...]:
-        """What the step gives to each operand of `core`."""
+        """The step's value of each operand of `core`."""
         return _given(self.instruction)
 
     @cached_property
@@ -102,21 +102,21 @@ class Operator:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers that it reads, one for each array that is neither a constant nor an index."""
+        """The buffers that it reads: one for each array that is neither a constant nor an index."""
         arrays = (leaf for value in self.inputs if not is_constant(value) for leaf in leaves(value.shape))
         return tuple(Buffer.of(array) for array in arrays if not is_index(array))
 
 
 @dataclass(frozen=True)
 class Template:
-    """An operator brought into another module, for instances to be copied from; nothing calls it.
+    """An operator copied into another module. Instances are copies of it; nothing calls it.
 
     Attributes:
-      computation: the inputs as parameters, and what runs as the root.
-      copied: of which arrays of each input an instance needs a copy of its own: it writes over them, or they
-        lie in a memory of their own.
-      config, context: of an async start around it: its backend configuration, and what stands in its shape
-        after operands and result.
+      computation: the inputs as parameters, and the operator as the root.
+      copied: for each array of each input, whether an instance needs its own copy: it overwrites the array, or the
+        array is in another memory space.
+      config: backend configuration of an async start around the operator.
+      context: elements of that start's shape after operands and result.
     """
 
     computation: Computation
@@ -132,15 +132,15 @@ class Template:
 def find_operators(
     module: HloModule, key_of: Callable[[Instruction], Key | None]
 ) -> tuple[tuple[Operator, ...], tuple[tuple[str, str], ...]]:
-    """The operators of a compiled step, and what cannot be isolated.
+    """Finds the operators of a compiled step, and the instructions that cannot run alone.
 
     Args:
-      module: as XLA compiled and scheduled it.
-      key_of: the key of an instruction, of async pairs the start; None if it costs nothing.
+      module: the module as XLA compiled and scheduled it.
+      key_of: gives the key of an instruction or of the start of an async pair; None if it costs nothing.
 
     Returns:
-      One operator for each key, in the order in which the entry computation and what it calls first run them;
-      and the name of the first instruction of each key that has none, with the reason.
+      One operator for each key, in the order of first execution. Then for each key without an operator, the name of its
+      first instruction, with the reason.
 
     Raises:
       DhelixError: the module is not scheduled.
@@ -160,7 +160,7 @@ def find_operators(
 
 
 def bring(module: HloModule, operator: Operator, workspaces: Mapping[str, Any]) -> Template:
-    """A template of `operator` in another module than the step's, whose library calls have these workspaces."""
+    """Makes a template of `operator` in `module`. `workspaces`: of library calls, see `library_workspaces`."""
     core = operator.core
     computation = module.new_computation("replayed")
     builder = Builder(computation)
@@ -184,22 +184,23 @@ def bring(module: HloModule, operator: Operator, workspaces: Mapping[str, Any]) 
 
 
 def library_workspaces(placeholder: Computation) -> dict[str, Any]:
-    """The shape of the workspace, by `call_signature`, of each library call that `LibraryCalls` made known.
+    """Maps the `call_signature` of each library call that `LibraryCalls` added to the shape of its workspace.
 
-    XLA keeps cuDNN's graphs by the call with its workspace. That of a step compiled without a GPU is empty.
+    XLA looks up cuDNN graphs by the call including its workspace. In a step compiled without a GPU, workspaces are
+    empty.
     """
     calls = (i for i in placeholder.instructions if i.opcode == "custom-call" and shapes.is_tuple(i.shape))
     return {call_signature(call): call.shape.tuple_shapes[-1] for call in calls}
 
 
 def call_signature(call: Instruction) -> str:
-    """What tells library calls apart: all but the workspace, the last of the results."""
+    """Text that identifies a library call: everything but the workspace, which is its last result."""
     arrays = [o.shape for o in call.operands] + list(call.shape.tuple_shapes[:-1])
     return " ".join((call.opcode, call.proto.custom_call_target, *map(shapes.text, arrays)))
 
 
 def arguments_of(placeholder: Computation) -> dict[Buffer, list[Instruction]]:
-    """The parameters that operators can read from, by what they hold."""
+    """Maps each kind of buffer to the placeholder's parameters of that kind."""
     arguments: dict[Buffer, list[Instruction]] = {}
     for parameter in placeholder.parameters:
         arguments.setdefault(Buffer.of(parameter.shape), []).append(parameter)
@@ -216,12 +217,12 @@ def leaves(shape: Any) -> Iterator[Any]:
 
 
 def is_constant(value: Instruction) -> bool:
-    """Whether an operator that reads `value` gets the same value again."""
+    """Whether `value` is a constant array, so that a replay reads the same value."""
     return value.opcode == "constant" and not shapes.is_tuple(value.shape)
 
 
 def is_index(array: Any) -> bool:
-    """Whether it may say where in another array to read or write."""
+    """Whether the array is a scalar integer or flag, so it may index another array."""
     return not array.dimensions and array.element_type in _INTEGERS
 
 
@@ -230,18 +231,18 @@ def _is_integers(array: Any) -> bool:
 
 
 def memory_space(array: Any) -> int:
-    """0: device memory; others have a meaning of their own, such as memory that is registered with NCCL."""
+    """0 is device memory. Other numbers have special meanings, such as memory registered with NCCL."""
     return array.layout.memory_space
 
 
 def content(instruction: Instruction) -> Iterator[bytes]:
-    """All that tells what an instruction does."""
+    """Yields serialized forms of an instruction and of everything that it calls, for a digest."""
     for inner in _with_called(instruction):
         yield inner.proto.SerializeToString(deterministic=True)
 
 
 def _launching(entry: Computation) -> Iterator[Instruction]:
-    """What launches kernels, conditions of loops among it, in the order in which it runs; each computation once."""
+    """Instructions that launch kernels, also in loop conditions, in execution order. Visits each computation once."""
     for instruction, _ in instructions(entry, once(lambda control: control.called)):
         if instruction.opcode not in CONTROL_FLOW | FREE_OPCODES and not is_done(instruction):
             yield instruction
@@ -252,7 +253,7 @@ def _inside(instruction: Instruction) -> Instruction:
 
 
 def _given(instruction: Instruction) -> tuple[Instruction, ...]:
-    """What is given to each operand of what runs."""
+    """The step's value of each operand of the inner instruction."""
     core = _inside(instruction)
     if core is instruction:
         return tuple(core.operands)
@@ -295,7 +296,7 @@ def _with_called(instruction: Instruction) -> Iterator[Instruction]:
 
 
 def _start_like(operator: Operator) -> tuple[bytes, tuple[Any, ...]]:
-    """Configuration and context of an async start around `operator`, as XLA writes them."""
+    """`Template.config` and `Template.context` of `operator`, as XLA writes them."""
     instruction = operator.instruction
     if is_start(instruction):
         return instruction.proto.backend_config, tuple(instruction.shape.tuple_shapes[2:])
@@ -307,7 +308,7 @@ def _start_like(operator: Operator) -> tuple[bytes, tuple[Any, ...]]:
 
 
 def _bring(module: HloModule, original: Computation) -> Computation:
-    """A copy of a computation of another module, with all that it calls."""
+    """Copies a computation of another module, and everything that it calls, into `module`."""
     copy = module.new_computation(original.name)
     builder = Builder(copy)
     copies: dict[Instruction, Instruction] = {}

@@ -1,8 +1,7 @@
-"""The program that measures: operators of a compiled step, alone and in pairs, again and again.
+"""Writes the measuring program: it runs operators of a compiled step, alone and in pairs, several times.
 
-Matches: a placeholder, a jitted function of flat buffers that does nothing. Makes of it, after scheduling, a
-program that runs the items of a `Program` one after the other, repeat by repeat, as XLA compiled them; nothing
-of the placeholder stays but its signature:
+Consumes a placeholder: a scheduled, jitted function of flat buffers that does nothing. Replaces its instructions by the
+items of a `Program`, which run one after the other, repeat by repeat, as XLA compiled them. Keeps only the signature:
 
     ENTRY main(p0: bf16[8388608], p1: bf16[33554432]) -> f32[1] {
       replay_0_first_0 = ... fusion(bitcast of p1)                           item 0: an operator alone
@@ -11,22 +10,23 @@ of the placeholder stays but its signature:
       replay_1_first_0-done = ... async-done(replay_1_first_0-start)
       replay_0_first_1 = ...                                                 the next repeat
 
-How two run at once (XLA gives streams to async pairs, in `execution_stream_assignment.cc`; a start waits for
-what its stream of origin has been given so far, a done makes that stream wait):
+XLA assigns streams to async pairs (`execution_stream_assignment.cc`). A start waits for the work launched so far on its
+stream of origin; a done makes that stream wait. So two operators run at once like this:
 
-  - a collective first: its pair has a stream of its own, the second side stands between start and done;
-  - compute first: it is wrapped in a pair too, which sends it to a further compute stream; the second side
-    stays on the main stream if it computes, else it is a pair between whose ends the first one's end stands,
-    as XLA makes a pair synchronous when nothing stands between its start and its done;
-  - two collectives: the second gets a stream beside the first one's, or they would run in turn.
+  - A collective first: its pair has its own stream. The second operator is between its start and its done.
+  - Compute first: an async pair sends it to a further compute stream. A second compute operator stays on the main
+    stream. A second collective is a pair, too, and the first pair's done is between its start and its done, because XLA
+    makes a pair synchronous if nothing is in between.
+  - Two collectives: they get different streams, or they would run in turn.
 
-An item begins when the one before is done: all its ends are waited for, and control dependencies keep the
-order. What writes over an operand gets a fresh copy of it before the item starts; handing results on from
-repeat to repeat would save that copy, and keep a buffer for each such item alive throughout. Memory: the
-arguments, and the results of one item at a time.
+An item begins when the previous item is done: the program waits for all its dones, and control dependencies keep the
+order. An operator that overwrites an operand gets a fresh copy of it before its item starts. Passing results from
+repeat to repeat would save that copy, but keep a buffer of each such item live throughout. The pass raises PassRefusal
+if the module is not the placeholder.
 
-Times come from a profiler trace: it names the instruction that a kernel belongs to, `parse_name` says which
-instance that is. DHelix section 4.2 measures pairs so, offline, as (P) of its dynamic program.
+Legal because the placeholder computes nothing. Memory: the arguments, and the results of one item at a time. Times come
+from a profiler trace, which names the instruction of each kernel; `parse_name` maps that name to the instance. DHelix
+section 4.2 (arXiv 2411.15871) measures pairs offline in the same way, for P in its dynamic program.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, Shap
 from dhelix.passes.hlo.edit import copy_called, copy_computation
 
 _NAME = re.compile(r"(?<![A-Za-z0-9_])replay_(\d+)_(first|second|copy|mark)_(\d+)")
-_STARTED = ("fusion", "custom-call")  # what XLA takes in an async start, beside collectives and calls
-_REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))  # others mean their groups otherwise
-_STREAM = "_xla_stream_annotation"  # a number here takes the place of XLA's round-robin over streams
+_STARTED = ("fusion", "custom-call")  # XLA also accepts these in an async start, besides collectives and calls
+_REDUCIBLE = frozenset(("all-gather", "all-reduce", "reduce-scatter"))  # other kinds interpret groups differently
+_STREAM = "_xla_stream_annotation"  # a stream number here replaces XLA's round-robin choice
 
 
 @dataclass(frozen=True)
 class Item:
-    """What is measured as one: an operator alone, or two at once, of which `first` is launched first."""
+    """One measurement: an operator alone, or two at once. `first` is launched first."""
 
     first: Operator
     second: Operator | None = None
@@ -81,19 +81,19 @@ class Item:
 
     @cached_property
     def buffers(self) -> Counter[Buffer]:
-        """How many buffers of each kind it reads; no two operands share one."""
+        """How many buffers of each kind it reads. Each operand has its own buffer."""
         return Counter(buffer for operator in self.operators for buffer in operator.buffers)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Items, and how often each of them runs in one execution.
+    """Items to measure. Raises DhelixError if there is nothing to run.
 
-    `marks`: a tiny all-reduce stands before each instance and before its copies, over the groups of an all-gather,
-    all-reduce or reduce-scatter if there is one. What CUDA graphs launch, or NCCL gives to copy engines, carries no
-    name in a trace; by the mark before it, it is known whose it is.
-
-    Raises DhelixError: nothing to run.
+    Attributes:
+      repeats: how often one execution runs each item.
+      marks: puts a tiny all-reduce before each instance and before its copies, over the groups of an all-gather,
+        all-reduce or reduce-scatter of the program, if there is one. Kernels in CUDA graphs and copy-engine work of
+        NCCL have no names in a trace; the mark before them identifies their instance.
     """
 
     items: tuple[Item, ...]
@@ -114,14 +114,14 @@ class Program:
 
     @property
     def argument_bytes(self) -> int:
-        """On one GPU."""
+        """Bytes of all arguments on one GPU."""
         return sum(buffer.bytes for buffer in self.buffers)
 
 
 def split(items: Sequence[Item], limit: int) -> tuple[tuple[Item, ...], ...]:
-    """Runs of items whose arguments together take at most `limit` bytes on one GPU.
+    """Splits `items` into runs whose arguments take at most `limit` bytes on one GPU.
 
-    An item that needs more by itself stands alone.
+    An item that alone needs more gets its own run.
     """
     groups: list[list[Item]] = []
     needed: Counter[Buffer] = Counter()
@@ -137,7 +137,7 @@ def split(items: Sequence[Item], limit: int) -> tuple[tuple[Item, ...], ...]:
 
 
 def placeholder_name(program: Program) -> str:
-    """A name for the placeholder that is another one for another program, so that caches tell them apart."""
+    """A name for the placeholder that differs between programs, so that caches tell them apart."""
     digest = hashlib.sha256()
     for item in program.items:
         for operator in item.operators:
@@ -154,12 +154,11 @@ def instance_name(item: int, side: str, repeat: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, str, int] | None:
-    """Item, side and repeat of an instruction.
+    """Returns the item, side and repeat of an instruction; None if it belongs to no measurement.
 
-    The side is `first`, `second`, `copy` for what must not be counted, or `mark`: an item begins here.
-
-    Takes what XLA makes of names (`replay_3_first_0.1`, `.remat`), either end of a pair, and a trace's
-    `outer::inner`. None for instructions that are no part of the measuring.
+    The side is `first`, `second`, `copy` (must not be counted) or `mark` (an item begins here).
+    Accepts names as XLA changes them (`replay_3_first_0.1`, `.remat`), both ends of a pair, and a trace's
+    `outer::inner`.
     """
     found = _NAME.findall(name)
     if not found:
@@ -170,7 +169,7 @@ def parse_name(name: str) -> tuple[int, str, int] | None:
 
 @dataclass(frozen=True)
 class OperatorReplay:
-    """Puts the items of `program` into the placeholder, whose arguments are `program.buffers`."""
+    """Replaces the placeholder, whose arguments are `program.buffers`, by the items of `program`."""
 
     program: Program
 
@@ -194,14 +193,14 @@ class OperatorReplay:
         return True
 
     def _marking(self) -> Instruction | None:
-        """A collective whose groups a mark takes over."""
+        """A collective whose groups the marks use; None if there are no marks."""
         cores = (operator.core for item in self.program.items for operator in item.operators)
         return next((c for c in cores if c.opcode in _REDUCIBLE), None) if self.program.marks else None
 
 
 @dataclass(frozen=True)
 class _Instance:
-    """A template with values for its parameters, about to be launched under `name`."""
+    """A template with values for its parameters, to be launched under `name`."""
 
     template: Template
     inputs: tuple[Instruction, ...]
@@ -209,11 +208,11 @@ class _Instance:
 
 
 class _Writer:
-    """Replaces the entry computation by items, in the order in which they are to run."""
+    """Replaces the instructions of the entry computation by items, in execution order."""
 
     def __init__(self, module: HloModule, marking: Instruction | None) -> None:
         module.reserve_names()
-        self.marking = marking  # whose devices take part in marks; None: there are none
+        self.marking = marking  # its groups take part in marks; None: no marks
         self.module, self.entry = module, module.entry
         self.builder = Builder(module.entry)
         self.workspaces = library_workspaces(module.entry)
@@ -221,7 +220,7 @@ class _Writer:
         self.sequence = list(self.entry.instructions)
         self.arguments = arguments_of(self.entry)
         self.templates: dict[Operator, Template] = {}
-        self.shared: dict[Hashable, Instruction] = {}  # views and constants, which all instances may read
+        self.shared: dict[Hashable, Instruction] = {}  # views and constants that all instances may read
         self.names: Counter[str] = Counter()
         self.last: Instruction | None = None
 
@@ -237,7 +236,7 @@ class _Writer:
             self._mark(instance_name(number, "mark", repeat))
         if item.second is None or second is None:
             if item.first.is_collective and is_start(item.first.instruction):
-                self._done(self._start(first))  # as in the step; XLA makes it synchronous
+                self._done(self._start(first))  # a pair as in the step; XLA makes it synchronous
             else:
                 self._run(first)
             return
@@ -253,21 +252,21 @@ class _Writer:
             self._done(start)
 
     def finish(self, result: Any) -> None:
-        """Ends the computation, with zeros of the shape `result`."""
+        """Ends the computation with zeros of the shape `result`."""
         self.entry.root = self._zeros(result, "replay_result")
         self.module.schedule[self.entry] = self.sequence
 
     # Launching
 
     def _run(self, instance: _Instance) -> None:
-        """On the main stream."""
+        """Launches an instance on the main stream."""
         core = instance.template.core
         values = dict(zip(instance.template.computation.parameters, instance.inputs, strict=True))
         copy = self.builder.copy(core, [values[o] for o in core.operands], copy_called(core))
         self._launch(copy, instance.name)
 
     def _mark(self, name: str) -> None:
-        """A tiny all-reduce: on the main stream, in no CUDA graph, and all GPUs begin together after it."""
+        """Launches a tiny all-reduce on the main stream, outside CUDA graphs. After it all GPUs begin together."""
         vector = Shape(element_type=shapes.F32, dimensions=[1])
         vector.layout.minor_to_major.append(0)
         if "mark" not in self.shared:
@@ -291,12 +290,12 @@ class _Writer:
         return self._launch(self.builder.make("copy", shape, [zeros]), name)
 
     def _start(self, instance: _Instance, stream: int | None = None) -> Instruction:
-        """On a stream of its own, of the kind that XLA gives to what it starts so."""
+        """Starts an instance on another stream: number `stream`, or the one that XLA chooses."""
         template = instance.template
         body = copy_computation(template.computation)
         body.root.proto.name = instance.name
         if body.root.opcode in KINDS:
-            body.root.proto.ClearField("backend_config")  # it stands at the start
+            body.root.proto.ClearField("backend_config")  # the start has it
         elif body.root.opcode not in _STARTED:
             body = _calling(body)
         operands = shapes.tuple_of(value.shape for value in instance.inputs)
@@ -312,11 +311,11 @@ class _Writer:
         self._launch(done, f"{start.name.removesuffix('-start')}-done")
 
     def _separate(self) -> None:
-        """Something that is neither a collective nor free in XLA's eyes, and yet launches nothing."""
+        """Adds an instruction that launches nothing but counts as work to XLA, so the pairs stay asynchronous."""
         self._launch(self.builder.make("after-all", Shape(element_type=shapes.TOKEN)), "replay_separator")
 
     def _launch(self, instruction: Instruction, name: str) -> Instruction:
-        """Names an instruction and puts it after all that was launched before it."""
+        """Names an instruction and orders it after everything launched before it."""
         same = self.names[name]
         self.names[name] += 1
         instruction.proto.name = f"{name}.{same}" if same else name
@@ -333,7 +332,7 @@ class _Writer:
     def _instance(
         self, operator: Operator, name: str, free: Mapping[Buffer, Iterator[Instruction]], copy: str
     ) -> _Instance:
-        """`operator` with its inputs, read from arguments that are `free`; copies are called `copy`."""
+        """An instance of `operator` that reads `free` arguments. Copies of overwritten inputs are named `copy`."""
         if operator not in self.templates:
             self.templates[operator] = bring(self.module, operator, self.workspaces)
         template = self.templates[operator]
@@ -351,7 +350,7 @@ class _Writer:
         free: Mapping[Buffer, Iterator[Instruction]],
         copy: str,
     ) -> Instruction:
-        """Something to read in place of the part of `source` that has this shape."""
+        """A value of this shape that replaces `source` or a part of it."""
         if shapes.is_tuple(shape):
             parts = [self._input(part, source, copied, free, copy) for part in shape.tuple_shapes]
             return self._place(self.builder.tuple(parts))
@@ -364,7 +363,7 @@ class _Writer:
         return self._launch(self.builder.make("copy", shape, [value]), copy) if next(copied) else value
 
     def _view(self, argument: Instruction, shape: Any) -> Instruction:
-        """`argument` in another shape and layout, in device memory."""
+        """`argument` bitcast to another shape and layout, in device memory."""
         plain = Shape()
         plain.CopyFrom(shape)
         if memory_space(shape):
@@ -389,7 +388,7 @@ class _Writer:
 
 
 def _calling(computation: Computation) -> Computation:
-    """A computation that calls `computation`, and so can be started where the bare instruction cannot."""
+    """A computation that calls `computation`, for instructions that an async start cannot hold directly."""
     module = computation.module
     outer = Builder(module.new_computation("calling"))
     parameters = [outer.parameter(p.proto.parameter_number, p.shape) for p in computation.parameters]

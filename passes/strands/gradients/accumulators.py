@@ -1,13 +1,13 @@
-"""Finds accumulators: what goes through loops and is added to, whole or slot by slot.
+"""Finds accumulators: values that loops carry and that other values are added to, whole or slot by slot.
 
     zeros -> while micro-batches:                     elements (micro-batches, 0), (layers, 2)
                  while layers:                        values   reads, the slot, slot + g, the update, results
                      slot = dynamic-slice(acc, l)     added    g
-                     acc[l] = slot + g                zeros    where the zeros come in
+                     acc[l] = slot + g                zeros    the initial zeros
              -> step(acc)                             ends     step
 
-All of it is found by one closure: from an element of a loop's state to what reads it, and to the loops before it. It
-may go through optimization barriers. Where it starts as something else than zeros, that is added, too.
+One closure finds all of it: from an element of a loop's state to its readers, and to the loops before. An accumulator
+may pass through optimization barriers. If its initial value is not zeros, that value counts as added.
 """
 
 import itertools
@@ -24,11 +24,11 @@ type Use = tuple[Instruction, int]
 
 _HOLDERS = ("while", "opt-barrier")
 _SLICED = ("dynamic-slice", "dynamic-update-slice")
-_TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}  # first operands it is the sum of
+_TERMS = {"add": 2, "reshape": 1, "dynamic-slice": 1, "dynamic-update-slice": 2}  # operands that it sums or slices
 
 
 class Readers:
-    """Who reads what in a module, and which loop a body is of; to be made once, before anything is changed."""
+    """The users of all values of a module, and the loop of each body. Make it once, before the module changes."""
 
     def __init__(self, module: HloModule) -> None:
         self._users = {c: c.users() for c in module.computations}
@@ -41,7 +41,7 @@ class Readers:
         return self._users[value.computation][value]
 
     def of_element(self, state: Instruction, element: int) -> list[Instruction]:
-        """Reads of one element of a tuple. Raises PassRefusal where the tuple is read as a whole."""
+        """The reads of one element of the tuple `state`. Raises PassRefusal if something reads the whole tuple."""
         if state not in self._elements:
             reads: dict[int, list[Instruction]] = {}
             for read in self.of(state):
@@ -54,16 +54,16 @@ class Readers:
 
 @dataclass(eq=False)
 class Accumulator:
-    """Everything that one accumulator is on its way through a step, in the order in which it is found.
+    """All instructions of one accumulator throughout a step, in the order in which the search finds them.
 
     Attributes:
-      home: the computation of the loop over micro-batches.
-      values: what holds the accumulator or a slot of it.
-      elements: loops and barriers that it goes through, with the number of the element.
-      zeros: where it starts, as zeros that others may read, too.
-      added: what is added to it, and where it starts as something else than zeros.
-      ends: what reads the sum behind all loops.
-      refusal: why it cannot be written otherwise, if so: more is done with it inside of a loop than adding to it.
+      home: the computation that holds the loop where the search starts.
+      values: instructions that hold the accumulator or a slot of it.
+      elements: loops and barriers that carry it, with the number of the element.
+      zeros: uses of the zeros that it starts from; others may read these zeros, too.
+      added: uses of the values that are added to it, and of initial values that are not zeros.
+      ends: uses of the sum behind all loops.
+      refusal: why it cannot be rewritten, if so: a loop does more with it than adding to it.
     """
 
     home: Computation
@@ -76,15 +76,19 @@ class Accumulator:
 
     @property
     def slot_rank(self) -> int:
-        """How many dimensions of each value lie within one slot, the last ones: all of what is no stack, all but one
-        of a stack, and of what is reshaped those that stay."""
+        """How many of the last dimensions of every value lie within one slot.
+
+        These are all dimensions of a plain array, all but the first of a stack, and those that a reshape keeps.
+        """
         ranks = [len(value.shape.dimensions) - (value.opcode in _SLICED) for value in self.values]
         return min([*ranks, *(_kept(value) for value in self.values if value.opcode == "reshape")])
 
 
 def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulator | None:
-    """What element `element` of a loop's state is part of. None where it is nothing that is added to zeros, or where
-    loops do not take their states apart."""
+    """The accumulator that element `element` of the state of `loop` belongs to.
+
+    None if it is no floating-point value that is added to zeros, or if something reads a loop's state as a whole.
+    """
     if not shapes.is_floating(loop.shape.tuple_shapes[element]):
         return None
     try:
@@ -95,9 +99,9 @@ def accumulator(loop: Instruction, element: int, readers: Readers) -> Accumulato
 
 
 def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
-    """How a loop inside of a micro-batch stacks or adds up `result`, an element of the loop's state.
+    """The accumulator by which a loop inside a micro-batch stacks or adds up `result`, an element of its state.
 
-    Raises PassRefusal where more is done with it inside of the loop.
+    Raises PassRefusal if the loop does more with it.
     """
     found = _closed(result.operands[0], result.tuple_index, readers, outside=False)
     if found.refusal is not None:
@@ -106,11 +110,11 @@ def inner_accumulator(result: Instruction, readers: Readers) -> Accumulator:
 
 
 def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) -> Accumulator:
-    """With what is made of it behind the loop, in `home` itself, only if `outside`."""
+    """The closure. It follows values in `home` itself, outside of the loop, only if `outside`."""
     found = Accumulator(loop.computation)
     loops: list[Use] = [(loop, element)]
     values: list[Instruction] = []
-    placed: list[Use] = []  # where loops take it: as they start, and from one iteration to the next
+    placed: list[Use] = []  # where loops take it: as the initial value, and from the body's root
     while loops or values:
         if loops:
             one = loops.pop()
@@ -132,7 +136,7 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
             if user.opcode == "tuple":
                 owners = [o for o in _loops_of(user, readers) if _is_followed(o, found)]
                 loops += [(owner, k) for owner in owners for k, o in enumerate(user.operands) if o is value]
-            elif user.opcode == "reshape":  # of slots, as between loops in loops; other values have other readers, too
+            elif user.opcode == "reshape":  # of slots, between nested loops, if nothing but the accumulator reads it
                 alone = all(_terms(u) or (u.opcode == "tuple" and _loops_of(u, readers)) for u in readers.of(user))
                 values += [user] if alone and (outside or user.computation is not found.home) else []
             elif _terms(user) and (user.computation is not found.home or (outside and _is_followed(user, found))):
@@ -152,7 +156,7 @@ def _closed(loop: Instruction, element: int, readers: Readers, outside: bool) ->
 
 
 def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
-    """Not so of residuals, which start as zeros, too, and of which each slot is replaced."""
+    """Whether anything is added to the initial zeros. Not so for residuals, whose slots replace the zeros."""
     waiting = list(found.zeros)
     seen: set[Use] = set()
     while waiting:
@@ -171,18 +175,18 @@ def _zeros_are_added_to(found: Accumulator, readers: Readers) -> bool:
 
 
 def given_to(holder: Instruction) -> list[Instruction]:
-    """The tuples that a loop or a barrier takes: a loop as it starts and after each iteration."""
+    """The tuples that `holder` takes: its operand, and, for a loop, the root of its body."""
     return [holder.operands[0], *(body.root for body in holder.called[:1])]
 
 
 def _is_followed(reader: Instruction, found: Accumulator) -> bool:
-    """Behind the micro-batches, what the program does with the sum is no part of the accumulator."""
+    """Whether `reader` can belong to the accumulator. In `home`, only instructions of strands and barriers can."""
     of_strands = reader.op_name.startswith((ALPHA, BETA)) or reader.name.startswith((LAYERS, STRANDS, *SKEWED))
     return of_strands or reader.computation is not found.home or reader.opcode == "opt-barrier"
 
 
 def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruction]:
-    """Reads of one element behind a loop or a barrier, and in the loop's body and condition."""
+    """Reads of one element of a loop or a barrier: behind it, and in the loop's body and condition."""
     if any(given.opcode != "tuple" for given in given_to(holder)):
         raise PassRefusal("a loop carries gradients otherwise than in a tuple", holder)
     sources = [holder, *(readers.parameters[called][0] for called in holder.called)]
@@ -190,7 +194,7 @@ def _reads(holder: Instruction, element: int, readers: Readers) -> list[Instruct
 
 
 def _from_zeros(value: Instruction) -> list[Instruction]:
-    """The additions to zeros that `value` is, as of micro-batches before the loop; empty where it starts otherwise."""
+    """The additions to zeros that make `value`, from micro-batches before the loop; empty if it is made otherwise."""
     path: list[Instruction] = []
     while value.opcode != "reshape" and _terms(value):
         path.append(value)
@@ -202,7 +206,7 @@ def _from_zeros(value: Instruction) -> list[Instruction]:
 
 
 def _element_behind(value: Instruction, found: Accumulator, readers: Readers, outside: bool) -> Use | None:
-    """The loop or barrier, and its element, that `value` is: of one before, or of the loop around."""
+    """The earlier loop or barrier, or the enclosing loop, whose element `value` is, and the element's number."""
     if value.opcode != "get-tuple-element":
         return None
     source = value.operands[0]
@@ -213,18 +217,18 @@ def _element_behind(value: Instruction, found: Accumulator, readers: Readers, ou
 
 
 def _kept(reshape: Instruction) -> int:
-    """How many of the last dimensions a reshape leaves as they are."""
+    """How many of the last dimensions a reshape keeps."""
     pairs = zip(reversed(reshape.shape.dimensions), reversed(reshape.operands[0].shape.dimensions), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _terms(value: Instruction) -> range:
-    """The operands of a value of an accumulator that it is the sum of, or that it takes slots from."""
+    """Numbers of the operands that `value` sums or takes slots from."""
     return range(_TERMS.get(value.opcode, int(is_sharding_constraint(value))))
 
 
 def _check(found: Accumulator, readers: Readers) -> None:
-    """Finds `ends`: behind all loops anything may read the sum; inside, nothing but what adds to it."""
+    """Finds `ends`. Raises PassRefusal if anything in a loop reads the sum other than to add to it."""
     for value in found.values:
         first, *rest = value.operands or (value,)
         if value.opcode in _SLICED:
@@ -247,7 +251,7 @@ def _check(found: Accumulator, readers: Readers) -> None:
 
 
 def _loops_of(state: Instruction, readers: Readers) -> list[Instruction]:
-    """The loops that a tuple is the initial state of, or what the body hands on; the barriers that it goes through."""
+    """The loops and barriers that take the tuple `state`: as operand, or as the root of the loop's body."""
     started = [u for u in readers.of(state) if u.opcode in _HOLDERS]
     if state is state.computation.root and state.computation in readers.loops:
         started.append(readers.loops[state.computation])

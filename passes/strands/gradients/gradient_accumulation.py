@@ -6,22 +6,23 @@ Before:                                         After:
     acc = acc + convert(grads)
 
 Contract
-    Consumes  a layer loop of strand alpha with a stack of gradients of which every slot is written once, and
-              which is read by nothing but the addition to an accumulator that does not depend on the loop. Between
-              them may stand what is done element by element with values that do not depend on the loop either (a
-              conversion, a weight, weight decay), reshapes, all-reduces, and sharding constraints that do not split
-              the stack between layers. Of loops in loops, as of groups of layers, the outer one takes it.
-    Makes     the accumulator a state element of the loop. The stack is gone. What stood between is done to a slot.
-              What leaves a sum over devices open (`unreduced`) is said of the slots and of the accumulator,
-              too, since no partitioner infers it.
-    Leaves    every other stack: of open sums also those with more than a conversion or a constant factor between. A
-              constraint that splits a stack between layers is named.
+    Consumes  a layer loop of strand alpha with a stack of gradients. The loop writes every slot once. Only the addition
+              to an accumulator reads the stack, and the accumulator does not depend on the loop. The steps between
+              stack and addition may be: elementwise operations with values that do not depend on the loop (a
+              conversion, a weight, weight decay), all-reduces, and either reshapes or sharding constraints that do not
+              split the stack between layers. In nested loops, such as groups of layers, the outer loop takes the
+              accumulator.
+    Makes     the accumulator a state element of the loop. The stack is gone; the steps are applied to each slot. A
+              constraint that leaves a sum over devices open (`unreduced`) is repeated on the slots and on the
+              accumulator, because no partitioner infers it.
+    Leaves    every other stack. A stack of open sums also stays if its steps are more than conversions, constant
+              factors, all-reduces and constraints. A constraint that splits a stack between layers gets a note.
 
-Why it is legal: every slot is written exactly once (index table of the proved loop counter), so each element
-of the accumulator sees the same single addition of the same two numbers as before: results are equal to the
-last bit, and what the stack started as never shows.
-Costs nothing; it saves one stack of gradients in memory, which would otherwise be alive beside the other
-strand's logits, and its three trips through memory (zeros, write, read) per micro-batch.
+Why it is legal: every slot is written exactly once (index table of the proved loop counter). So each element of the
+accumulator gets the same single addition of the same two numbers as before, and results are equal to the last bit. The
+initial contents of the stack never show.
+Cost: none. It saves the memory of one stack of gradients, which would be alive together with the other strand's logits,
+and three passes over it (zeros, write, read) per micro-batch.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ type Users = dict[Instruction, list[Instruction]]
 
 @dataclass(frozen=True)
 class _Sum:
-    """`total = accumulator + steps(result)`, and how the loop makes `result`, the gradients."""
+    """An addition `total = accumulator + steps(result)`. The loop makes `result`, a stack of gradients, by `write`."""
 
     element: int
     write: Instruction
@@ -73,7 +74,10 @@ class GradientAccumulation:
 
 
 def accumulate(computation: Computation, context: PassContext, strand: str = "") -> bool:
-    """The same for the loops of one computation, of any strand or of none."""
+    """Accumulates in the loops of one computation, for stacks of `strand`; empty: of any strand or none.
+
+    Returns whether anything changed.
+    """
     changed = False
     for loop in [i for i in computation.instructions if i.opcode == "while"]:
         sums, split = _without_split(_sums(loop, strand))
@@ -111,7 +115,7 @@ def _sums(loop: Instruction, strand: str) -> list[_Sum]:
 
 
 def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) -> bool:
-    """A stack whose slots along dimension 0 are each written whole, once, and not read inside."""
+    """Whether `write` writes each slot along dimension 0 whole and once, and the loop does not read the stack."""
     users, root = loop.body.users(), loop.body.root
     reads = [r for r, k in loop.reads.items() if k == element]
     if len(reads) != 1:
@@ -131,21 +135,21 @@ def _written_once_per_slot(loop: WhileLoop, element: int, write: Instruction) ->
 
 
 def _behind_open(value: Instruction) -> Instruction:
-    """What constraints that leave a sum open are put on; other values as they are."""
+    """The value behind constraints that leave a sum open; `value` itself if there are none."""
     while leaves_open(value):
         value = value.operands[0]
     return value
 
 
 def _before_open(value: Instruction, users: Users) -> Instruction:
-    """The last of the constraints on `value` that leave a sum open, where nothing else reads it."""
+    """The last in a chain of constraints on `value` that leave a sum open and are its only readers."""
     while len(users[value]) == 1 and leaves_open(users[value][0]):
         value = users[value][0]
     return value
 
 
 def _without_split(sums: list[_Sum]) -> tuple[list[_Sum], list[Instruction]]:
-    """Those of which no constraint splits the stack between layers, and the constraints of the others that do."""
+    """The sums without a constraint that splits the stack between layers, and those constraints of the others."""
     splitting = {one.element: [s for s in one.steps if splits_first(s)] for one in sums}
     return [one for one in sums if not splitting[one.element]], [s for found in splitting.values() for s in found]
 
@@ -165,7 +169,7 @@ def _addition(
 
 
 def _sum(element: int, write: Instruction, result: Instruction, users: Users, after: set[Instruction]) -> _Sum | None:
-    """The first addition to what an earlier loop or micro-batch made; to anything, where there is none."""
+    """The first addition to an element of an earlier tuple (loop or micro-batch); else the first addition at all."""
     found: _Sum | None = None
     steps: list[Instruction] = []
     value = result
@@ -173,26 +177,28 @@ def _sum(element: int, write: Instruction, result: Instruction, users: Users, af
         user = users[value][0]
         others = [o for o in user.operands if o is not value]
         adds = user.opcode == "add" and len(others) == 1 and others[0] not in after
-        if adds and others[0].opcode != "dynamic-slice":  # a slot would have to be copied out for the loop
+        if adds and others[0].opcode != "dynamic-slice":  # a slice of a stack would have to be copied for the loop
             found = found or _Sum(element, write, result, user, others[0], tuple(steps))
             if others[0].opcode == "get-tuple-element":
                 return _Sum(element, write, result, user, others[0], tuple(steps))
         kinds = {"reshape" if s.opcode == "reshape" else "constraint" for s in (*steps, user) if not _is_plain(s)}
         if not (_is_step(user) and after.isdisjoint(others)) or len(kinds) > 1:
-            break  # what a constraint says of dimensions, it would say of others before a reshape
+            break  # a constraint behind a reshape names other dimensions than the stack has
         steps.append(user)
         value = user
     return found
 
 
 def _is_step(user: Instruction) -> bool:
-    """Whether it does to each element of a stack what it does to a slot alone."""
+    """Whether `user` applied to a stack does to each slot what it would do to the slot alone."""
     return _is_plain(user) or user.opcode == "reshape" or is_sharding_constraint(user)
 
 
 def _keeps_open(step: Instruction) -> bool:
-    """Whether it may stand between an open sum over devices and its accumulator: nothing but that sum comes from before
-    the loop then, since XLA closes what is carried and is said to be open."""
+    """Whether `step` may stand between an open sum over devices and its accumulator.
+
+    Such a step reads no array from before the loop except constant-filled ones, so the loop need not carry any.
+    """
     numbers = [o for o in step.operands if is_constant(o)]
     scales = step.opcode in ("multiply", "divide") and len(numbers) == 1
     return scales or step.opcode in ("convert", "negate", "all-reduce") or is_sharding_constraint(step)
@@ -203,7 +209,7 @@ def _is_plain(user: Instruction) -> bool:
 
 
 def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
-    """The loop's body reads a slot of the accumulator, adds that layer's gradient, and writes it back."""
+    """Makes the loop's body read a slot of the accumulator, add that layer's gradient, and write the slot back."""
     slots = _Slots(loop, one)
     old, place = slots.carried(slots.stack(one.accumulator), changes=True)
     builder = Builder(loop.called[0])
@@ -230,7 +236,7 @@ def _accumulate_inside(loop: Instruction, one: _Sum) -> None:
 
 
 class _Slots:
-    """Makes, in the loop, the slot of values from before it that belongs to the gradient that is written there."""
+    """Makes, in the loop's body, the slots of outside values that belong to the gradient written in that iteration."""
 
     def __init__(self, loop: Instruction, one: _Sum) -> None:
         self._loop = loop
@@ -240,7 +246,7 @@ class _Slots:
         self._made: dict[Instruction, Instruction] = {}
 
     def of(self, value: Instruction) -> Instruction:
-        """A number stays one; what is made element by element of others is made again, of their slots."""
+        """The slot of `value`. Scalars stay scalars; elementwise results are recomputed from their operands' slots."""
         if value not in self._made:
             self._made[value] = self._of(value)
         return self._made[value]
@@ -257,18 +263,18 @@ class _Slots:
         return self.read(self.carried(self.stack(value))[0])
 
     def done(self, step: Instruction, operands: list[Instruction]) -> Instruction:
-        """`step`, to slots."""
+        """`step` applied to slots."""
         made = self._body.copy(step, operands)
         made.proto.shape.CopyFrom(_like(self._slot.shape, step.shape))
         return made
 
     def stack(self, value: Instruction) -> Instruction:
-        """`value`, before the loop, in the shape of the stack."""
+        """`value` before the loop, reshaped to the shape of the stack."""
         shape = _like(self._stack, value.shape)
         return value if shapes.same(shape, value.shape) else self._outside.make("reshape", shape, [value])
 
     def carried(self, value: Instruction, changes: bool = False) -> tuple[Instruction, int]:
-        """The body's read of `value`, of an element of the loop's state, and its number."""
+        """The body's read of a state element that starts as `value`, and the element's number."""
         if not changes:
             whole = WhileLoop(self._loop)
             for read, k in whole.reads.items():
@@ -291,7 +297,7 @@ def _as_open(builder: Builder, one: _Sum, value: Instruction) -> Instruction:
 
 
 def _like(shape: Any, typed: Any) -> Any:
-    """`shape`'s dimensions and layout with the element type of `typed`."""
+    """The dimensions and layout of `shape` with the element type of `typed`."""
     result = type(shape)()
     result.CopyFrom(shape)
     result.element_type = typed.element_type

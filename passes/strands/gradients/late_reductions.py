@@ -1,11 +1,11 @@
-"""All-reduces of gradients, as a shard_map has them, moved from each micro-batch behind the last one.
+"""Moves the all-reduces of gradients that a shard_map writes from each micro-batch to behind the last one.
 
     acc[l] += steps(all-reduce(g))      ->      acc[l] += steps(g)      ...      all-reduce(acc)
 
-An all-reduce of a sum is the sum of all-reduces, and steps that only move elements, scale them by a constant or make
-them floating point numbers of other precision may stand before it. What is reduced in the end is the accumulator, in
-the widest type that the program reduces in, or in its own where that is float16. Other readers of an all-reduce keep
-it.
+Why it is legal: an all-reduce of a sum is the sum of all-reduces. Between the all-reduce and the accumulator there may
+be only steps that move elements, scale them by a constant, or convert them to another floating-point precision.
+The final all-reduce is applied to the accumulator. It uses the widest type in which the program reduces its gradients,
+or the accumulator's type if that is float16. An all-reduce that has other readers stays for these.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ _SCALES = frozenset("multiply divide".split())
 
 @dataclass(frozen=True)
 class Reduced:
-    """What one all-reduce gives an accumulator.
+    """An all-reduce whose result is added to an accumulator.
 
     Attributes:
-      use: where the accumulator takes it.
-      steps: from the all-reduce to there.
+      use: the addition to the accumulator.
+      collective: the all-reduce.
+      steps: the operations from the all-reduce to `use`, in order.
     """
 
     use: Use
@@ -38,7 +39,7 @@ class Reduced:
 
 
 def reduced(one: Accumulator) -> list[Reduced]:
-    """How all that is added to an accumulator is reduced over the same devices; empty where it is not."""
+    """The all-reduces of all values that are added to `one`; empty unless all are reduced over the same devices."""
     found = [_reduced(use) for use in one.added]
     every = [each for each in found if each is not None]
     if len(every) < len(found) or len({str(device_groups(each.collective)) for each in every}) != 1:
@@ -69,7 +70,7 @@ def _reduced(use: Use) -> Reduced | None:
 
 
 def move_behind(one: Accumulator, found: list[Reduced]) -> None:
-    """Adds what each device has, and reduces what reads of the accumulator get."""
+    """Adds each device's own part to the accumulator, and all-reduces the accumulator for its readers."""
     for each in found:
         reader, number = each.use
         builder = Builder(reader.computation)
@@ -91,7 +92,7 @@ def move_behind(one: Accumulator, found: list[Reduced]) -> None:
 def _all_reduce(like: Instruction, value: Instruction) -> Instruction:
     builder = Builder(value.computation)
     kept = like.shape.element_type
-    if kept == shapes.F16:  # whose range may be too small for a sum over micro-batches
+    if kept == shapes.F16:  # its range may be too small for a sum over micro-batches
         kept = value.shape.element_type
     narrow = shapes.array(kept, value.shape.dimensions)
     part = builder.make("convert", narrow, [value])

@@ -1,13 +1,13 @@
-"""Finds values that are sums over devices, of which each device could make and keep a part of its own.
+"""Finds values that are sums over devices, of which each device could compute and keep its own part.
 
     dw = dot(x, dy)      x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp"
 
-is a sum over "dp", and so is what treats a sum as it treats its parts: transposing, reshaping, converting, scaling it,
-choosing it by a condition, adding another such sum, and what a loop stacks or adds up of such sums. What is added to
-a sum and is none itself, as weight decay, counts once: it goes into the first replica's part.
+is a sum over "dp". So are the results of operations that distribute over a sum: transposing, reshaping, converting,
+scaling, selecting by a condition, adding another such sum, and stacking or adding up such sums in a loop. A term that
+is no such sum (weight decay) must count once, so it goes into the first replica's part.
 
-Nothing is assumed of the partitioner: `parts.py` writes any sum in parts that add up to it. Which axes pay follows from
-how Shardy propagates the program's shardings.
+Legality assumes nothing about the partitioner: `parts.py` rewrites any sum as parts that add up to it. Shardy's
+propagation of the program's shardings decides which axes pay.
 """
 
 import math
@@ -23,22 +23,22 @@ from dhelix.passes.hlo.stacks import is_zero, zeros_behind
 from dhelix.passes.strands.gradients.accumulators import Accumulator, Readers, Use, inner_accumulator
 
 ALIKE = frozenset("convert copy negate transpose reshape reverse broadcast slice".split())
-"""One operand, done to a sum as to each part."""
+"""Operations with one operand that distribute over a sum: applied to each part, they give parts of the result."""
 
 _FACTORS = frozenset("multiply divide".split())
 _TERMS = {"add": slice(None), "subtract": slice(None), "concatenate": slice(None), "select": slice(1, None)}
 
 type Summed = tuple[tuple[int, ...], Axes]
-"""Numbers of a summed dimension, one for each operand that has it, and what it is split over."""
+"""The numbers of a summed dimension, one per operand that has it, and the axes that it is split over."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """What is known of a value as a sum of parts.
+    """A value as a sum of parts.
 
     Attributes:
       axes: mesh axes over which it is a sum, in the mesh's order.
-      element_type: the widest in which it is summed, as XLA numbers types; None of zeros.
+      element_type: the widest type in which it is summed, as XLA's number of the type; None for zeros.
     """
 
     axes: Axes
@@ -46,13 +46,13 @@ class Partial:
 
 
 class PartialSums:
-    """Which values of a program are sums over which axes; to be made once, before anything is changed."""
+    """Which values of a program are sums over which axes. Make it once, before the module changes.
+
+    Args:
+      carried: loop elements of the accumulators of whole steps. An accumulator within one micro-batch has none of them.
+    """
 
     def __init__(self, known: Propagated, readers: Readers, carried: Collection[Use]) -> None:
-        """
-        Args:
-          carried: elements that accumulators of whole steps go through, which none of one micro-batch does.
-        """
         self.known = known
         self._readers = readers
         self._carried = carried
@@ -61,7 +61,7 @@ class PartialSums:
         self._made_by_loops: dict[Instruction, Accumulator] = {}
 
     def of(self, value: Instruction) -> Partial:
-        """Raises PassRefusal, with the reason, where `value` is no sum of parts."""
+        """`value` as a sum of parts. Raises PassRefusal with the reason if it is none."""
         if value not in self._found:
             try:
                 self._found[value] = self._of(value)
@@ -73,22 +73,22 @@ class PartialSums:
         return found
 
     def axes(self, value: Instruction) -> Axes:
-        """The same, without a reason where there is none."""
+        """The axes over which `value` is a sum; empty if it is none."""
         try:
             return self.of(value).axes
         except PassRefusal:
             return ()
 
     def factor(self, product: Instruction) -> int:
-        """The number of the factor that is taken apart; the other one, be it the same sum, stays whole."""
+        """The number of the operand of `product` that is split into parts. The other operand stays whole."""
         return self._factors[product]
 
     def made_by_loop(self, result: Instruction) -> Accumulator:
-        """How a loop inside of a micro-batch stacks or adds up `result`, an element of its state."""
+        """The accumulator by which a loop inside a micro-batch stacks or adds up `result`."""
         return self._made_by_loops[result]
 
     def of_accumulator(self, one: Accumulator) -> Partial:
-        """The axes over which all that is added is a sum, and over which the accumulator is not split."""
+        """`one` as a sum, over the axes over which all added values are sums and the accumulator is not split."""
         found = self._joined(one.added)
         split = {axis for value in one.values for over in self.known.of(value) or () for axis in over}
         return Partial(self._ordered(set(found.axes) - split), found.element_type)
@@ -117,7 +117,7 @@ class PartialSums:
                 raise PassRefusal("a gradient is made of sums over micro-batches", value)
             self._made_by_loops[value] = one
             return self.of_accumulator(one)
-        if is_sharding_constraint(value):  # what it splits the sum over is no replica's own any more
+        if is_sharding_constraint(value):  # a sum that is split over an axis is not open over that axis
             split = {axis for over in known.said(value) or () for axis in over or ()}
             found = self.of(value.operands[0])
             return Partial(self._ordered(set(found.axes) - split), found.element_type)
@@ -129,8 +129,11 @@ class PartialSums:
         return Partial(self._ordered({axis for _, split in summed for axis in split}), value.shape.element_type)
 
     def _joined(self, terms: Sequence[Use]) -> Partial:
-        """Of terms that are added up or lie side by side. Where they are sums over different axes, the first one says
-        over which. What is no such sum must not be split over them, since the first replica alone keeps it."""
+        """The sum of terms that are added up or concatenated.
+
+        The axes are those of the first sum among the terms, reduced to those of later sums that share any of them. All
+        other terms stay whole. Only the first replica keeps them, so axes over which they are split are left out.
+        """
         axes, types = set(self.known.axes), set[int]()
         refusals, whole = list[PassRefusal](), list[Use]()
         for user, number in terms:
@@ -141,7 +144,7 @@ class PartialSums:
                 whole.append((user, number))
                 continue
             if one.element_type is None:
-                continue  # zeros are a sum over anything
+                continue  # zeros are a sum over any axes
             if axes.isdisjoint(one.axes):
                 whole.append((user, number))
             else:
@@ -160,7 +163,7 @@ class PartialSums:
         return Partial(self._ordered(axes), widest)
 
     def _scaled(self, value: Instruction) -> Partial:
-        """Either factor of a product may be the sum; of a quotient only the first one."""
+        """A product or a quotient. Either factor may be the sum; in a quotient only the dividend."""
         refusals: list[PassRefusal] = []
         for number, factor in enumerate(value.operands[: 1 if value.opcode == "divide" else 2]):
             try:
@@ -181,7 +184,8 @@ class PartialSums:
 def summed_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
     """The dimensions that a dot or a reduction sums over.
 
-    Raises PassRefusal where the operands of a dot are split differently.
+    Raises PassRefusal if the operands of a dot are split differently, if their sharding is unknown, or if the reduction
+    is no sum that starts from zero.
     """
     if value.opcode == "reduce":
         if not (combines_by(value) == "add" and is_zero(value.operands[1])):
@@ -204,8 +208,11 @@ def summed_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
 
 
 def scattered_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
-    """The dimensions along which rows are added to zeros, as of embeddings: their number in the indices and in the
-    updates, and what the updates are split over."""
+    """The dimensions along which a scatter adds rows to zeros, as in the gradient of an embedding.
+
+    Returns for each its number in the indices, its number in the updates, and the axes that the updates are split over.
+    Raises PassRefusal if it is another kind of scatter, or if the updates' sharding is unknown.
+    """
     numbers = value.proto.scatter_dimension_numbers
     if (
         len(value.operands) != 3
@@ -223,12 +230,12 @@ def scattered_dimensions(value: Instruction, known: Propagated) -> list[Summed]:
 
 
 def _evenly(split: Axes, operand: Instruction, dimension: int, known: Propagated) -> Axes:
-    """`split`, or nothing where a dimension does not divide by it, and so cannot be cut."""
+    """`split`, or no axes if the size of the dimension is not divisible by the number of parts."""
     return () if operand.shape.dimensions[dimension] % math.prod(known.axes[axis] for axis in split) else split
 
 
 def keeps_sums(convert: Instruction) -> bool:
-    """Whether what parts are converted to adds up to what the sum is converted to, but for one rounding to a floating
-    point type of 16 bits or more."""
+    """Whether the converted parts add up to the converted sum except for rounding: both types are floating-point types
+    of 16 bits or more."""
     types = {convert.shape.element_type, convert.operands[0].shape.element_type}
     return types <= {shapes.F16, shapes.BF16, shapes.F32, shapes.F64}

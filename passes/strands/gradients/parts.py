@@ -1,21 +1,21 @@
-"""Writes sums over devices as their parts: one for each replica, along a new first dimension.
+"""Rewrites sums over devices as their parts: one part per replica, along a new first dimension.
 
     dw = dot(x, dy)     x: [b, s, k], dy: [b, s, n], contracted over b and s, b split over "dp" of 4 devices
 
-is, in parts,
+becomes, in parts,
 
     x'  = reshape(x)    [4, b/4, s, k];  dy' likewise
     dw' = dot(x', dy')  [4, k, n], the 4 a batch dimension, split over "dp"
 
-and `dw` is what `dw'` adds up to along its first dimension. What comes after `dw` (`partial_sums.py`) is done to the
-parts. An accumulator's parts lie along a dimension of its own, behind that of a stack's slots.
+and `dw` is the sum of `dw'` along its first dimension. Operations on `dw` (`partial_sums.py`) are applied to the parts.
+In an accumulator, the parts lie along a dimension of their own, behind the dimension of a stack's slots.
 
-Nothing is assumed of the partitioner: the parts add up to the sum whatever is split, and where `b` is split as
-propagated, every device makes its own part without asking another.
+Legality assumes nothing about the partitioner: the parts add up to the sum whatever is split. If `b` is split as
+propagation says, every device computes its own part without communication.
 
-Why it is legal: addition over b is taken apart into additions over b/4 and over 4; floating point sums associate
-differently, as they do where a partitioner splits b. A product is taken apart along one of its factors; a choice, and
-what is placed side by side, term by term. Any value is the sum of itself and zeros.
+Why it is legal: a sum over b becomes a sum over b/4 and a sum over 4. Floating-point sums associate differently, as
+they do when a partitioner splits b. A product is split along one of its factors; a select or a concatenate is split
+term by term. Any value is the sum of itself and zeros.
 """
 
 import math
@@ -40,27 +40,27 @@ _FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 
 
 class Parts:
-    """Makes values in parts, beside the instructions that make them whole, and opens accumulators."""
+    """Makes parts of values, next to the instructions that make the whole values, and opens accumulators.
+
+    Args:
+      sums: the sums of the program, which all its `Parts` share.
+      axes: the mesh axes over which sums stay open.
+    """
 
     def __init__(self, sums: PartialSums, axes: Axes) -> None:
-        """
-        Args:
-          sums: what is known of the program; all `Parts` of a program share it.
-          axes: what is left open.
-        """
         self.sums = sums
         self.known = sums.known
         self.axes = axes
         self.count = math.prod(self.known.axes[axis] for axis in axes)
         self._made: dict[Instruction, Instruction] = {}
-        self._open: dict[Instruction, int] = {}  # values of opened accumulators, and where their replicas lie
-        self._closed: dict[Instruction, Instruction] = {}  # sums behind them -> what they are the sum of
+        self._open: dict[Instruction, int] = {}  # values of opened accumulators -> their dimension of replicas
+        self._closed: dict[Instruction, Instruction] = {}  # final sums -> the accumulator values that they sum
 
     def open(self, one: Accumulator, partial: Partial) -> None:
-        """Rewrites an accumulator: (1) what is added, (2) what holds it, (3) zeros, (4) what reads the sum.
+        """Rewrites an accumulator: (1) added values, (2) loop state and values that hold it, (3) zeros, (4) readers.
 
         Args:
-          partial: what is known of the accumulator.
+          partial: the accumulator as a sum (`PartialSums.of_accumulator`).
         """
         rank = one.slot_rank
         summed_in = _summed_in(partial.element_type)
@@ -80,7 +80,7 @@ class Parts:
                 value.operands.insert(first + at, zero)
             if value.opcode == "dynamic-slice":
                 value.proto.dynamic_slice_sizes.insert(at, self.count)
-        for value in one.values:  # what they say of the sum, those of `placed` say of the parts
+        for value in one.values:  # a constraint describes the sum; `placed` constrains the parts instead
             if is_sharding_constraint(value) and not zeros_behind(value):
                 replace_uses(value.computation, value, value.operands[0])
         zeros = [(use, zeros_behind(use[0].operands[use[1]])) for use in one.zeros]
@@ -94,7 +94,7 @@ class Parts:
             reader.operands[number] = sums[value]
 
     def of(self, value: Instruction) -> Instruction:
-        """[replicas, *shape of `value`], in the same computation; what adds up to `value` along the first dimension."""
+        """The parts of `value`: [replicas, *shape of `value`], in the same computation. They add up to `value`."""
         value = self._closed.get(value, value)
         if value not in self._made:
             made = self._of(value)
@@ -135,13 +135,13 @@ class Parts:
         return self._alike(builder, value, operands)
 
     def zeros(self, whole: Instruction, at: int = 0) -> Instruction:
-        """`whole` zeros in parts, the replicas along dimension `at`."""
+        """The parts of the zeros `whole`, with the replicas along dimension `at`."""
         builder = Builder(whole.computation)
         made = builder.make("broadcast", with_dimension(whole.shape, at, self.count), whole.operands)
         return self.placed(builder, made, at=at)
 
     def _first(self, builder: Builder, value: Instruction) -> Instruction:
-        """`value` in the first replica's part, zeros in the others."""
+        """Parts that hold `value` for the first replica and zeros for the others."""
         shape = with_dimension(value.shape, 0, self.count)
         number = builder.make("iota", shapes.array(shapes.S32, shape.dimensions), dimensions=[0])
         first = builder.make("broadcast", number.shape, [builder.scalar(0, shapes.S32)])
@@ -152,22 +152,23 @@ class Parts:
         return builder.make("select", shape, [is_first, self._for_each(builder, value), zeros])
 
     def _replicas_first(self, builder: Builder, value: Instruction) -> Instruction:
-        """Of a value of an opened accumulator."""
+        """A value of an opened accumulator with its dimension of replicas moved to the front."""
         return builder.with_dimension_at(value, self._open[value], 0)
 
     def _in_place(self, value: Instruction, rank: int) -> Instruction:
-        """`value` in parts, with the replicas' dimension behind those of the slots where it goes into a stack."""
-        at = _rank(value) - rank  # before `of` may open what made it
+        """The parts of `value`, with the dimension of replicas before the last `rank` dimensions."""
+        at = _rank(value) - rank  # computed first, because `of` may widen `value` itself
         return Builder(value.computation).with_dimension_at(self.of(value), 0, at)
 
     def _sums_here(self, value: Instruction) -> bool:
+        """Whether `value` itself sums over one of the open axes."""
         summed = {axis for _, split in summed_dimensions(value, self.known) for axis in split}
         return not summed.isdisjoint(self.axes)
 
     def placed(
         self, builder: Builder, value: Instruction, split: Sequence[Over] | None = None, at: int = 0
     ) -> Instruction:
-        """`value` with dimension `at` split over the replicas; the others as `split` says, or as propagation has it."""
+        """`value` with dimension `at` split over the replicas, and the others as in `split`, or left to propagation."""
         dimensions: list[Over] = list(split) if split is not None else [None] * (_rank(value) - 1)
         dimensions.insert(at, self.axes)
         return constrained(builder, value, dimensions, self.known.mesh, self.known.axes)
@@ -177,7 +178,7 @@ class Parts:
         return builder.make("broadcast", shape, [value], dimensions=range(1, 1 + _rank(value)))
 
     def _alike(self, builder: Builder, value: Instruction, operands: list[Instruction]) -> Instruction:
-        """`value` done to each part."""
+        """The operation of `value` applied to each part: `operands` have the replicas as their first dimension."""
         made = builder.copy(value, operands)
         made.proto.shape.CopyFrom(with_dimension(value.shape, 0, self.count))
         moved = [d + 1 for d in value.proto.dimensions]
@@ -227,14 +228,14 @@ class Parts:
         return self._joined(builder, made, value)
 
     def _scatter(self, builder: Builder, value: Instruction) -> Instruction:
-        """Rows are added to the zeros of their own replica: the replicas are batching dimensions."""
+        """A scatter that adds rows to the zeros of their own replica: the replicas are batching dimensions."""
         summed = scattered_dimensions(value, self.known)
         indices, of_indices, index_replicas = self._taken_apart(builder, value, 1, [((0, *d), s) for d, s in summed])
         updates, of_updates, _ = self._taken_apart(builder, value, 2, [((0, *d), s) for d, s in summed])
         sizes = [self.known.axes[axis] for axis in self.axes]
         shape = shapes.array(value.shape.element_type, [*sizes, *value.shape.dimensions])
         zeros = zeros_behind(value.operands[0])
-        assert zeros is not None  # as `scattered_dimensions` found
+        assert zeros is not None  # checked by `scattered_dimensions`
         start = builder.make("broadcast", shape, zeros.operands)
         made = builder.copy(value, [start, indices, updates])
         made.proto.shape.CopyFrom(shape)
@@ -251,9 +252,10 @@ class Parts:
     def _taken_apart(
         self, builder: Builder, value: Instruction, side: int, summed: list[Summed]
     ) -> tuple[Instruction, dict[int, list[int]], list[int]]:
-        """An operand whose summed dimensions are cut at the axes that they are split over.
+        """Reshapes an operand so that its summed dimensions are cut by the axes that they are split over.
 
-        Returns it, where each old dimension went, and the new dimensions of the open axes, in the order of `axes`.
+        Returns:
+          The reshaped operand, the new dimensions of each old one, and the new dimension of each of `axes`, in order.
         """
         operand = value.operands[side]
         cut = {dims[side]: split for dims, split in summed if not set(split).isdisjoint(self.axes)}
@@ -269,12 +271,12 @@ class Parts:
                 sizes.append(self.known.axes[axis])
             sizes.append(size)
             places[number] = list(range(first, len(sizes)))
-        assert set(replicas) == set(self.axes)  # they are among the `partial_axes` of `value`
+        assert set(replicas) == set(self.axes)  # `value` is a sum over all of them (`_of`)
         apart = builder.make("reshape", shapes.array(operand.shape.element_type, sizes), [operand])
         return apart, places, [replicas[axis] for axis in self.axes]
 
     def _joined(self, builder: Builder, made: Instruction, value: Instruction) -> Instruction:
-        """With one dimension for all axes of replicas; `made` may be a dot whose shape is still to be set."""
+        """`made` with its replica dimensions joined into one. Sets the shape of `made` if it is a dot."""
         sizes = [self.known.axes[axis] for axis in self.axes]
         if made.opcode == "dot":
             made.proto.shape.CopyFrom(shapes.array(value.shape.element_type, [*sizes, *value.shape.dimensions]))
@@ -284,8 +286,8 @@ class Parts:
 
 
 def _summed_in(widest: int | None) -> int:
-    """The type in which parts are added up: the widest in which the program sums over devices. Not float16: what is
-    summed over micro-batches first may lie beyond its range."""
+    """The type in which parts are added up: bfloat16 or float64 if that is the widest type in which the program sums
+    over devices, else float32. Not float16: a sum over micro-batches may exceed its range."""
     return widest if widest in (shapes.BF16, shapes.F64) else shapes.F32
 
 
@@ -295,14 +297,14 @@ def _give(values: list[tuple[Use, Instruction]]) -> None:
 
 
 def _widen(shape: Any, rank: int, count: int) -> int:
-    """Replicas before the last `rank` dimensions. Returns where they are."""
+    """Inserts a dimension of `count` replicas before the last `rank` dimensions of `shape`. Returns its number."""
     at = len(shape.dimensions) - rank
     shape.CopyFrom(with_dimension(shape, at, count))
     return at
 
 
 def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
-    """Adds up the parts along dimension `at`, in a given type."""
+    """The sum of `value` along dimension `at`, added up in type `element_type`; it has the type of `value`."""
     builder = Builder(value.computation)
     sizes = list(value.shape.dimensions)
     del sizes[at]
@@ -320,14 +322,14 @@ def sum_of_parts(value: Instruction, at: int, element_type: int) -> Instruction:
 
 
 def addition(builder: Builder, element_type: int) -> Computation:
-    """What a reduction in that type applies."""
+    """A computation that adds two scalars of type `element_type`."""
     inside = Builder(builder.module.new_computation(REPLICAS))
     a, b = (inside.parameter(k, shapes.scalar(element_type)) for k in range(2))
     return inside.finish(inside.binary("add", a, b))
 
 
 def with_dimension(shape: Any, at: int, size: int) -> Any:
-    """An array's shape with one more dimension, major to what stands behind it."""
+    """`shape` with one more dimension of size `size` inserted at `at`."""
     sizes = list(shape.dimensions)
     sizes.insert(at, size)
     return shapes.array(shape.element_type, sizes)

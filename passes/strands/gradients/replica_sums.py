@@ -1,4 +1,4 @@
-"""Leaves gradients' sums over replicas open until the last micro-batch, under automatic sharding.
+"""Keeps gradients' sums over replicas open until after the last micro-batch, under automatic sharding.
 
 Before, with the batch split over "dp", as the partitioner reads it:      After:
     acc = zeros[L, ...]                                                       acc = zeros[L, R, ...]   R split over "dp"
@@ -6,25 +6,25 @@ Before, with the batch split over "dp", as the partitioner reads it:      After:
         for l: acc[l] += all-reduce(own part of g(l))                             for l: acc[l, own] += own part of g(l)
     step(acc)                                                                 step(all-reduce(acc))
 
-In a shard_map, where the program writes its all-reduces, these move (`late_reductions`).
+In a shard_map, the program writes its own all-reduces; `late_reductions` moves these.
 
 Contract
-    Consumes  accumulators of two strands (`accumulators.py`) to which gradients are added that are such sums
-              (`partial_sums.py`, which `parts.py` writes in parts), or that all-reduces give. `strand_duplication` and
-              `gradient_accumulation` ran before.
-    Makes     accumulators with one more dimension R, one part a replica, split over the axes that the gradients are
-              summed over and the accumulator is not split over. Behind the last loop stands their sum over R, in the
-              type in which the program summed over replicas.
-    Leaves    gradients of which that is not so (made by custom calls, or read between micro-batches), with the reason:
-              they are left to XLA's own motion of all-reduces out of loops. Programs with several Shardy meshes, and
-              those lowered for GSPMD of whose tiles no mesh can be made, with the reason.
+    Consumes  accumulators of two strands (`accumulators.py`). The added gradients are sums over replicas
+              (`partial_sums.py`), which `parts.py` rewrites as parts, or results of all-reduces. `strand_duplication`
+              and `gradient_accumulation` ran before.
+    Makes     accumulators with one more dimension R, one part per replica. R is split over the axes that the gradients
+              are summed over and the accumulator is not split over. After the last loop, the parts are summed over R,
+              in the type in which the program sums over replicas (float32 instead of float16).
+    Leaves    other gradients (made by custom calls, or read between micro-batches), with the reason. XLA may still move
+              their all-reduces out of loops. Also leaves programs with several Shardy meshes, and programs lowered for
+              GSPMD whose tiles form no mesh, with the reason.
 
-Why it is legal: an accumulator is the sum of its parts throughout: zeros are, and a sum is added to part by part. Only
-the order of additions changes: over micro-batches first, over replicas last. Where values lie never changes what is
-computed; propagation (`passes/analysis/propagation.py`) says only what pays.
-Cost: nothing in memory, since each device holds one part of the size of the whole. One all-reduce of each accumulator a
-step, not one a micro-batch. XLA's while-loop-all-reduce-code-motion does so to simple loops, with an accumulator
-more for each loop that it leaves: 5.0 GiB of temporaries became 8.5 where strands nest loops.
+Why it is legal: at all times the accumulator is the sum of its parts. Zeros are, and each sum is added part by part.
+Only the order of additions changes: over micro-batches first, over replicas last. Sharding never changes the values;
+propagation (`passes/analysis/propagation.py`) only decides what pays.
+Cost: no memory, since each device holds one part, of the size of the whole accumulator. It does one all-reduce per
+accumulator and step, instead of one per micro-batch. XLA's while-loop-all-reduce-code-motion does the same for simple
+loops, but needs one more accumulator per loop that it leaves, which takes much memory when strands nest loops.
 Not in DHelix; Megatron's gradient accumulation does it by hand.
 """
 
@@ -91,8 +91,11 @@ class ReplicaSums:
 
 
 def _accumulators(loop: Instruction, readers: Readers) -> list[Accumulator]:
-    """Each once, also where it goes through several elements of the loop's state, in their order. One that is added to
-    another one is found as a part of that, and is left out."""
+    """The accumulators of `loop`, in the order of its state elements.
+
+    Each is listed once, even if several elements carry it. An accumulator that is added to another one is part of that
+    one and is left out.
+    """
     found = (accumulator(loop, element, readers) for element in range(len(loop.shape.tuple_shapes)))
     every = [one for one in found if one is not None]
     taken: dict[Use, Accumulator] = {}
@@ -122,7 +125,7 @@ def _propagated(module: HloModule, context: PassContext) -> Propagated:
 
 
 def _by_hand(module: HloModule) -> set[Computation]:
-    """Computations of one device's parts: of shard_maps, and what these call."""
+    """The bodies of shard_maps and everything that they call."""
     found: set[Computation] = set()
     for call in [i for c in module.computations for i in c.instructions if i.opcode == "call" and is_manual(i)]:
         found.update(called for i in graph.walk(call.called[0]) for called in i.called)
@@ -131,9 +134,9 @@ def _by_hand(module: HloModule) -> set[Computation]:
 
 
 def _partial(one: Accumulator, sums: PartialSums) -> Partial:
-    """The axes over which an accumulator is a sum, of more than one device each.
+    """`one` as a sum, over axes of more than one device.
 
-    Raises PassRefusal where the program has a type for what becomes of the sum while it is open (`unreduced`).
+    Raises PassRefusal if it cannot be one, or if the program itself keeps the sum open (`unreduced`) after the loop.
     """
     behind = graph.descendants(one.home, [reader for reader, _ in one.ends])
     if any(leaves_open(value) for value in behind):
@@ -145,7 +148,7 @@ def _partial(one: Accumulator, sums: PartialSums) -> Partial:
     except PassRefusal:
         if one.refusal is None:
             raise
-        return Partial((), None)  # what is no sum and is read in each micro-batch is no gradient
+        return Partial((), None)  # no sum, and read in each micro-batch: it is no gradient
     return replace(found, axes=tuple(axis for axis in found.axes if sums.known.axes[axis] > 1))
 
 

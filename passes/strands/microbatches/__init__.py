@@ -1,1 +1,1 @@
-"""Finds the loop over micro-batches that a step has, or says why there is none."""
+"""Finds or makes the loop over micro-batches of a step, or reports why there is none."""

@@ -1,4 +1,4 @@
-"""Takes away sharding constraints that say what is known, so that other passes see what a program computes.
+"""Removes redundant sharding constraints, so that other passes see what a program computes.
 
 Before, as JAX lowers a step on a mesh of explicit axes:      After:
     start = constraint(broadcast(0), S)                           start = constraint(broadcast(0), S)
@@ -7,20 +7,22 @@ Before, as JAX lowers a step on a mesh of explicit axes:      After:
         a     = constraint(reshape(dynamic-slice(stack, l)), S')      a     = reshape(dynamic-slice(stack, l))
         new   = constraint(dynamic-update-slice(stack, b, l), S)      new   = dynamic-update-slice(stack, b, l)
 
-There a constraint stands behind every operation, and no counter, stack of residuals or accumulator is one to a pass.
-What takes loops over micro-batches apart (`strand_duplication.partitions`) does this first.
+In such programs a constraint follows every operation, so passes recognize no counter, stack of residuals or
+accumulator. `microbatch_loops.partitions` runs this first.
 
 Contract
-    Consumes  constraints of which the same is known of their operand: scalars, which are never split; one behind
-              another; results of calls; what a loop carries and moves or adds to, by what it starts as; slices and
-              updates of these, and dimensions of one element that come or go.
-    Makes     their operand in their place.
-    Leaves    all others, such as one that has weights gathered before a product, or says where a product is summed, or
-              that a sum over devices is still open (`unreduced`): without it the partitioner would close the sum there.
+    Consumes  constraints that repeat what is known of their operand. This is known of scalars, which are never split;
+              of other constraints; of results of calls; of loop-carried values that the loop only moves or adds to,
+              from their initial value; and of slices and updates of these, also with dimensions of one element added
+              or removed.
+    Makes     the operand in place of the constraint.
+    Leaves    all other constraints: for example, one that gathers weights before a product, one that says where a
+              product is summed, or one that keeps a sum over devices open (`unreduced`). Without the last one, the
+              partitioner would close the sum there.
 
-Why it is legal: a constraint is its operand. The partitioner spreads what is known along the same edges, from the
-constraint that stays.
-Cost: linear in instructions. No paper: it is JAX's way of writing programs.
+Why it is legal: a constraint returns its operand. The partitioner propagates the known sharding along the same edges,
+from the constraint that stays.
+Cost: linear in instructions. No paper: it undoes a pattern of JAX's lowering.
 """
 
 from collections.abc import Collection
@@ -32,7 +34,7 @@ from dhelix.passes.hlo.edit import replace_all_uses
 
 
 def fold_constraints(module: HloModule) -> int:
-    """Takes them away; returns how many."""
+    """Removes the redundant constraints of `module`. Returns how many."""
     stay = {i for computation in module.computations for i in graph.tied(computation)}
     every = (i for computation in module.computations for i in computation.instructions)
     left = [i for i in every if is_sharding_constraint(i) and i not in stay]
@@ -44,7 +46,7 @@ def fold_constraints(module: HloModule) -> int:
             break
         for computation in dict.fromkeys(i.computation for i in left if i in known):
             _take_away(computation, known)
-        left = [i for i in left if i not in known]  # one that was read by another may be the last one now
+        left = [i for i in left if i not in known]  # removal may have made more of them redundant
     return count - len(left)
 
 
@@ -59,13 +61,14 @@ def _take_away(computation: Computation, known: Collection[Instruction]) -> None
 
 
 class _Shardings:
-    """What is known of how values are split, by constraints before them."""
+    """What earlier constraints say about the sharding of values."""
 
     def __init__(self, module: HloModule) -> None:
         self.callers = graph.callers(module)
         self.known: dict[Instruction, Split | None] = {}
 
     def says_nothing_new(self, constraint: Instruction) -> bool:
+        """Whether the constraint is redundant."""
         if shapes.is_tuple(constraint.shape):
             return False
         said, operand = stated(constraint), self.of(constraint.operands[0])
@@ -76,8 +79,9 @@ class _Shardings:
         return said is not None and said in (operand, self._carried_as(constraint))
 
     def of(self, value: Instruction) -> Split | None:
+        """How `value` is known to be split; None if that is not known."""
         if value not in self.known:
-            self.known[value] = None  # what comes back to itself says nothing
+            self.known[value] = None  # a cycle through a loop adds no knowledge
             self.known[value] = self._of(value)
         return self.known[value]
 
@@ -102,7 +106,7 @@ class _Shardings:
         return None
 
     def _start(self, source: Instruction, index: int) -> Instruction | None:
-        """What a loop's state, read inside or behind it, starts as; of another tuple what it is made of."""
+        """The initial value of an element of loop state, read in or behind the loop; or the element of a tuple."""
         if source.opcode == "parameter":
             source = self._loop(source.computation) or source
         made = source.operands[0] if source.opcode == "while" else source
@@ -112,9 +116,11 @@ class _Shardings:
         return next((i for i in self.callers[body] if i.opcode == "while"), None)
 
     def _carried_as(self, value: Instruction) -> Split | None:
-        """What is known of the element of a loop's state that `value` becomes and that is only added to: what layers
-        hand on keeps its constraint, which says where they sum. So does a sum to which is added what is split in
-        another way, since either way could be spread to the sum."""
+        """How the loop-state element that `value` becomes is known to be split, if the loop only adds to the element.
+
+        None otherwise. So hidden states keep their constraint, which says where layers sum. A sum also keeps it if an
+        added term is split differently, since either sharding could propagate to the sum.
+        """
         body = value.computation
         if self._loop(body) is None or body.root.opcode != "tuple":
             return None
@@ -136,7 +142,7 @@ def _is_open(known: Split | None) -> bool:
 
 
 def _of_part(source: Split | None, part: Instruction) -> Split | None:
-    """Of a slice or of the same elements with other dimensions of one element; a dimension that was cut is whole."""
+    """The sharding of a slice, or of a reshape that adds or drops dimensions of size 1. A cut dimension is whole."""
     if source is None:
         return None
     before, after = list(part.operands[0].shape.dimensions), list(part.shape.dimensions)

@@ -1,18 +1,18 @@
-"""Takes away collectives of one device each, so that other passes see through them.
+"""Removes collectives whose groups are single devices, so that other passes see through them.
 
 Before, on a mesh of dp 1 x tp 4:                          After:
     grads = all-reduce(stack), {0}, {1}, {2}, {3}              acc = acc + stack
     acc   = acc + grads
 
-A program that is written for data parallelism sums over its axis on every mesh, and JAX does so where a shard_map is
-differentiated. XLA takes such collectives away, but only later: until then they hide that gradients are added up.
+A program that is written for data parallelism sums over its axis on every mesh. JAX does the same when it
+differentiates a shard_map. XLA removes such collectives only later; until then they hide that gradients are added up.
 
 Contract
-    Consumes  all-reduces, all-gathers and reduce-scatters of which every group is one device by its number.
-    Makes     their operand in their place.
+    Consumes  all-reduces, all-gathers and reduce-scatters in which every replica group is one device.
+    Makes     the operand in place of the collective.
     Leaves    all others.
 
-Why it is legal: what one device sums, gathers or scatters alone is its own.
+Why it is legal: a sum, gather or scatter over one device returns the device's own operand.
 Cost: linear in instructions. No paper.
 """
 
@@ -24,7 +24,7 @@ _KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def drop_lone_collectives(module: HloModule) -> int:
-    """Takes them away; returns how many."""
+    """Removes the single-device collectives of `module`. Returns how many."""
     count = 0
     for computation in module.computations:
         stay = graph.tied(computation)

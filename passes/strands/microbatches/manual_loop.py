@@ -11,21 +11,22 @@ three instructions, `passes/hlo/manual_computation.py`):    After:
         acc      += grads                                            grads     = backward(res)
                                                                      acc      += grads
 
-In a shard_map that the loop calls, passes would see neither layers nor residuals nor accumulators. With the loop inside
-of it, it is the program of a user who wrote the shard_map around the loop, and every pass does what it does there.
-`strand_duplication.partitions` asks for it where it finds no strands otherwise.
+If the loop calls a shard_map, passes see neither layers nor residuals nor accumulators in it. With the loop inside, the
+program looks like one whose author wrote the shard_map around the loop, and every pass works as usual.
+`microbatch_loops` calls this if a shard_map that the loop calls holds a backward pass.
 
 Contract
-    Consumes  a loop whose body holds shard_maps over the same axes of one mesh, and around them operations that do to
-              each device's parts what they do to whole arrays: elementwise ones, slices along dimensions that are not
-              split, and any of arrays that are not split at all; and sums.
-    Makes     one shard_map around the loop. A sum along a split dimension is one of parts, and an all-reduce.
-    Leaves    every other loop; PassRefusal says what stands in the way.
+    Consumes  a loop whose body holds shard_maps over the same axes of one mesh. The operations around them do the same
+              to each device's parts as to whole arrays: elementwise operations, slices along dimensions that are not
+              split, any operation on arrays that are not split at all, and sums, maxima and minima.
+    Makes     one shard_map around the loop. A reduction along a split dimension becomes a reduction of the parts and an
+              all-reduce.
+    Leaves    every other loop; raises PassRefusal with the reason.
 
-Why it is legal: one split of each array follows from what shard_maps say and from these operations, dimension by
-dimension, through the loop's state. So the parts that enter and leave a shard_map are those that stand beside it, and
-each device computes of them what the partitioner would have it compute.
-Cost: linear in instructions. What the loop carries is split as the shard_maps say, from before the loop on. No paper.
+Why it is legal: the shard_maps and the operations around them determine one split of each array, dimension by
+dimension, through the loop's state. So the parts that enter and leave a shard_map equal the parts around it, and each
+device computes from them what the partitioner would make it compute.
+Cost: linear in instructions. Loop-carried arrays are split as the shard_maps say from before the loop on. No paper.
 """
 
 from __future__ import annotations
@@ -51,9 +52,13 @@ from dhelix.passes.strands.microbatches.manual_splits import Splits
 
 
 def move_inside(computation: Computation, loop: Instruction) -> tuple[Computation, Instruction]:
-    """Moves `loop`, which stands in `computation` and calls shard_maps, into one.
+    """Moves `loop`, which is in `computation` and calls shard_maps, into one shard_map.
 
-    Returns the computation that it stands in then, and the loop. Raises PassRefusal where it stays.
+    Returns:
+      The computation that holds the loop now, and the loop.
+
+    Raises:
+      PassRefusal: the loop cannot move.
     """
     whole = WhileLoop(loop)
     held = manual_computations(whole.body)
@@ -70,7 +75,7 @@ def move_inside(computation: Computation, loop: Instruction) -> tuple[Computatio
 
 
 def _inline(loop: WhileLoop, held: list[ManualComputation], sharding: Splits) -> None:
-    """The body computes of parts: its shard_maps become plain calls, which are inlined, and all other shapes shrink."""
+    """Makes the body compute on parts: inlines its shard_maps, and shrinks all shapes outside of them."""
     body = loop.body
     users = body.users()
     calls = {one.call for one in held}
@@ -111,7 +116,7 @@ def _inline(loop: WhileLoop, held: list[ManualComputation], sharding: Splits) ->
 
 
 def _over_devices(reduction: Instruction, groups: list[list[int]]) -> Instruction:
-    """The sum, or what else it is, of what devices made of their parts."""
+    """Appends the all-reduce that combines the devices' results of `reduction` by the same operation."""
     computation = reduction.computation
     everywhere = Builder(computation).make(
         "all-reduce",
@@ -128,6 +133,7 @@ def _over_devices(reduction: Instruction, groups: list[list[int]]) -> Instructio
 
 
 def _shrink(value: Instruction, sharding: Splits) -> None:
+    """Gives `value` the shape of one device's part."""
     leaves = value.shape.tuple_shapes if shapes.is_tuple(value.shape) else [value.shape]
     for leaf, shape in enumerate(leaves):
         for d in range(len(shape.dimensions)):
@@ -136,13 +142,13 @@ def _shrink(value: Instruction, sharding: Splits) -> None:
             if value.opcode == "dynamic-slice":
                 value.proto.dynamic_slice_sizes[d] //= parts
             if value.opcode == "slice":
-                value.proto.slice_dimensions[d].limit //= parts  # of a dimension that is split all is taken
+                value.proto.slice_dimensions[d].limit //= parts  # a split dimension is taken whole, from 0 on
 
 
 def _wrap(
     computation: Computation, loop: WhileLoop, like: ManualComputation, sharding: Splits
 ) -> tuple[Computation, Instruction]:
-    """The loop goes into the body of a shard_map that stands in its place."""
+    """Replaces the loop by a shard_map whose body holds it. Returns the body and the loop."""
     old = loop.instruction
     outside = Builder(computation)
     start = [outside.element(old.operands[0], k) for k in range(loop.size)]
@@ -165,7 +171,7 @@ def _wrap(
     made = body.finish(body.tuple([body.element(moved, k) for k in returned]))
     results = [(old.shape.tuple_shapes[k], sharding.split(k)) for k in returned]
     around, whole = make_manual(computation, like, given, made, results)
-    around.call.proto.metadata.op_name = old.op_name.partition("/")[0]  # instructions inside have whole names
+    around.call.proto.metadata.op_name = old.op_name.partition("/")[0]  # instructions inside have their full names
     values = start
     for k, value in zip(returned, whole, strict=True):
         values[k] = value
@@ -180,8 +186,10 @@ def _wrap(
 
 
 def _made_here(builder: Builder, value: Instruction, local: Any) -> Instruction | None:
-    """A copy of a start that is one number all over, so that passes see what loops count from and that stacks are
-    empty."""
+    """A copy inside the shard_map of an initial value that is filled with one constant; None for other values.
+
+    The copy lets passes see where counters start and that stacks are empty.
+    """
     if value.opcode == "constant" and not value.shape.dimensions:
         return builder.copy(value, [])
     if is_constant(value):

@@ -1,11 +1,11 @@
-"""How arrays are split in the body of a loop that calls shard_maps, by what those say of their operands and results.
+"""Finds how arrays are split in the body of a loop that calls shard_maps, from these shard_maps' operands and results.
 
     x   = dynamic-slice(batch, i)          batch  [M, b: dp, d]     along M it is sliced, so not split
-    y   = shard_map(w, x)                  x      [b: dp, d]        said by the shard_map
-    acc = acc + y                          y, acc [f: tp]           said by the shard_map, so in every iteration
+    y   = shard_map(w, x)                  x      [b: dp, d]        the shard_map says so
+    acc = acc + y                          y, acc [f: tp]           the shard_map says so, hence in every iteration
 
-Dimensions that are split alike are one class (union-find over the dimensions of all values). A shard_map says how a
-class is split; an operation that cannot be done to parts says that it is whole, as is a class of which nothing is said.
+Dimensions that must be split alike form one class (union-find over the dimensions of all values). A shard_map says how
+a class is split. A class is not split if an operation needs its dimensions whole, or if nothing says otherwise.
 
 Used by `manual_loop.py`. Linear in instructions.
 """
@@ -27,21 +27,21 @@ _EACH = ELEMENTWISE | frozenset(
     "shift-left shift-right-arithmetic shift-right-logical atan2 cbrt tan".split()
 )
 _Dimension = tuple[Instruction, int, int]
-"""A value, which leaf of it where it is a tuple, and a dimension of that."""
+"""A value, the number of its leaf if it is a tuple, and a dimension of that leaf."""
 
 
 @dataclass
 class Splits:
-    """Of the body of `loop`, which calls the shard_maps `held`.
+    """The splits of all arrays in the body of `loop`, which calls the shard_maps `held`.
 
-    Raises PassRefusal where an array would have to be split in two ways, or an operation cannot be done to parts.
+    Raises PassRefusal if an array would have to be split in two ways, or if an operation cannot be applied to parts.
     """
 
     loop: WhileLoop
     held: list[ManualComputation]
     parent: dict[_Dimension, _Dimension] = field(default_factory=dict)
     known: dict[_Dimension, tuple[Axes, int]] = field(default_factory=dict)
-    """Of the head of a class: the mesh axes, and the number of parts."""
+    """For the head of each class, the mesh axes and the number of parts."""
 
     def __post_init__(self) -> None:
         body = self.loop.body
@@ -74,11 +74,11 @@ class Splits:
             self._check(constraint)
 
     def parts(self, value: Instruction, leaf: int, dimension: int) -> int:
-        """Into how many parts a dimension is split."""
+        """The number of parts into which a dimension is split."""
         return self._known((value, leaf, dimension))[1]
 
     def summed(self, reduction: Instruction) -> Axes:
-        """The axes that are by hand over which the dimensions are split that a reduction takes away."""
+        """The manual axes over which the reduced dimensions of `reduction` are split."""
         axes = (a for d in reduction.proto.dimensions for a in self._known((reduction.operands[0], 0, d))[0])
         return tuple(a for a in axes if a in self.held[0].axis_names)
 
@@ -112,7 +112,7 @@ class Splits:
             raise PassRefusal(f"{shapes.text(at[0].shape)} would have to be split in two ways, or put together", at[0])
 
     def _state(self, value: Instruction, leaf: int, split: Split, whole: Any, local: Any) -> None:
-        """What a shard_map says of the array at its edge."""
+        """Records how a shard_map splits an operand or a result."""
         if split.more or (self.mesh or split.mesh) != split.mesh:
             raise PassRefusal("its shard_maps are on different meshes, or leave sums open", value)
         self.mesh = split.mesh
@@ -121,7 +121,7 @@ class Splits:
             self._pin((value, leaf, d), axes, whole.dimensions[d] // local.dimensions[d])
 
     def _visit(self, instruction: Instruction) -> None:
-        """What an operation outside of shard_maps says of its operands and its result."""
+        """Records which dimensions of its operands and its result an operation outside of shard_maps splits alike."""
         shape, operands = instruction.shape, instruction.operands
         rank = range(len(shape.dimensions))
         match instruction.opcode:
@@ -181,7 +181,7 @@ class Splits:
                 self._pin((part, 0, d))
 
     def _check(self, constraint: Instruction) -> None:
-        """One that speaks of axes that are by hand has to say what is so anyhow: it goes when the loop is inside."""
+        """Raises PassRefusal unless the constraint agrees with the shard_maps, since `manual_loop` may remove it."""
         for split in splits(constraint.proto.frontend_attributes.map.get(SHARDING, "")):
             if self.partial and any(split.axes):
                 raise PassRefusal("a sharding constraint stands beside a shard_map over some of the axes", constraint)
@@ -193,7 +193,10 @@ class Splits:
                     raise PassRefusal("a sharding constraint says otherwise than the shard_maps", constraint)
 
     def _undivided(self, instruction: Instruction) -> None:
-        """Any other operation is done by every device, of whole arrays."""
+        """Records that every device applies the operation to whole arrays.
+
+        Raises PassRefusal for side effects, custom calls and shard_maps.
+        """
         inside = [i for called in instruction.called for i in graph.walk(called)]
         if has_side_effect(instruction) or any(
             i.opcode == "custom-call" or is_manual(i) for i in (instruction, *inside)
@@ -206,7 +209,7 @@ class Splits:
                     self._pin((value, leaf, d))
 
     def _follow_start(self, element: int) -> None:
-        """Refuses to put together what the step keeps in parts: an argument that is split otherwise than it enters."""
+        """Raises PassRefusal if each iteration would gather an initial value that the step splits over more axes."""
         start = self.loop.initial(element)
         if start is None or not (start.opcode == "parameter" or is_sharding_constraint(start)):
             return
@@ -221,7 +224,7 @@ class Splits:
 
 
 def _adds_up(reduction: Instruction) -> bool:
-    """Whether what devices make of their parts is put together by the same operation."""
+    """Whether combining the devices' results by the same operation gives the reduction of the whole array."""
     kind = combines_by(reduction)
     return kind in ("maximum", "minimum") or (kind == "add" and is_zero(reduction.operands[1]))
 

@@ -1,6 +1,6 @@
-"""Why a step has no loop over micro-batches that could become two strands, and what its writer can do about it.
+"""Reports why a step has no loop over micro-batches that could become two strands, and what its author can do about it.
 
-Micro-batches that are written out are none of its cases: they become a loop, or `equal_parts` says why not.
+It does not handle unrolled micro-batches: these become a loop, or `equal_parts` reports why not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, 
 
 
 def no_loop(module: HloModule) -> PassRefusal:
-    """For a program in which no loop holds a backward pass, nor several of them stand one beside another; calls are
-    inlined."""
+    """The refusal for a program without a loop that holds a backward pass and without several independent ones.
+
+    Calls in it must be inlined.
+    """
     if not any(is_backward(i) for i in graph.walk(module.entry)):
         return PassRefusal(
             "the step holds no backward pass (nothing was made by reverse-mode differentiation); decorate the function "
@@ -35,7 +37,7 @@ def no_loop(module: HloModule) -> PassRefusal:
 
 
 def _gradient_of_gradients(computation: Computation) -> Instruction | None:
-    """Where a backward pass begins whose forward pass read what another backward pass made."""
+    """The first instruction of a backward pass whose forward pass reads results of another backward pass, if any."""
     first = graph.descendants(computation, filter(takes_gradients, computation.instructions))
     again = [i for i in computation.instructions if "jvp(" in i.op_name and not is_backward(i)]
     behind = graph.descendants(computation, [i for i in again if not first.isdisjoint(i.operands)])

@@ -1,1 +1,1 @@
-"""Micro-batches that Python or `unroll=` wrote out: found, proved equal, and put into a loop."""
+"""Finds micro-batches that Python or `unroll=` unrolled, proves that they are equal, and rolls them into a loop."""

@@ -1,7 +1,7 @@
-"""Anchors: an operation of each of N backward passes that a program holds one beside another; and what belongs to each.
+"""Anchors: one operation of each of N independent backward passes in a program. Also says what belongs to each part.
 
-Written-out micro-batches are told by their backward passes: operations of one name and kind, none of which depends
-on another. Layers that are written out depend on each other.
+Unrolled micro-batches are recognized by their backward passes: operations of the same name and kind that do not depend
+on each other. Unrolled layers do depend on each other.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from dhelix.passes.hlo import Computation, Instruction, graph
 
 _OF_CONSTANTS = ("broadcast", "reshape", "convert")
 _WEIGHTY = ("dot", "while")
-_RESULT = "xla.sdy.FuncResultSharding"  # says how a result of the program is split
+_RESULT = "xla.sdy.FuncResultSharding"  # a custom call that gives the sharding of a result of the program
 _DIFFERENTIATED = re.compile(r"(jvp|transpose)\(")
 
 
 def anchors(computation: Computation) -> list[Instruction]:
-    """Of the kind with fewest; none where some kind is there once."""
+    """The anchors: independent operations of the kind that has fewest. Empty if some kind occurs only once."""
     kinds: dict[Hashable, list[Instruction]] = {}
     for instruction in computation.instructions:
         if (kind := _kind(instruction)) is not None:
             kinds.setdefault(kind, []).append(instruction)
     if any(len(members) < 2 for members in kinds.values()):
         return []
-    # Those of one layer are as many as micro-batches; gradients of several layers' weights may be independent, too.
+    # Weight gradients of several layers may be independent, too. The smallest kind has one operation per micro-batch.
     return min((_first(computation, members) for members in kinds.values()), key=len, default=[])
 
 
 def labels(computation: Computation, found: list[Instruction]) -> dict[Instruction, int]:
-    """The parts that each instruction is made of, as bits: 1 << k is the part of anchor k.
+    """The parts that each instruction depends on or belongs to, as bits: 1 << k is the part of anchor k.
 
-    0 is what belongs to none: it is constant, leads to several anchors, or neither leads to one nor follows from what
-    does.
+    The label is 0 for instructions of no part: constants, instructions that lead to several anchors, and those that
+    neither lead to one nor depend on a part.
     """
     fixed = constants(computation)
     leads_to = dict.fromkeys(computation.instructions, 0) | {anchor: 1 << k for k, anchor in enumerate(found)}
@@ -53,7 +53,7 @@ def labels(computation: Computation, found: list[Instruction]) -> dict[Instructi
 
 
 def constants(computation: Computation) -> set[Instruction]:
-    """Constants, and what is made of them alone in no time."""
+    """Constants, and cheap results of constants alone."""
     found: set[Instruction] = set()
     for i in computation.instructions:
         if i.opcode in ("constant", "iota") or (i.opcode in _OF_CONSTANTS and found.issuperset(i.operands)):
@@ -66,7 +66,7 @@ def is_backward(instruction: Instruction) -> bool:
 
 
 def takes_gradients(instruction: Instruction) -> bool:
-    """Whether it is a product or a loop of a backward pass, or calls what holds one."""
+    """Whether it is a dot or a loop of a backward pass, or a call whose callee holds one."""
     if instruction.opcode == "call":
         inside = [i for i in graph.walk(instruction.called[0]) if i.opcode in _WEIGHTY]
         return bool(inside) and (is_backward(instruction) or any(map(is_backward, inside)))
@@ -74,9 +74,9 @@ def takes_gradients(instruction: Instruction) -> bool:
 
 
 def _kind(instruction: Instruction) -> Hashable | None:
-    """Equal for what one line of a user's program became, each time that it ran; None for what carries no weight.
+    """A key that is equal for all copies of one operation of the user's program; None if it takes no gradients.
 
-    Shapes do not count, so that micro-batches of several sizes are found, too, and can be told from equal ones.
+    The key ignores shapes, so that micro-batches of unequal sizes are found, too, and reported.
     """
     if not takes_gradients(instruction):
         return None
@@ -85,13 +85,13 @@ def _kind(instruction: Instruction) -> Hashable | None:
 
 
 def _own_name(instruction: Instruction) -> str:
-    """The name from where it was differentiated: what stands before is another in a loop than behind it."""
+    """The name from its first `jvp(` or `transpose(` on: the prefix differs between a loop and the code around it."""
     found = _DIFFERENTIATED.search(instruction.op_name)
     return instruction.op_name[found.start() :] if found else instruction.op_name
 
 
 def _first(computation: Computation, members: list[Instruction]) -> list[Instruction]:
-    """Those of `members` that depend on no other one."""
+    """The `members` that depend on no other member."""
     inside = set(members)
     behind: set[Instruction] = set()
     for instruction in computation.instructions:

@@ -1,4 +1,4 @@
-"""Finds micro-batches that a program holds one beside another, and proves that they are equal.
+"""Finds micro-batches that a program holds one next to another, and proves that they are equal.
 
     what a Python loop and unroll= write:            found here, for k = 0 .. N-1:
       g0 = backward(w, slice(x, 0), key0)              input        slice(x, k), key_k
@@ -7,17 +7,16 @@
       losses = concatenate(l0, l1)                     sum          g = g + g_k
                                                        results      l_k
 
-How
-1. Anchors (`anchors.py`): an operation of each part. What leads to one anchor alone, and what follows from that alone,
-   belongs to its part.
-2. Sums (`sums.py`): a value that takes in one part after another by one operation, `total = total + g_k`. They say the
-   order of the parts.
-3. A walk from the anchors, summands and other results upwards, in all parts at once. Operands are ordered, so the walk
-   has no choices. It ends at what is one value for all parts (shared), and at what differs (inputs).
+1. Find anchors (`anchors.py`): one operation of each part. Instructions that lead to one anchor alone belong to its
+   part. So do instructions that depend on that part alone.
+2. Find sums (`sums.py`): values that combine one part after another by one operation, `total = total + g_k`. They give
+   the order of the parts.
+3. Walk from the anchors, summands and other results to their operands, in all parts at once. Operands are ordered, so
+   the walk has no choices. It ends at values that all parts share (shared), and at values that differ (inputs).
 
-What is proved of N instructions that become one: they have the same opcode, shape, attributes and called computations,
-and the same holds of their operands. Inputs depend on no anchor, and no part alone has a product that leads to one;
-else the parts are not equal, and `Unequal` says where.
+The proof for N instructions that become one: they have the same opcode, shape, attributes and called computations, and
+the same holds for their operands. Inputs depend on no anchor, and on no product of a part. No part has a product that
+other parts lack. Otherwise the parts are not equal, and `Unequal` says where they differ.
 Cost: linear in instructions, once for each kind of operation that may be an anchor.
 """
 
@@ -33,18 +32,18 @@ from dhelix.passes.strands.microbatches.written_out.anchors import anchors, cons
 from dhelix.passes.strands.microbatches.written_out.signatures import Signatures
 from dhelix.passes.strands.microbatches.written_out.sums import Chain, chains
 
-_LARGE = 64 * 2**20  # bytes: stacks of what differs by part, and is no slice of one array, are up to so large
+_LARGE = 64 * 2**20  # bytes: most that stacks of results, or of inputs that are no slices of one array, may take
 _MOVING = ("reshape", "convert", "transpose", "copy")
 _CUTTING = ("slice", "dynamic-slice", "gather")
 _HEAVY = ("dot", "convolution")
 _ADVICE = "loop with lax.scan, or take gradients with dhelix.value_and_grad and give microbatches="
 
 type Row = tuple[Instruction | None, ...]
-"""An instruction of each part, or None where a part has none: what is to be one value."""
+"""The instructions that become one value: one per part, or None for a part that has none."""
 
 
 class Unequal(PassRefusal):
-    """Parts of a program look like micro-batches and are not, or are not proved to be, N times the same.
+    """Parts of a program look like micro-batches, but are not proved to be equal.
 
     Attributes:
       why: what differs.
@@ -65,8 +64,9 @@ class Value:
     """One value of the loop's body.
 
     Attributes:
-      row: what it is in each part; None where a part has no use of it.
-      role: "computed" in each part from `operands`; "shared" by all parts; an "input" of each.
+      row: its instruction in each part; None for a part that has no use of it.
+      role: "computed" (by each part from `operands`), "shared" (by all parts) or "input" (differs by part).
+      operands: the operands of a computed value.
     """
 
     row: Row
@@ -79,18 +79,18 @@ class Value:
 
     @property
     def first(self) -> Instruction:
-        """The instruction that stands for all."""
+        """The instruction that represents all instances."""
         return self.instances[0]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What the parts are added to, one after another (or combined with by another operation).
+    """A sum to which the parts are added one after another (or with which another operation combines them).
 
     Attributes:
-      start: what the first part is added to; None where it is the first part itself.
+      start: the value that the first part is added to; None if the sum starts as the first part.
       chain: the additions.
-      summand: what is added.
+      summand: the value that is added.
     """
 
     start: Instruction | None
@@ -100,7 +100,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Result:
-    """What else is read of a part: a value, the number of the part, and the instruction that it is there."""
+    """A value of a part that is read outside: the value, the part's number, and its instruction in that part."""
 
     value: Value
     part: int
@@ -109,7 +109,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Parts:
-    """`count` equal parts of `computation`. `values` stand operands first; `name` is the name stack around them."""
+    """`count` equal parts of `computation`. `values` are in operands-first order; `name` is their common name stack."""
 
     computation: Computation
     count: int
@@ -128,17 +128,17 @@ class Parts:
 
     @property
     def kept(self) -> list[Value]:
-        """Values of which there are results."""
+        """The values that have results."""
         return list(dict.fromkeys(result.value for result in self.results))
 
 
 def equal_parts(computation: Computation) -> Parts | None:
-    """None where `computation` does not hold a backward pass twice, one independent of the other.
+    """The equal parts of `computation`; None if it does not hold several independent backward passes.
 
     Raises:
-      Unequal: it does, and they are not proved to be equal.
+      Unequal: it holds several, but they are not proved to be equal.
     """
-    found = anchors(computation)
+    found = anchors(computation)  # Step 1
     return _Search(computation, found).parts() if len(found) > 1 else None
 
 
@@ -157,17 +157,17 @@ class _Search:
 
     def parts(self) -> Parts:
         self._refuse_effects()
-        found = chains(self.computation, self.label, self.count, self.signatures)
+        found = chains(self.computation, self.label, self.count, self.signatures)  # Step 2
         if found:
             order = found[0].order
             found = [chain for chain in found if chain.order == order]
             self.anchors = [self.anchors[k] for k in order]
             self.label = labels(self.computation, self.anchors)
-        self._walk(tuple(self.anchors))
+        self._walk(tuple(self.anchors))  # Step 3
         sums = [self._sum(chain) for chain in found]
         results = self._results({i for chain in found for i in chain.instructions})
         before = self._before_inputs()
-        results = [result for result in results if result.instruction not in before]  # these stay where they are
+        results = [result for result in results if result.instruction not in before]  # these stay in place
         self._refuse_large(results)
         name = self.anchors[0].op_name.partition("jvp(")[0].partition("transpose(")[0].rpartition("/")[0]
         return Parts(self.computation, self.count, self.values, sums, results, name)
@@ -182,16 +182,18 @@ class _Search:
                 raise self._refuse(f"{what} has side effects, whose order must stay", i)
 
     def _private(self, row: Row) -> bool:
+        """Whether each instruction belongs to its own part alone."""
         return all(i is None or self.label[i] == 1 << k for k, i in enumerate(row))
 
     def _alike(self, row: Row) -> bool:
+        """Whether all instructions do the same to their operands."""
         present = [i for i in row if i is not None]
         if present[0].opcode == "parameter" or any(i.opcode != present[0].opcode for i in present):
             return False
         return all(self.signatures.of(i) == self.signatures.of(present[0]) for i in present[1:])
 
     def _walk(self, row: Row) -> Value:
-        """The value that `row` is. Raises Unequal where it is none."""
+        """Makes one value of `row`, and of its operands. Raises Unequal if that is impossible."""
         stack = [row]
         while stack:
             top = stack[-1]
@@ -221,16 +223,16 @@ class _Search:
         return [known[o].row if o in known else self._alone(part, o) for o in alone.operands]
 
     def _alone(self, part: int, instruction: Instruction) -> Row:
-        """What only one part has; what it has of no part is shared."""
+        """The row of an instruction that only part `part` reads: that part's own if labelled so, else shared by all."""
         own = self.label[instruction] == 1 << part
         return tuple(instruction if not own or k == part else None for k in range(self.count))
 
     def _end(self, row: Row) -> Value | None:
-        """A value at which the walk ends; None where it goes on to the operands."""
+        """The shared value or input at which the walk ends; None if it goes on to the operands."""
         first = next(i for i in row if i is not None)
         if all(i is first for i in row):
             if first in self.constants or first.opcode == "tuple":
-                return None  # made again in the loop: trip counts of loops in it follow from constants
+                return None  # recomputed in the loop, because trip counts of inner loops follow from constants
             if shapes.is_tuple(first.shape):
                 raise self._refuse(f"all of them read {first.opcode} as a whole", first)
             return Value(row, "shared")
@@ -248,7 +250,7 @@ class _Search:
         return Value(row, "input")
 
     def _differ(self, row: list[Instruction]) -> Unequal:
-        """What one of `row` has that another one has not."""
+        """The refusal that names an instruction of `row` that differs from the first one."""
         odd = next((k for k, i in enumerate(row) if self.signatures.of(i) != self.signatures.of(row[0])), 1)
         other = row[odd]
         return self._refuse(f"micro-batch {odd + 1} has {_text(other)} where the first one has {_text(row[0])}", other)
@@ -258,7 +260,7 @@ class _Search:
         return Sum(start, chain, self._walk((first, *chain.summands)))
 
     def _results(self, additions: set[Instruction]) -> list[Result]:
-        """What others than the parts themselves and their sums read of parts."""
+        """The values of parts that instructions outside of the parts and sums read."""
         found: list[dict[Instruction, None]] = [{} for _ in self.anchors]
         single = {1 << k: k for k in range(self.count)}
         for reader in self.computation.instructions:
@@ -285,7 +287,7 @@ class _Search:
         return results
 
     def _before_inputs(self) -> set[Instruction]:
-        """What inputs are made of. Raises Unequal where that is a product: the parts are not one program."""
+        """The instructions that make inputs. Raises Unequal if a product of a part is among them."""
         inputs = [v for v in self.values if v.role == "input"]
         before = graph.ancestors(self.computation, [i for v in inputs for i in v.instances])
         heavy = next((i for i in before if self.label[i] and is_heavy(i)), None)
@@ -296,7 +298,7 @@ class _Search:
         return before
 
     def _refuse_large(self, results: list[Result]) -> None:
-        """Raises Unequal where stacks would cost much memory."""
+        """Raises Unequal if stacks would need too much memory."""
         stacked = [v for v in self.values if v.role == "input" and not _slices_of_one(v.row)]
         kept = list(dict.fromkeys(result.value for result in results))
         for values, why in (
@@ -310,9 +312,9 @@ class _Search:
 
 
 def is_heavy(instruction: Instruction) -> bool:
-    """Whether it is a product, or holds one; what a custom call does is not known."""
+    """Whether it is or holds a product. Custom calls count as products, except random numbers and constraints."""
     if instruction.opcode == "custom-call":
-        drawn = "threefry" in instruction.proto.custom_call_target  # random numbers, on GPUs
+        drawn = "threefry" in instruction.proto.custom_call_target  # random numbers on GPUs
         return not (drawn or is_sharding_constraint(instruction))
     return instruction.opcode in _HEAVY or any(
         is_heavy(i) for called in instruction.called for i in called.instructions

@@ -1,4 +1,4 @@
-"""Gives a loop over micro-batches that `unroll=` made of several an iteration for each.
+"""Gives each micro-batch its own iteration in a loop whose iterations `unroll=` made of several micro-batches.
 
 Before (N equal parts in an iteration):          After (i, g, ls as before; j and l are new):
     while i < M / N:                                 while j < M:
@@ -6,17 +6,19 @@ Before (N equal parts in an iteration):          After (i, g, ls as before; j an
       g1, l1 = backward(w, xs[i][1])                   gk, lk = backward(w, (xs[i][0], xs[i][1])[k])
       g = g + g0 + g1                                  g = g + gk
       ls[i] = l0, l1                                   l[k] = lk
-      i = i + 1                                        ls[i] = l, i = i + 1, where k is N - 1
+      i = i + 1                                        ls[i] = l, i = i + 1, if k == N - 1
 
 Contract
-    Consumes  a loop with a proved trip count, whose body is N equal parts (`equal_parts`), sums that the loop carries,
-              and little else: counters, slices of the batch, small results.
-    Makes     the loop above. What an iteration did beside its parts, all N of the new ones do, and the last one keeps.
-    Leaves    loops that do more, such as an update of parameters: these are steps, each with its own micro-batches.
+    Consumes  a loop with a proved trip count. Its body is N equal parts (`equal_parts`), loop-carried sums, and little
+              else: counters, slices of the batch, small results.
+    Makes     the loop above. All N new iterations repeat what the old one did outside of its parts; only the last one
+              keeps the results.
+    Leaves    loops that do more, such as an update of parameters: their iterations are steps, each with its own
+              micro-batches.
 
-Why it is legal: iteration j computes what part j % N of iteration j / N did. Until the last of them the state that is
-no sum stays as it was, so what is read of it is the same.
-Cost: slices of N micro-batches in place of one, and of small elements of the state a selection.
+Why it is legal: iteration j computes what part j % N of iteration j / N did. Until the last of these N iterations, all
+state except sums stays unchanged, so reads of it return the same values.
+Cost: slices of N micro-batches instead of one, and a select for each small element of the state.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from dhelix.passes.hlo.stacks import read_slot, stack, static_slot, write_slot
 from dhelix.passes.strands.microbatches.written_out.equal_parts import Parts, is_heavy
 from dhelix.passes.strands.microbatches.written_out.loop_rolling import NAME, add, compute, counts_to, empty
 
-_LARGE = 16 * 2**20  # bytes of state that is selected in each iteration: less than a millisecond's traffic
+_LARGE = 16 * 2**20  # bytes of state that may be selected in each iteration: little memory traffic
 
 
 def flatten(loop: WhileLoop, parts: Parts) -> Instruction | None:
-    """Replaces `loop`, whose body holds the parts, and returns the new one; None where it must stay."""
+    """Replaces `loop`, whose body holds the parts, and returns the new loop; None if `loop` must stay."""
     trips = loop.trip_count
     carried = _carried(loop, parts)
     if not trips or carried is None or not _is_little(loop, parts, carried):
@@ -54,7 +56,7 @@ def flatten(loop: WhileLoop, parts: Parts) -> Instruction | None:
 
 
 def _carried(loop: WhileLoop, parts: Parts) -> dict[int, int] | None:
-    """For each element of the state that is a sum over parts, the number of the sum; None where not all sums are."""
+    """State element -> number of the sum over parts that it carries; None unless the loop carries every sum."""
     users, root = loop.body.users(), loop.body.root
     found: dict[int, int] = {}
     for n, one in enumerate(parts.sums):
@@ -68,7 +70,7 @@ def _carried(loop: WhileLoop, parts: Parts) -> dict[int, int] | None:
 
 
 def _is_little(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> bool:
-    """Whether what is not of the parts is little enough to be done for each of them."""
+    """Whether what is outside of the parts is cheap enough to repeat for each of them."""
     others = [k for k in range(loop.size) if k not in carried and k not in loop.invariants]
     if sum(shapes.byte_size(loop.instruction.shape.tuple_shapes[k]) for k in others) > _LARGE:
         return False
@@ -81,13 +83,13 @@ def _is_little(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> bool:
 
 
 def _wanted(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
-    """What the parts read, and the state behind the iteration, but for sums."""
+    """The inputs and shared values of the parts, and the new state except for sums."""
     read = [i for value in (*parts.inputs, *parts.shared) for i in value.instances]
     return read + [value for k, value in enumerate(loop.body.root.operands) if k not in carried]
 
 
 def _rest(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instruction]:
-    """What the iteration computes beside its parts and sums: what they read, and what follows from results."""
+    """Instructions outside of the parts and sums: those that make inputs, and those that depend on results."""
     made = {result.instruction for result in parts.results}
     needed = set(_wanted(loop, parts, carried))
     for i in reversed(loop.body.instructions):
@@ -97,6 +99,7 @@ def _rest(loop: WhileLoop, parts: Parts, carried: dict[int, int]) -> list[Instru
 
 
 def _body(loop: WhileLoop, parts: Parts, carried: dict[int, int], initial: Instruction) -> Computation:
+    """The body of the new loop. Its state is the old state, the counter j, and the stacks of results."""
     body = Builder(loop.body.module.new_computation(NAME))
     parameter = body.parameter(0, initial.shape)
     state = [body.element(parameter, k) for k in range(len(initial.operands))]

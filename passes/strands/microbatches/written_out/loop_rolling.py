@@ -1,4 +1,4 @@
-"""Puts micro-batches that Python or `unroll=` has written out back into a loop, which strand_duplication takes apart.
+"""Rolls micro-batches that Python or `unroll=` unrolled back into a loop, which strand_duplication consumes.
 
 Before:                                  After:
     g0, l0 = backward(w, slice(x, 0))        xs = concatenate(slice(x, 0), slice(x, 1), ...)
@@ -9,15 +9,15 @@ Before:                                  After:
     ...                                          ls[k] = lk
 
 Contract
-    Consumes  N equal parts of one computation (`equal_parts`), which says what is proved of them.
-    Makes     a `while` of N iterations. What differs by part is stacked in front of it; what is read of parts behind it
-              is stacked by it. A sum on top of nothing starts as the operation's neutral element: -0.0 + g is g.
+    Consumes  N equal parts of one computation (`equal_parts`, which proves that they are equal).
+    Makes     a `while` of N iterations. Inputs that differ by part are stacked before it. The loop stacks results that
+              are read behind it. A sum without a start value starts as the operation's neutral element: -0.0 + g is g.
     Keeps     every value, and the order of additions.
-    Leaves    what belongs to no part, and what inputs are made of.
+    Leaves    instructions that belong to no part, and those that compute inputs.
 
-Why it is legal: by the proof, iteration k computes what part k did, of the same operands.
-Cost: memory for the stacks, which are of inputs (a copy of the batch, keys) and of small results.
-No paper: it is what the writer of the program would do by hand.
+Why it is legal: by the proof, iteration k computes what part k did, from the same operands.
+Cost: memory for the stacks of inputs (a copy of the batch, keys) and of small results.
+No paper: it is what the program's author would do by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ type Copies = dict[Value, Instruction]
 
 
 def roll(parts: Parts) -> Instruction:
-    """Replaces the parts by a loop, and returns that."""
+    """Replaces the parts by a loop and returns the loop."""
     computation, outside = parts.computation, Builder(parts.computation)
     inputs, shared, kept = parts.inputs, parts.shared, parts.kept
     start = [
@@ -73,7 +73,7 @@ def roll(parts: Parts) -> Instruction:
 
 
 def counts_to(computation: Computation, state: Instruction, index: int, bound: int) -> Computation:
-    """A condition: element `index` of a state like `state` is less than `bound`."""
+    """Makes `computation` the condition that element `index` of a state like `state` is less than `bound`."""
     builder = Builder(computation)
     counter = builder.element(builder.parameter(0, state.shape), index)
     limit = builder.scalar(bound, shapes.S32)
@@ -82,8 +82,10 @@ def counts_to(computation: Computation, state: Instruction, index: int, bound: i
 
 
 def compute(builder: Builder, parts: Parts, made: Copies) -> None:
-    """One part, of the inputs and shared values that `made` holds. In the order of the first part, where that leaves
-    operands first: passes look for what comes first."""
+    """Emits one part from the inputs and shared values in `made`, and adds its values to `made`.
+
+    Instructions keep the order of the first part as far as operands allow, since passes depend on what comes first.
+    """
     place = {i: n for n, i in enumerate(parts.computation.instructions)}
     order = {value: -1 for value in parts.values if value.role != "computed"}
     computed = [value for value in parts.values if value.role == "computed"]
@@ -95,7 +97,7 @@ def compute(builder: Builder, parts: Parts, made: Copies) -> None:
 
 
 def add(builder: Builder, one: Sum, old: Instruction, made: Copies) -> Instruction:
-    """The next value of a sum."""
+    """Emits one step of a sum, from its value `old`. Returns the new value."""
     operation, *constraints = one.chain.path
     operands = [made[one.summand], made[one.summand]]
     operands[one.chain.slot] = old
@@ -106,7 +108,7 @@ def add(builder: Builder, one: Sum, old: Instruction, made: Copies) -> Instructi
 
 
 def start_of(builder: Builder, one: Sum) -> Instruction:
-    """What the first part is added to; where the sum is told how it is split, so is its start."""
+    """The start value of a sum: its own, or the neutral element with the sum's sharding constraints."""
     if one.start is not None:
         return one.start
     operation, *constraints = one.chain.path
@@ -117,12 +119,12 @@ def start_of(builder: Builder, one: Sum) -> Instruction:
 
 
 def empty(builder: Builder, value: Value, slots: int) -> Instruction:
-    """A stack of results that nothing was written to."""
+    """An empty stack of `slots` results."""
     return filled(builder, 0, stack_of(value.first.shape, slots))
 
 
 def filled(builder: Builder, value: float, shape: Any) -> Instruction:
-    """An array of one number."""
+    """An array filled with one number."""
     number = builder.number(value, shapes.F32)
     if shape.element_type != shapes.F32:
         number = builder.make("convert", shapes.scalar(shape.element_type), [number])
@@ -130,7 +132,7 @@ def filled(builder: Builder, value: float, shape: Any) -> Instruction:
 
 
 def _neutral(operation: Instruction) -> float:
-    """`op(neutral, x)` is x, to the last bit: -0.0 + -0.0 is -0.0."""
+    """The number for which `op(neutral, x)` is x to the last bit. Floats add -0.0: 0.0 + -0.0 is 0.0."""
     floating = shapes.is_floating(operation.shape)
     addition = -0.0 if floating else 0
     extremes = {"maximum": -math.inf, "minimum": math.inf}

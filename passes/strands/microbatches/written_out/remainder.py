@@ -1,11 +1,11 @@
-"""Joins micro-batches that stand behind a loop, where `unroll=` leaves some over, or before it, with those of the loop.
+"""Joins micro-batches before or behind a loop, where `unroll=` leaves some over, with the micro-batches of that loop.
 
-    while i < 2: two micro-batches          g0, ..., g3 written out, g4          loop_rolling:
+    while i < 2: two micro-batches          g0, ..., g3 unrolled, g4             loop_rolling:
     g = g + backward(w, x[4])          ->                                   ->   while k < 5: one micro-batch
 
-A loop is written out, and with what stands beside it put into one loop, if all of it is proved to be N times the same
-(`equal_parts`). If not, the loop stays.
-Why it is legal: a loop is its iterations, one after another. Cost: time for the program written out, while this runs.
+The loop is unrolled and rolled again together with the micro-batches around it, if `equal_parts` proves that all of
+them are equal. If not, the loop stays.
+Why it is legal: a loop equals its iterations, one after another. Cost: compile time for the unrolled program.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from dhelix.passes.hlo.edit import (
 from dhelix.passes.strands.microbatches.written_out.anchors import is_backward, takes_gradients
 from dhelix.passes.strands.microbatches.written_out.equal_parts import Parts, Unequal, equal_parts
 
-_LARGEST = 20_000  # instructions of a loop that is written out: about a second
+_LARGEST = 20_000  # instructions of an unrolled loop; bounds the time of this pass
 
 
 def with_remainder(
     computation: Computation, keep: Callable[[Instruction], bool], refusals: list[PassRefusal]
 ) -> Parts | None:
-    """The micro-batches of a loop of `computation` and of what stands around it, as parts of a changed copy of it.
+    """The micro-batches of a loop of `computation` and around it, as parts of a changed copy of `computation`.
 
-    Why these are not the same goes to `refusals`.
+    Args:
+      keep: whether a call stays a call.
+      refusals: receives the reason if they are not equal.
+
+    Returns:
+      None if no loop can be joined with others.
     """
     places = [n for n, i in enumerate(computation.instructions) if i.opcode == "while"]
     for place in places:
@@ -57,7 +62,7 @@ def with_remainder(
 
 
 def _trips(instruction: Instruction) -> int | None:
-    """How often a loop runs that is small enough to be written out; None for others."""
+    """The trip count of a loop that is small enough to unroll; None for others."""
     try:
         trips = WhileLoop(instruction).trip_count
     except PassRefusal:
@@ -67,13 +72,13 @@ def _trips(instruction: Instruction) -> int | None:
 
 
 def _goes_on(computation: Computation, loop: Instruction) -> bool:
-    """Whether both the loop and what stands beside it take gradients."""
+    """Whether both the loop and the instructions around it take gradients."""
     inside = any(map(is_backward, graph.walk(loop.called[0])))
     return inside and any(map(takes_gradients, computation.instructions))
 
 
 def _write_out(instruction: Instruction) -> None:
-    """One iteration after another, in the place of the loop."""
+    """Replaces the loop by its unrolled iterations."""
     loop, builder = WhileLoop(instruction), Builder(instruction.computation)
     state = [builder.element(instruction.operands[0], k) for k in range(loop.size)]
     inside = [i for i in loop.body.instructions if i not in loop.reads and i.opcode != "parameter"]

@@ -1,4 +1,4 @@
-"""What an instruction computes of its operands, as bytes: equal for two that a program holds twice."""
+"""Signatures: bytes that are equal for two instructions that do the same to their operands."""
 
 import hashlib
 
@@ -10,14 +10,14 @@ _ACCIDENTAL = (
 
 
 class Signatures:
-    """Signatures of instructions that do not change meanwhile; each is made once."""
+    """Caches signatures. The instructions must not change meanwhile."""
 
     def __init__(self) -> None:
         self._of: dict[Instruction, bytes] = {}
         self._of_computation: dict[Computation, bytes] = {}
 
     def of(self, instruction: Instruction) -> bytes:
-        """Opcode, shape, attributes, and what the called computations compute; not the operands."""
+        """The signature: opcode, shape, attributes and what callees compute, but not the operands."""
         if instruction not in self._of:
             what = type(instruction.proto)()
             what.CopyFrom(instruction.proto)

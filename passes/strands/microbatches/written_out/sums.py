@@ -1,4 +1,4 @@
-"""Sums over parts of a program: `((y0 + y1) + y2) + y3`, on top of something or not, in one order of additions.
+"""Finds sums over the parts of a program in a fixed order: `((y0 + y1) + y2) + y3`, with or without a start value.
 
 u1 = op(y0, y1);  u2 = op(u1, y2);  ...         one chain: `op` is an addition, a maximum, ..., and each step may
 u0 = op(start, y0);  u1 = op(u0, y1);  ...      end in sharding constraints
@@ -20,12 +20,12 @@ type Labels = Mapping[Instruction, int]
 
 @dataclass(frozen=True)
 class Chain:
-    """The steps that take in the second part and all later ones.
+    """The steps that add the second part and all later ones.
 
     Attributes:
-      order: numbers of the parts, as they are taken in.
-      steps: for each part but the first, the operation and the sharding constraints behind it.
-      slot: which operand of the operation is what the step before made.
+      order: numbers of the parts, in the order in which they are added.
+      steps: for each part except the first, the operation and the sharding constraints behind it.
+      slot: the number of the operand that is the result of the previous step.
     """
 
     order: tuple[int, ...]
@@ -34,11 +34,12 @@ class Chain:
 
     @property
     def path(self) -> tuple[Instruction, ...]:
+        """The first step, which stands for all."""
         return self.steps[0]
 
     @property
     def summands(self) -> list[Instruction]:
-        """Of each part but the first."""
+        """The summand of each part except the first."""
         return [step[0].operands[1 - self.slot] for step in self.steps]
 
     @property
@@ -50,7 +51,7 @@ class Chain:
         return [i for step in self.steps for i in step]
 
     def first_summand(self, label: Labels, signatures: Signatures) -> tuple[Instruction | None, Instruction]:
-        """What the first part is added to, if anything, and what is added to it."""
+        """The start value that the first part is added to, if any, and the first part's summand."""
         operation, *constraints = self.path
         value = operation.operands[self.slot]
         begun, second = _bare(value), self.summands[0]
@@ -62,9 +63,9 @@ class Chain:
 
 
 def chains(computation: Computation, label: Labels, count: int, signatures: Signatures) -> list[Chain]:
-    """Those that take in all parts; what a step makes is read by the next one alone."""
+    """The chains that add all parts. Only the next step reads the result of a step."""
     users = computation.users()
-    users[computation.root] = [computation.root, computation.root]  # the caller reads it
+    users[computation.root] = [computation.root, computation.root]  # twice: no chain continues behind it
     found = []
     for i in computation.instructions:
         if _combines(i) and all(label[o].bit_count() == 1 for o in i.operands) and label[i].bit_count() == 2:
@@ -99,29 +100,29 @@ def _follow(
             steps.append([user])
         else:
             return None
-    if slot is None:  # two parts, and so no second step that tells
+    if slot is None:  # with two parts, no second step tells the slot
         slot = next((k for k in (0, 1) if _is_begun(first, _bare(first.operands[k]), k, label)), 0)
     path = [*map(signatures.of, steps[0])]
     if any([*map(signatures.of, step)] != path[: len(step)] for step in steps):
         return None
-    if any(len(step) < len(path) for step in steps[:-1]):  # what a loop hands on is often told nothing
+    if any(len(step) < len(path) for step in steps[:-1]):  # only the last step may have fewer constraints
         return None
     parts = [first.operands[slot], *(step[0].operands[1 - slot] for step in steps)]
     return Chain(tuple(label[i].bit_length() - 1 for i in parts), tuple(map(tuple, steps)), slot)
 
 
 def _is_begun(operation: Instruction, value: Instruction, slot: int, label: Labels) -> bool:
-    """Whether `value` is a first summand on top of what belongs to no part."""
+    """Whether `value` adds the first summand to a start value that belongs to no part."""
     return value.opcode == operation.opcode and label[value.operands[slot]] == 0 != label[value.operands[1 - slot]]
 
 
 def _bare(value: Instruction) -> Instruction:
-    """What a constraint says nothing but the sharding of."""
+    """The operand of a sharding constraint; other values unchanged."""
     return value.operands[0] if is_sharding_constraint(value) else value
 
 
 def _combines(instruction: Instruction) -> bool:
-    """Whether it is an operation with a neutral element that all of its type's kind hold."""
+    """Whether it is an operation whose neutral element every type of that kind can represent."""
     if instruction.shape.element_type == shapes.PRED:
         return instruction.opcode in _LOGICAL
     extremes = instruction.opcode in ("maximum", "minimum")
