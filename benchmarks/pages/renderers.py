@@ -1,0 +1,178 @@
+"""Turns result files into Markdown tables: one function for each kind of file.
+
+    strands([Path("strands_h100x2_nvlink_m4_c.json")])    # the tables of benchmarks/strands/tables.py
+    grid([Path("own_tiles_h100.json")])                   # any JSON of nested numbers
+
+Each function takes the paths of a section's files and returns text that depends on their content alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dhelix.benchmarks.collective_matmul import tables as matmul_tables
+from dhelix.benchmarks.collective_matmul.results import Results as MatmulResults
+from dhelix.benchmarks.inference import results as inference_results
+from dhelix.benchmarks.orders import optimality as optimality_study
+from dhelix.benchmarks.orders import robustness as robustness_study
+from dhelix.benchmarks.orders import solve_time as solve_time_study
+from dhelix.benchmarks.pipeline import memory as pipeline_memory_study
+from dhelix.benchmarks.pipeline import tables as pipeline_tables
+from dhelix.benchmarks.prediction import held_out as held_out_study
+from dhelix.benchmarks.prediction import predictions as prediction_study
+from dhelix.benchmarks.programs import policy_and_reference as policy_study
+from dhelix.benchmarks.strands import results as strand_results
+from dhelix.benchmarks.strands import tables as strand_tables
+
+
+def strands(paths: Sequence[Path]) -> str:
+    """Tables of `benchmarks/strands/run.py`. Files of one machine and workload are merged."""
+    return strand_tables.tables([strand_results.read(path) for path in paths])
+
+
+def early_strands(paths: Sequence[Path]) -> str:
+    """The first form of the strand benchmark, which recorded medians only."""
+    rows = []
+    for record in map(_load, paths):
+        of = record["arguments"]
+        workload = f"M {of['microbatches']}" + (", unrolled layers" if of.get("unrolled") else "")
+        for r in record["results"]:
+            times = f"{r['median_ms']:.1f} ({r['fastest_ms']:.1f}-{r['slowest_ms']:.1f})"
+            rows.append((workload, r["setting"], r["variant"], times))
+    return table(("workload", "setting", "program", "step ms (fastest-slowest)"), rows)
+
+
+def pipelines(paths: Sequence[Path]) -> str:
+    """Tables of `benchmarks/pipeline/run.py`."""
+    return pipeline_tables.tables([pipeline_tables.read(path) for path in paths])
+
+
+def pipeline_memory(paths: Sequence[Path]) -> str:
+    """The memory study's own tables, which read its files themselves."""
+    assert {path.name for path in paths} <= {
+        pipeline_memory_study.file_of(n).name for n in ("steps", "largest", "paper")
+    }
+    return pipeline_memory_study.tables()
+
+
+def matmuls(paths: Sequence[Path]) -> str:
+    """Tables of `benchmarks/collective_matmul/run.py`."""
+    return matmul_tables.tables([MatmulResults.read(path) for path in paths])
+
+
+def inference(paths: Sequence[Path]) -> str:
+    """Tables of `benchmarks/inference/run.py`."""
+    return inference_results.tables([inference_results.read(path) for path in paths])
+
+
+def predictions(paths: Sequence[Path]) -> str:
+    """Predicted against measured steps, one row for each run, and all of them together."""
+    return prediction_study.table(prediction_study.written(paths))
+
+
+def held_out(paths: Sequence[Path]) -> str:
+    """Errors of the contention model on pairs that it was not fitted to, a table for each profile."""
+    parts = []
+    for name, results in sorted(_load(paths[0]).items()):
+        found = [held_out_study.HeldOut(**{k: v for k, v in r.items() if k != "verdict"}) for r in results]
+        parts.append(f"**{name}**\n\n{held_out_study.markdown(found)}")
+    return "\n\n".join(parts)
+
+
+def optimality(paths: Sequence[Path]) -> str:
+    """Orders beside proved bounds."""
+    return optimality_study.table(optimality_study.read(paths[0]))
+
+
+def robustness(paths: Sequence[Path]) -> str:
+    """Orders under changed costs."""
+    return robustness_study.table([robustness_study.Row(**r) for r in _load(paths[0])["results"]])
+
+
+def solve_time(paths: Sequence[Path]) -> str:
+    """Search time by size of the program."""
+    return solve_time_study.table([solve_time_study.Row(**r) for r in _load(paths[0])["results"]])
+
+
+def policy_and_reference(paths: Sequence[Path]) -> str:
+    """A policy and its reference on paper, a table for each file."""
+    tables = [policy_study.table([policy_study.Row(**r) for r in _load(path)]) for path in paths]
+    return "\n\n".join(f"**{path.stem}**\n\n{text}" for path, text in zip(paths, tables, strict=True))
+
+
+def records(paths: Sequence[Path]) -> str:
+    """A list of flat records: a column for each number or name. Lists and nested records are left out."""
+    parts = []
+    for path in paths:
+        loaded = _load(path)
+        rows = loaded if isinstance(loaded, list) else loaded.get("results") or loaded["rows"]
+        heads = [k for k in rows[0] if all(isinstance(r.get(k), int | float | str | bool) for r in rows)]
+        body = table(heads, [[cell(row[head]) for head in heads] for row in rows])
+        parts.append(f"**{path.stem}**\n\n{body}" if len(paths) > 1 else body)
+    return "\n\n".join(parts)
+
+
+def agreement(paths: Sequence[Path]) -> str:
+    """Relative differences of the same operators in two profiles."""
+    heads = ("measured", "setting", "what", "in both", "compared", "median difference", "90 % are below", "bias")
+    rows = [
+        (name.replace("_", " "), r["setting"], r["what"], cell(r["common"]), cell(r["compared"]))
+        + tuple(f"{r[k]:.1%}" for k in ("median", "p90", "bias"))
+        for name, compared in _load(paths[0]).items()
+        for r in compared["agreement"]
+    ]
+    return table(heads, rows)
+
+
+def grid(paths: Sequence[Path]) -> str:
+    """Nested numbers: a table of rows and columns for each innermost pair of levels. Lists count as their median."""
+    parts = []
+    for path in paths:
+        loaded = _load(path)
+        for run in loaded if isinstance(loaded, list) else [loaded]:
+            provenance = run.get("on") or {}
+            on = ", ".join(str(provenance[k]) for k in ("gpu", "gpus", "machine", "jax", "date") if provenance.get(k))
+            values = {k: v for k, v in run.items() if isinstance(v, Mapping) and k != "on"}
+            parts += [f"**{path.stem}**" + f" ({on})" * bool(on), *_grids((), values)]
+    return "\n\n".join(parts)
+
+
+def _grids(names: tuple[str, ...], values: Mapping[str, Any]) -> list[str]:
+    inner = {k: v for k, v in values.items() if isinstance(v, Mapping)}
+    if not inner:
+        rows = [(k, cell(v)) for k, v in values.items()]
+        return [_titled(names, table(("", names[-1] if names else "value"), rows))] if rows else []
+    if all(not isinstance(v, Mapping) for row in inner.values() for v in row.values()):
+        heads = list(dict.fromkeys(k for row in inner.values() for k in row))
+        rows = [[name, *(cell(row[head]) if head in row else "" for head in heads)] for name, row in inner.items()]
+        return [_titled(names, table(("", *heads), rows))]
+    return [text for name, row in inner.items() for text in _grids((*names, name), row)]
+
+
+def _titled(names: Sequence[str], text: str) -> str:
+    return f"*{', '.join(names)}*\n\n{text}" if names else text
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table. Bars inside of cells are escaped."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(str(c).replace("|", "\\|") for c in line) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    """Numbers with four significant digits, lists as their median."""
+    if isinstance(value, bool | str):
+        return str(value)
+    if isinstance(value, Sequence):
+        return cell(statistics.median(value)) if value else ""
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value)}"
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+
+
+def _load(path: Path) -> Any:
+    return json.loads(path.read_text())
