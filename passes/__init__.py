@@ -1,1 +1,1 @@
-"""Compiler passes over `HloModuleProto`, the analyses they share, and the manager that runs them."""
+"""Compiler passes over `HloModuleProto`, the analyses that they share, and the manager that runs them."""

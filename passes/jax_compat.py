@@ -1,7 +1,7 @@
-"""The one module that touches what JAX does not promise to keep: `jax._src` and `jaxlib._*`.
+"""The only module that uses private parts of JAX: `jax._src` and `jaxlib._*`.
 
-Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces; what is made of them is elsewhere
-(`dhelix.runtime.compiler.lowering` for lowered programs).
+Written for jax >= 0.11.2 and < 0.13. It holds the smallest possible pieces. Other modules build on them, such as
+`dhelix.runtime.compiler.lowering` for lowered programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxlib import _hlo, _jax, xla_client  # pyright: ignore[reportAttributeAcce
 from dhelix.errors import DhelixError
 
 _UNREADABLE = re.compile(r"( all-reduce-start\(.*?), output_to_operand_aliasing=\{\{.*?\)\}")
-_NO_HLO = 3  # exit status of _PARSE: the text does not parse, and stdout says why
+_NO_HLO = 3  # exit status of _PARSE: the text does not parse; stdout holds the reason
 _PARSE = f"""
 import sys
 from jaxlib import _hlo
@@ -49,12 +49,14 @@ def parse_hlo_text(text: str) -> bytes:
 
 
 def parse_foreign_hlo_text(text: str) -> bytes:
-    """The same for text that another program wrote. XLA's parser ends the process on some of it (a late operand, a
-    parameter number out of range), so it runs in one of its own.
+    """Like `parse_hlo_text`, for text from another program.
+
+    XLA's parser aborts the process on some text (a late operand, a parameter number out of range), so it runs in a
+    process of its own.
 
     Raises:
-      DhelixError: with the whole of XLA's message where the text does not parse.
-      ParserStopped: XLA's parser ended its process.
+      DhelixError: the text does not parse; holds XLA's full message.
+      ParserStopped: XLA's parser aborted its process.
     """
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
@@ -74,11 +76,11 @@ def parse_foreign_hlo_text(text: str) -> bytes:
 
 
 class ParserStopped(DhelixError):
-    """XLA's parser did not come back; the message is its last word."""
+    """XLA's parser aborted. The message is the reason that it printed, or how its process ended."""
 
 
 def _readable(text: str) -> str:
-    """Without an attribute that XLA prints and its own parser refuses; it only informs."""
+    """The text without an attribute that XLA prints but its own parser rejects. The attribute only informs."""
     return _UNREADABLE.sub(r"\1", text)
 
 
@@ -93,14 +95,16 @@ def stablehlo_module(lowered: jax.stages.Lowered) -> mlir.ir.Module:
 
 
 def stablehlo_to_hlo(module: mlir.ir.Module) -> bytes:
-    """StableHLO with Shardy operations -> serialized HloModuleProto, shardings as `xla.sdy.*` attributes."""
+    """StableHLO with Shardy operations -> serialized HloModuleProto with shardings as `xla.sdy.*` attributes."""
     bytecode = mlir.module_to_bytecode(module)
     return _jax.mlir.mlir_module_to_xla_computation(bytecode).as_serialized_hlo_module_proto()
 
 
 def refined(lowered: jax.stages.Lowered) -> mlir.ir.Module:
-    """The module with shapes that are all known, as `lowered.compile()` refines it: a function that was exported with
-    symbolic shapes and is called in the program holds unknown ones."""
+    """The module with known shapes only, refined as in `lowered.compile()`.
+
+    A program has unknown shapes if it calls a function that was exported with symbolic shapes.
+    """
     state = _computation(lowered).compile_args.get("shape_poly_state")
     module = stablehlo_module(lowered)
     if state is None or not state.uses_dim_vars:
@@ -118,7 +122,7 @@ def refined(lowered: jax.stages.Lowered) -> mlir.ir.Module:
 def replace_stablehlo_module(
     lowered: jax.stages.Lowered, module: mlir.ir.Module, name: str | None
 ) -> jax.stages.Lowered:
-    """A copy of `lowered` that compiles `module`, under `name` in JAX's logs. `lowered` stays as it was."""
+    """A copy of `lowered` that compiles `module`, under `name` in JAX's logs. `lowered` does not change."""
     computation = copy.copy(_computation(lowered))
     computation._hlo = module
     computation._executable = None
@@ -130,8 +134,10 @@ def replace_stablehlo_module(
 
 
 def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """HLO text of a StableHLO program that is partitioned over `devices`, as their compiler leaves it; nothing is
-    loaded, so the devices need not exist."""
+    """HLO text of a StableHLO program, partitioned over `devices`, after compilation.
+
+    The program is not loaded, so the devices need not exist.
+    """
     wanted = xla_client.CompileOptions()
     wanted.num_replicas, wanted.num_partitions = 1, len(devices)
     wanted.env_option_overrides = list(options.items())
@@ -144,7 +150,10 @@ def compiled_text(module: mlir.ir.Module, devices: Sequence[Any], options: Mappi
 
 
 def apart(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """The same program, whose executable is freed when nothing holds it: JAX keeps one as long as its module."""
+    """The same program with a module of its own, so that its executable is freed with the last reference.
+
+    JAX keeps an executable as long as its module.
+    """
     module = stablehlo_module(lowered)
     with module.context:
         copied = mlir.ir.Module.parse(mlir.module_to_bytecode(module))
@@ -163,18 +172,18 @@ def _computation(lowered: jax.stages.Lowered) -> Any:
 
 
 def trace_context() -> Hashable:
-    """What of JAX's configuration, context meshes included, makes `jax.jit` trace anew."""
+    """The part of JAX's configuration, context meshes included, that makes `jax.jit` trace again if it changes."""
     return config.trace_context()
 
 
 def context_on_mesh(equation: Any, mesh: jax.sharding.AbstractMesh) -> Any:
-    """What an equation of a jaxpr keeps of where it was traced (`jex_core.JaxprEqn.ctx`), under another mesh."""
+    """The context in which a jaxpr equation was traced (`jex_core.JaxprEqn.ctx`), with another mesh."""
     with equation.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return type(equation.ctx)()
 
 
 def convert_element_type(value: Any, dtype: Any, weak_type: bool) -> Any:
-    """`jax.lax.convert_element_type`, to a type that may be weak."""
+    """`jax.lax.convert_element_type` that can also convert to a weak type."""
     return _lax._convert_element_type(value, dtype, weak_type=weak_type)
 
 
@@ -184,31 +193,31 @@ def is_jitted(function: object) -> bool:
 
 
 def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the static arguments of what `jax.jit` returned."""
+    """Positions and names of the static arguments of a `jax.jit` function."""
     info = jitted._jit_info
     return frozenset(info.static_argnums), frozenset(info.static_argnames)
 
 
 def with_compiler_options(jitted: Any, options: dict[str, Any]) -> Any:
-    """What `jax.jit` returned, as if it had been given these `compiler_options`, too."""
+    """A copy of a `jax.jit` function with additional `compiler_options`."""
     info = jitted._jit_info
     given = (*info.compiler_options_kvs, *options.items())
     return pjit._cpp_pjit(jitted._fun, info._replace(compiler_options_kvs=given))
 
 
 def xla_options(jitted: Any) -> dict[str, Any]:
-    """Options of XLA for one program, of what `jax.jit` returned."""
+    """The XLA options (`compiler_options`) of a `jax.jit` function."""
     return dict(jitted._jit_info.compiler_options_kvs)
 
 
 def jit_settings(jitted: Any) -> dict[str, Any]:
-    """Further options of what `jax.jit` returned, as far as they are numbers and names."""
+    """Donated and static arguments of a `jax.jit` function, and its options `keep_unused` and `inline`."""
     names = ("donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "keep_unused", "inline")
     return {name: getattr(jitted._jit_info, name) for name in names}
 
 
 def jit_shardings(jitted: Any) -> list[Any]:
-    """Shardings that `jax.jit` was told of arguments and results, among other things that have no devices."""
+    """The `in_shardings` and `out_shardings` of a `jax.jit` function, flattened. Unspecified ones have no devices."""
     info = jitted._jit_info
     return [*(info.in_shardings_leaves or ()), *(info.out_shardings_leaves or ())]
 
@@ -219,23 +228,25 @@ def coordination_client() -> Any | None:
 
 
 def process_number() -> int:
-    """Of this process in its job, once `jax.distributed` is initialized. Starts no backend."""
+    """Index of this process in its job, once `jax.distributed` is initialized. Starts no backend."""
     return distributed.global_state.process_id
 
 
 def process_total() -> int:
-    """Processes of the job, once `jax.distributed` is initialized. Starts no backend."""
+    """Number of processes in the job, once `jax.distributed` is initialized. Starts no backend."""
     return distributed.global_state.num_processes
 
 
 def program_key(lowered: jax.stages.Lowered) -> int:
-    """Equal for two lowerings that are one cached program. Valid while one of the two is alive."""
+    """The same number for two lowerings that share one cached program. Valid while one of the two is alive."""
     return id(_computation(lowered))
 
 
 def devices(lowered: jax.stages.Lowered) -> list[Any]:
-    """Those that a program is lowered for, deviceless ones too, in the order of its partitions; empty if nothing pins
-    it to any."""
+    """The devices that a program is lowered for, in the order of its partitions; empty if it is not pinned to any.
+
+    Devices that this machine does not have (of a compile-only topology) count, too.
+    """
     arguments = _computation(lowered).compile_args
     names = ("in_shardings", "out_shardings", "intermediate_shardings")
     for sharding in (s for name in names for s in arguments.get(name) or ()):

@@ -1,1 +1,1 @@
-"""What holds of a program whatever is done with it: collectives, buffers, where dimensions go, what is replicated."""
+"""Read-only analyses of HLO programs: collectives, buffers, dimensions, shardings, replication, execution counts."""

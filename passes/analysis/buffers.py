@@ -1,16 +1,15 @@
-"""Which values of a scheduled computation share a buffer, what order that demands, and how much memory lives.
+"""Finds which values of a scheduled computation share a buffer, the order this requires, and the peak memory.
 
-At POST_SCHEDULER copy insertion has run: XLA has made sure that values which must share a buffer do not live
-at the same time *in the order it chose*, and puts no dependency where that order does the job. They share one
-
+XLA's copy insertion runs before POST_SCHEDULER. Values of one buffer then never live at the same time *in XLA's own
+order*, but no dependency enforces this. Values share a buffer
   - through instructions that only rename: bitcast, tuple, get-tuple-element, barriers, ends of async pairs;
   - through in-place updates: dynamic-update-slice and scatter, alone or at the root of a fusion, custom calls
     and async starts with declared aliasing, a loop and its initial state;
   - through a loop's back edge: element k of the body's parameter and of its root;
   - through donation: a parameter of the entry and the output that is aliased to it.
 
-So an instruction that writes a buffer must stay after everything that read or wrote it before; `order_edges`
-says so as edges. They all point forward in the sequence given, so they and the data flow never form a circle.
+An instruction that writes a buffer must therefore stay after everything that read or wrote the buffer before it
+(`order_edges`). All edges point forward in the given sequence, so edges and data flow together have no cycle.
 """
 
 from collections.abc import Sequence
@@ -29,17 +28,17 @@ _IN_PLACE = frozenset("dynamic-update-slice scatter".split())
 
 @dataclass(frozen=True)
 class Access:
-    """The buffers that an instruction reads and writes, by number."""
+    """Numbers of the buffers that an instruction reads and writes."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
 
 class Buffers:
-    """Buffers of one computation, numbered. `is_body`: a `while` runs it as its body.
+    """The numbered buffers of one computation. `is_body`: the computation is the body of a `while`.
 
     Attributes:
-      pinned: buffers of parameters and constants, there whatever the order.
+      pinned: buffers of parameters and constants, which live in any order.
       live_out: buffers of the result.
     """
 
@@ -61,7 +60,7 @@ class Buffers:
         self.live_out = {self._find(b) for b in self._leaves[computation.root]}
 
     def leaves(self, instruction: Instruction) -> list[int]:
-        """The buffers of the arrays that make up the result."""
+        """The buffers of the result's arrays, in the order of its shape."""
         return [self._find(b) for b in self._leaves[instruction]]
 
     def size(self, buffer: int) -> int:
@@ -69,7 +68,6 @@ class Buffers:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """The largest value of each buffer."""
         sizes = [0] * len(self._parent)
         for number, size in enumerate(self._size):
             root = self._find(number)
@@ -78,7 +76,7 @@ class Buffers:
 
     @cached_property
     def accesses(self) -> dict[Instruction, Access]:
-        """What each instruction that does something reads and writes; a pair does at start and done."""
+        """Buffers that each instruction reads and writes. Both ends of an async pair have the accesses of the start."""
         found = {}
         for instruction in self.computation.instructions:
             if instruction.opcode not in _NO_ACCESS:
@@ -90,7 +88,7 @@ class Buffers:
 
     @cached_property
     def touches(self) -> dict[Instruction, list[int]]:
-        """Buffers that an instruction reads or writes and that are not pinned."""
+        """Buffers that each instruction reads or writes, without the pinned ones."""
         return {
             i: [b for b in dict.fromkeys((*a.reads, *a.writes)) if b not in self.pinned]
             for i, a in self.accesses.items()
@@ -103,7 +101,7 @@ class Buffers:
 
     @cached_property
     def touch_counts(self) -> dict[int, int]:
-        """How often each buffer is touched; what lives on is touched once more, at the end."""
+        """How often each buffer is touched. A buffer of the result counts one more touch, at the end."""
         counts = dict.fromkeys(self.live_out, 1)
         for touched in self.touches.values():
             for buffer in touched:
@@ -111,7 +109,7 @@ class Buffers:
         return counts
 
     def order_edges(self, sequence: Sequence[Instruction]) -> list[tuple[Instruction, Instruction]]:
-        """Pairs (before, after) that must keep their order because they meet in a buffer; linearly many."""
+        """Pairs (before, after) that must keep their order because they access one buffer; linear in the accesses."""
         writers: dict[int, int] = {}
         for access in self.accesses.values():
             for buffer in access.writes:
@@ -165,7 +163,7 @@ class Buffers:
             return self._leaves[operands[0]][offset : offset + leaf_count(instruction.shape)]
         if opcode in _RENAMES or opcode == "while":
             return list(self._leaves[operands[0]])
-        if opcode in ("recv-done", "send-done"):  # of (data, context, token), also where a loop hands them on
+        if opcode in ("recv-done", "send-done"):  # the operand is (data, context, token), also if a loop returns it
             leaves = self._leaves[operands[0]]
             return [*leaves[:-2], leaves[-1]] if opcode == "recv-done" else leaves[-1:]
         if is_done(instruction):
@@ -176,7 +174,7 @@ class Buffers:
             leaves = self._define_start(instruction)
         else:
             leaves = self._new(instruction.shape)
-        if opcode == "send":  # what it sends stays where it is
+        if opcode == "send":  # it reads its data in place
             given = self._leaves[operands[0]]
             leaves = [*given, *leaves[len(given) :]]
         if opcode in ("call", "conditional"):
@@ -186,7 +184,7 @@ class Buffers:
         return leaves
 
     def _define_start(self, start: Instruction) -> list[int]:
-        """The shape of a start repeats its operands beside the result: the operands' own buffers."""
+        """A start's shape holds its operands next to the result. These have the operands' buffers."""
         given = [b for o in start.operands for b in self._leaves[o]]
         leaves = self._new(start.shape)
         offset = _result_offset(start)
@@ -194,10 +192,10 @@ class Buffers:
             return given + leaves[len(given) :]
         if start.opcode == "copy-start":
             return [leaves[0], *given, *leaves[2:]]
-        return given  # all-reduce-start, which works in place
+        return given  # all-reduce-start works in place
 
     def _unite_alike(self, results: list[int], given: list[int]) -> None:
-        """A callee may hand on what it is given, or update it in place: a result may be any of its size."""
+        """A callee may return or update an argument, so results and arguments of one size share a buffer."""
         of_size = {self._size[b]: b for b in results}
         for buffer in (*results, *given):
             if self._size[buffer] in of_size:
@@ -219,10 +217,10 @@ class Buffers:
 
 
 class Memory:
-    """Peak memory of sequences of a module's computations, in bytes: what lives at once, callees included.
+    """Estimates the peak memory of a module's computations in bytes, callees included.
 
-    An estimate of what XLA's buffer assignment will need beside the arguments; gaps between buffers, which
-    make the compiled program take a little more, are left out. `arguments`: bytes of the module's own.
+    The peak excludes the module's arguments (`arguments` has their bytes) and the gaps between buffers, so the
+    compiled program needs slightly more.
     """
 
     def __init__(self, module: HloModule) -> None:
@@ -232,30 +230,31 @@ class Memory:
         self._peaks: dict[Computation, int] = {}
 
     def needed(self, module: HloModule) -> int:
-        """By the module in the order of its schedule, arguments and all."""
+        """Bytes that the module needs in the order of its schedule, arguments included."""
         return self.arguments + self.peak(module.entry, module.schedule[module.entry])
 
     def forget(self) -> None:
-        """To be called when the module's schedule has changed."""
+        """Drops cached peaks. Call it after a change of the module's schedule."""
         self._peaks.clear()
 
     def peak(self, computation: Computation, sequence: Sequence[Instruction]) -> int:
+        """Peak bytes of `computation` in the order `sequence`, without the entry's arguments."""
         live = LiveSet(self, computation)
         return max(map(live.place, sequence), default=0)
 
     def beside(self, computation: Computation) -> int:
-        """What lives outside `computation` while the module's entry runs it, at the worst of its calls."""
+        """Bytes that live outside `computation` while it runs: the maximum over its calls."""
         entry = computation.module.entry
         if computation is entry:
             return 0
-        much = 1 << 60  # so that the peak is where it runs
+        much = 1 << 60  # puts the peak at a call of `computation`
         self._peaks = {computation: much}
         peak = self.peak(entry, computation.module.schedule[entry])
         self.forget()
         return max(peak - much, 0)
 
     def inner(self, computation: Computation) -> dict[Instruction, int]:
-        """What the callees of instructions that run others need for themselves."""
+        """Peak bytes of the callees, for each instruction that runs other computations."""
         calling = self.buffers[computation].calling
         return {i: max((self._called_peak(c) for c in i.called), default=0) for i in calling}
 
@@ -267,7 +266,7 @@ class Memory:
 
 
 class LiveSet:
-    """Bytes that live while instructions of a computation are laid down one by one, in any legal order."""
+    """Bytes that live while a caller places a computation's instructions one by one, in any legal order."""
 
     def __init__(self, memory: Memory, computation: Computation) -> None:
         buffers = memory.buffers[computation]
@@ -287,7 +286,7 @@ class LiveSet:
         return total
 
     def after(self, instruction: Instruction) -> int:
-        """Bytes that live once `instruction` has run, if it is placed next."""
+        """Bytes that live after `instruction` has run, if it is placed next."""
         total = self.bytes
         for buffer in self._touches.get(instruction, ()):
             born, dies = buffer in self._born, self._left[buffer] == 1
@@ -295,7 +294,7 @@ class LiveSet:
         return total
 
     def place(self, instruction: Instruction) -> int:
-        """Places it next. Returns what lives while it runs."""
+        """Places `instruction` next. Returns the bytes that live while it runs."""
         freed = 0
         for buffer in self._touches.get(instruction, ()):
             if buffer not in self._born:
@@ -310,12 +309,12 @@ class LiveSet:
 
 
 def leaf_count(shape: Any) -> int:
-    """How many arrays a shape holds."""
+    """Number of arrays in a shape."""
     return sum(map(leaf_count, shape.tuple_shapes)) if shapes.is_tuple(shape) else 1
 
 
 def leaf_offset(shape: Any, index: Sequence[int]) -> int:
-    """How many arrays stand before the part of `shape` at `index`."""
+    """Number of arrays before the part of `shape` at `index`."""
     offset = 0
     for n in index:
         offset += sum(map(leaf_count, shape.tuple_shapes[:n]))
@@ -324,14 +323,14 @@ def leaf_offset(shape: Any, index: Sequence[int]) -> int:
 
 
 def _result_offset(start: Instruction) -> int:
-    """Where the result stands among the arrays of a start's shape."""
+    """Position of the result among the arrays of a start's shape."""
     if start.opcode in ("all-reduce-start", "copy-start"):
         return 0
     return sum(leaf_count(o.shape) for o in start.operands)
 
 
 def _in_place(instruction: Instruction) -> list[tuple[int, int, int]]:
-    """Arrays of the result that are written over arrays of operands: (number, operand, number in that)."""
+    """Result arrays that overwrite operand arrays: (result array, operand number, array of that operand)."""
     declared = [
         (
             leaf_offset(instruction.shape, alias.output_shape_index),
@@ -358,7 +357,7 @@ def _in_place(instruction: Instruction) -> list[tuple[int, int, int]]:
 
 
 def is_update(instruction: Instruction) -> bool:
-    """Whether the result is an operand's array with a part of it written anew."""
+    """Whether an update or a fusion overwrites a part of an operand's array with its (first) result."""
     return instruction.opcode in ("dynamic-update-slice", "fusion") and 0 in (n for n, _, _ in _in_place(instruction))
 
 
@@ -383,10 +382,7 @@ def _through_renames(value: Instruction) -> Instruction:
 
 
 def _hands_on(instruction: Instruction, leaf: int) -> bool:
-    """Whether array `leaf` of the result is an operand that `instruction` reads and does not write.
-
-    So are the invariants of a loop, and the operands that the shape of a start repeats.
-    """
+    """Whether result array `leaf` is an unwritten operand: loop-invariant state, an operand in a start's shape."""
     if instruction.opcode == "send":
         return leaf < leaf_count(instruction.operands[0].shape)
     if is_start(instruction):

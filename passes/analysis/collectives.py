@@ -1,20 +1,23 @@
-"""What a collective of an HLO module is: kind, size, and which devices take part.
+"""Reads a collective of an HLO module in any form: its kind, its size, and the devices that take part.
 
-XLA writes a collective plain (`all-gather`), as a pair (`async-start` around it and `async-done`, or the
-older `all-gather-start` and `all-gather-done`), or inside a fusion that is itself plain or async (Triton
-collectives). An async pair may hold several, which NCCL runs as one group. It writes the devices in one of four
-forms: lists, a reshaped and transposed iota, and both again as axes of a mesh; nothing at all means all devices. What
-the numbers count is said elsewhere: replicas, partitions, or devices (`flattened_groups`). This module reads all of
-them.
+XLA writes a collective in one of three forms:
 
-Bytes follow from the operands, since what stands beside the result differs from spelling to spelling:
+  - plain (`all-gather`);
+  - as a pair: `async-start` around it and `async-done`, or the older `all-gather-start` and `all-gather-done`. A pair
+    may hold several collectives, which NCCL runs as one group;
+  - inside a fusion (Triton collectives), which is itself plain or async.
 
-    all-reduce-start    f32[8], (f32[8], f32[8])                              the results alone, one or several
+Devices are lists of ids, a reshaped and transposed iota, or axes of a mesh whose ids are a list or an iota. No entry
+means all devices. Ids count replicas, partitions or devices (`flattened_groups`).
+
+Sizes are computed from the operands, because the forms put different arrays next to the result:
+
+    all-reduce-start    f32[8], (f32[8], f32[8])                              only the results, one or several
     all-gather-start    (f32[8], f32[64]), ((f32[8], f32[8]), (f32[64], f32[64]))      operands, then results
     permute-start       (f32[8], f32[8]), (f32[8], f32[8], u32[], u32[])      and contexts
     async-start         ((f32[8]), f32[64]), ((f32[8]), f32[64], u32[])       operands, result, and contexts
 
-Messages (`send`, `recv`) and transfers to the host's memory are no collectives: see `evaluation.transfers`.
+Messages (`send`, `recv`) and transfers to host memory are not collectives: see `evaluation.transfers`.
 """
 
 import itertools
@@ -33,22 +36,22 @@ KINDS = frozenset(
 GROUP_FIELDS = ("replica_groups", "collective_device_list", "iota_replica_groups", "mesh_replica_groups")
 
 Groups = tuple[tuple[int, ...], ...]
-_COMBINER_KEY = "combiner_key"  # a frontend attribute of XLA's: collectives with different ones are not combined
+_COMBINER_KEY = "combiner_key"  # frontend attribute: XLA does not combine collectives with different values
 _OVER_BOTH = frozenset(("all-gather", "all-reduce", "reduce-scatter"))
 _KERNEL, _PEERS = "mosaic_gpu", b"uses_xla_collective_metadata = true"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as costs see it.
+    """A collective with the facts that determine its cost.
 
     Attributes:
       kind: HLO's name, such as `all-gather`.
-      size: bytes of the whole buffer on one device: gathered, or before it is reduced. Of a ragged all-to-all the
-        buffer that is sent from; how much of it is sent, the data say.
-      groups: devices that communicate with each other; pairs for `collective-permute`. Empty: all devices, of which
-        the module does not say how many there are.
-      others: further ones that begin with it, of another kind or over other groups.
+      size: bytes of the whole buffer on one device: after a gather, before a reduction. For a ragged all-to-all, bytes
+        of the send buffer; the data determine how much of it is sent.
+      groups: devices that communicate with each other; (source, target) pairs for `collective-permute`. Empty: all
+        devices, and the module does not say how many there are.
+      others: further collectives of the same instruction, of another kind or over other groups.
     """
 
     kind: str
@@ -57,19 +60,21 @@ class Collective:
     others: tuple["Collective", ...] = ()
 
     def group_size(self, default: int) -> int:
+        """Devices of the largest group; `default` if there are no groups."""
         return max(map(len, self.groups), default=default)
 
     def nodes(self, gpus_per_node: int) -> int:
-        """Over how many nodes the widest group spreads, device n standing on node n // gpus_per_node."""
+        """Number of nodes that the widest group spans. Device n is on node n // gpus_per_node."""
         return max((len({d // gpus_per_node for d in group}) for group in self.groups), default=1)
 
 
 def is_start(instruction: Instruction) -> bool:
-    """Whether an async pair of any kind (collective, fusion, copy) begins here."""
+    """Whether `instruction` begins an async pair of any kind (collective, fusion, copy)."""
     return instruction.opcode.endswith("-start")
 
 
 def is_done(instruction: Instruction) -> bool:
+    """Whether `instruction` ends an async pair of any kind."""
     return instruction.opcode.endswith("-done")
 
 
@@ -82,26 +87,26 @@ def start_of(done: Instruction) -> Instruction:
 
 
 def keep_apart(collective: Instruction, name: str) -> None:
-    """XLA combines the collective with those alone that are kept apart by the same names."""
+    """Adds `name` to the combiner key. XLA combines only collectives with equal combiner keys."""
     attributes = collective.proto.frontend_attributes.map
     attributes[_COMBINER_KEY] = f"{name} {attributes[_COMBINER_KEY]}" if _COMBINER_KEY in attributes else name
 
 
 def kept_apart(collective: Instruction) -> str:
-    """Names by which it is kept apart, if any."""
+    """The combiner key of `collective`: names from `keep_apart`, separated by spaces; "" without one."""
     return collective.proto.frontend_attributes.map.get(_COMBINER_KEY, "")
 
 
 def free_channel(module: HloModule) -> int:
-    """The first channel behind all that the collectives of a module have."""
+    """A channel id larger than every channel id of the module."""
     return 1 + max((i.proto.channel_id for c in module.computations for i in c.instructions), default=0)
 
 
 def find_collective(instruction: Instruction) -> Collective | None:
-    """The collective that begins at `instruction`, or None. The `-done` of a pair begins none.
+    """The collective that `instruction` runs or starts, or None. The `-done` of a pair starts none.
 
-    Where several begin, those of one kind and the same groups count as one of their size together, and what is left
-    are the largest one's `others`.
+    If there are several, those of one kind and equal groups count as one collective of their total size. The largest
+    one is returned with the rest as its `others`.
     """
     sizes: dict[tuple[str, Groups], int] = {}
     for found in _payloads(instruction):
@@ -120,7 +125,7 @@ def _by_size(collective: Collective) -> tuple[int, str, Groups]:
 def _size(collective: Instruction) -> int:
     kind, operands = collective.opcode.removesuffix("-start"), collective.operands
     if kind == "ragged-all-to-all" or any(shapes.is_tuple(o.shape) for o in operands):
-        operands = operands[:1]  # others say where to write and how much, as of a permute that updates in place
+        operands = operands[:1]  # the others are output buffers, offsets and sizes
     size = sum(shapes.byte_size(o.shape) for o in operands)
     if kind != "all-gather":
         return size
@@ -130,8 +135,8 @@ def _size(collective: Instruction) -> int:
 
 
 def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instruction]:
-    """Collectives that are one instruction of a schedule. `inside`: of a pair or of a fusion, where calls are no
-    control flow."""
+    """The collectives of one scheduled instruction. `inside`: `instruction` is part of a pair or a fusion, where a
+    call is not control flow."""
     opcode = instruction.opcode
     if opcode.removesuffix("-start") in KINDS:
         yield instruction
@@ -142,15 +147,15 @@ def _payloads(instruction: Instruction, inside: bool = False) -> Iterator[Instru
 
 
 def flattened_groups(collective: Instruction) -> Groups:
-    """`device_groups`, with devices numbered as a step's mesh numbers them: replica r and partition p of P is r P + p.
+    """`device_groups` with the mesh's device numbers: replica r and partition p of P is device r P + p.
 
-        channel   use_global_device_ids   numbers are of
-        no        no                      replicas; the partitions communicate apart
-        yes       no                      partitions; for reductions and all-gathers, of replicas with all partitions
+        channel   use_global_device_ids   ids count
+        no        (either)                replicas; each partition communicates on its own
+        yes       no                      partitions; in reductions and all-gathers, replicas with all partitions
         yes       yes                     devices
 
-    Groups stay as they are where the module does not say how many devices it has, and where numbers are too high for
-    what they should count.
+    Groups stay unchanged if the module does not say how many devices it has, or if an id is too high for what it
+    counts.
     """
     proto, groups = collective.proto, device_groups(collective)
     replicas, partitions = collective.computation.module.device_counts
@@ -171,12 +176,12 @@ def flattened_groups(collective: Instruction) -> Groups:
 
 
 def _apart(groups: Groups, stride: int, copies: int, shift: int) -> Groups:
-    """Each group `copies` times, its numbers times `stride` and `shift` further each time."""
+    """Each group `copies` times: copy c has the ids n * stride + c * shift."""
     return tuple(tuple(n * stride + copy * shift for n in group) for group in groups for copy in range(copies))
 
 
 def device_groups(collective: Instruction) -> Groups:
-    """Groups of ids, in whichever form XLA wrote them; empty means all devices in one group."""
+    """Groups of ids, read from any of XLA's forms. Empty: all devices form one group."""
     proto = collective.proto
     if proto.source_target_pairs:
         return tuple((pair.source, pair.target) for pair in proto.source_target_pairs)
@@ -201,7 +206,7 @@ def _groups(serialized: bytes) -> Groups:
 
 
 def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
-    """0, 1, ... in the shape `dimensions`, transposed, read off row by row."""
+    """0, 1, ... reshaped to `dimensions`, transposed by `permutation`, and flattened row by row."""
     strides = _strides(dimensions)
     order = list(permutation) or list(range(len(dimensions)))
     return [
@@ -211,7 +216,7 @@ def _iota(dimensions: Sequence[int], permutation: Sequence[int]) -> list[int]:
 
 
 def mesh_groups(mesh: Any, axes: Any) -> Groups:
-    """Devices that differ only along `axes`; an axis may be taken in part: `size` after `pre_size` of it."""
+    """Groups of devices that differ only along `axes`. A sub-axis: `size` of an axis after `pre_size` of it."""
     dimensions: list[int] = []
     taken: list[int] = []
     for number, axis in enumerate(mesh.axes):
@@ -242,13 +247,13 @@ def _strides(dimensions: Sequence[int]) -> list[int]:
 
 
 def is_exclusive(instruction: Instruction) -> bool:
-    """Whether it is a kernel that waits for its peers."""
+    """Whether `instruction` is a Mosaic kernel that waits for the same kernel on other devices."""
     proto = instruction.proto
     return proto.custom_call_target.startswith(_KERNEL) and _PEERS in proto.backend_config
 
 
 def exclusive_kernel(instruction: Instruction) -> Instruction | None:
-    """The kernel that waits for its peers and that an instruction is, or a fusion of it with slices holds; or None."""
+    """The exclusive kernel that `instruction` is, or that a fusion with slices contains; None if there is none."""
     if instruction.opcode == "fusion":
         return next((i for i in instruction.called[0].instructions if is_exclusive(i)), None)
     return instruction if is_exclusive(instruction) else None

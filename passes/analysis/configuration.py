@@ -1,4 +1,4 @@
-"""What XLA has noted of an instruction: its `backend_config`."""
+"""Reads an instruction's `backend_config`, in which XLA notes its decisions."""
 
 import json
 from functools import lru_cache
@@ -8,7 +8,7 @@ from dhelix.passes.hlo import Instruction
 
 
 def backend_config(instruction: Instruction) -> dict[str, Any]:
-    """A `backend_config` that is a JSON object; anything else reads as empty. Not to be changed."""
+    """The `backend_config` if it is a JSON object, else {}. The result is cached: do not change it."""
     return _parse(instruction.proto.backend_config)
 
 

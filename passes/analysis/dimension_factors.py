@@ -1,18 +1,18 @@
-"""Where the dimensions of an array go on its way through reshapes and transposes.
+"""Tracks the dimensions of an array through reshapes and transposes.
 
-A dimension is a product of factors, outermost first. Factors have names, (dimension of the array that one started from,
-what stands outside of it there), which stay when a reshape joins or splits dimensions:
+A dimension is a product of factors, outermost first. A factor is identified by its dimension in the starting array and
+the product of the factors outside it there. This identity stays when a reshape joins or splits dimensions:
 
     gathered   [8, 4 x 16, 32]            factors  (0: 8)  (1: 4, 16)  (2: 32)
     reshape    [32, 16, 32]               [0: 8, 1: 4]  [1: 16]  [2: 32]
     transpose  [32, 32, 16]               [2: 32]  [0: 8, 1: 4]  [1: 16]
 
-So one sees which dimensions of a matrix product are those of a gathered array, through whatever stands between; and a
-`Rearrangement` says how to bring an array from one order of factors into another: split, permute, join. Dimensions of
+The factors show which dimensions of a matrix product are dimensions of a gathered array, in spite of the moves between
+the two. A `Rearrangement` brings an array from one order of factors into another: split, permute, join. Dimensions of
 size 1 have no factors.
 
-Used by `passes/communication/collective_matmul/sites.py`. Works forward and backward alike, as both ways a reshape is a
-regrouping.
+Used by `passes/communication/collective_matmul/sites.py`. It works forward and backward, because a reshape regroups
+factors in both directions.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Factor:
 
     Attributes:
       dimension: number of the dimension.
-      outside: product of the factors of that dimension that stand outside of this one.
-      size: how many values its index takes.
+      outside: product of the factors of that dimension outside this one.
+      size: number of values of its index.
     """
 
     dimension: int
@@ -40,7 +40,7 @@ class Factor:
     size: int
 
     def split(self, outer: int) -> tuple[Factor, Factor]:
-        """The outer part, of size `outer`, which divides the size, and the inner one."""
+        """The outer factor, of size `outer`, and the inner one. `outer` must divide `size`."""
         inner = self.size // outer
         return Factor(self.dimension, self.outside, outer), Factor(self.dimension, self.outside * outer, inner)
 
@@ -54,7 +54,7 @@ def whole(dimensions: Sequence[int]) -> list[Factors]:
 
 
 def regroup(factors: Iterable[Factors], dimensions: Sequence[int]) -> list[Factors] | None:
-    """The factors of an array that is reshaped to `dimensions`; None where a dimension is no product of them."""
+    """The factors after a reshape to `dimensions`; None if a dimension is not a product of (split) factors."""
     left = [f for group in reversed(list(factors)) for f in reversed(group)]
     groups: list[Factors] = []
     for size in dimensions:
@@ -92,9 +92,9 @@ class Rearrangement:
 
     @staticmethod
     def of(held: Sequence[Factor], wanted: Sequence[Factor], result: Sequence[int]) -> Rearrangement | None:
-        """From the order `held` to the order `wanted` of the same factors; None where they are not the same.
+        """From the order `held` to the order `wanted` of the same factors; None if the factors differ.
 
-        A factor of `held` may be several of `wanted`, which split it further.
+        `wanted` may split a factor of `held` into several.
         """
         split: list[Factor] = []
         for factor in held:
@@ -108,11 +108,11 @@ class Rearrangement:
 
     @property
     def moves(self) -> bool:
-        """Whether values change their order in memory."""
+        """Whether the order of values in memory changes."""
         return self.permutation != tuple(range(len(self.permutation)))
 
     def emit(self, builder: Builder, value: Instruction) -> Instruction:
-        """Instructions that rearrange `value`; itself where there is nothing to do."""
+        """Makes the instructions that rearrange `value`. Returns `value` itself if there is nothing to do."""
         kind = value.shape.element_type
         if self.moves:
             value = reshaped(builder, value, self.split)
@@ -122,7 +122,7 @@ class Rearrangement:
 
 
 def _joined(split: Sequence[int], permutation: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same with dimensions that stay side by side as one."""
+    """The same split and permutation, with dimensions that stay adjacent merged into one."""
     runs: list[list[int]] = []
     for n in permutation:
         if runs and n == runs[-1][-1] + 1:
@@ -138,14 +138,14 @@ def _within(part: Factor, factor: Factor) -> bool:
 
 
 def dense(element_type: int, dimensions: Sequence[int]) -> Any:
-    """A shape in row-major order. Layouts come later, but what looks at collectives before wants one to be there."""
+    """A row-major shape. Layout assignment runs later, but passes that read collectives before it need a layout."""
     shape = Shape(element_type=element_type, dimensions=dimensions)
     shape.layout.minor_to_major.extend(reversed(range(len(dimensions))))
     return shape
 
 
 def reshaped(builder: Builder, value: Instruction, dimensions: Sequence[int]) -> Instruction:
-    """`value` reshaped; itself where it has these dimensions."""
+    """`value` reshaped to `dimensions`; `value` itself if it has them already."""
     if list(value.shape.dimensions) == list(dimensions):
         return value
     return builder.make("reshape", dense(value.shape.element_type, dimensions), [value])

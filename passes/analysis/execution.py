@@ -1,17 +1,16 @@
-"""What a program executes, and how often: the one walk through loops, calls and branches.
+"""Walks what a program executes, with execution counts: loops, calls and branches.
 
-    for instruction, visit in instructions(module.entry): ...    in the order in which they run, visit.count times
+    for instruction, visit in instructions(module.entry): ...    in execution order; each runs visit.count times
     for visit in visits(module.entry): ...                       each place at which a computation runs
-    executions(module)                                           how often a step runs each computation, altogether
+    executions(module)                                           how often a step runs each computation in total
 
-A loop runs its body; its condition does not count, since XLA runs loops of a known length without it. A loop whose
-length nobody knows counts once. Of a conditional all branches are visited, as if each ran. Fusions, reductions and what
-is inside of an asynchronous pair are no computations of their own here: each is one kernel of its caller.
+A loop runs its body. Its condition does not count, because XLA runs loops of a known trip count without it. A loop of
+unknown trip count counts once. All branches of a conditional are visited, as if each ran. Fusions, reductions and the
+contents of async pairs are not visited: each is one kernel of its caller.
 
-Walks for other questions stand where the question is: the timeline plays a clock (`passes/evaluation/timeline.py`),
-memory asks what lives at once (`buffers.py`), `hlo/graph.py` walks all that is called whether or not it runs, the
-fingerprint of the collective order keeps digests (`passes/framework/fingerprint.py`), and a trace is matched with what
-ran (`runtime/profiling/traces/module_executions.py`).
+Other walks: the simulated clock (`passes/evaluation/timeline.py`), live memory (`buffers.py`), all called computations
+whether or not they run (`hlo/graph.py`), digests of the collective order (`passes/framework/fingerprint.py`), and
+matching a trace with the program (`runtime/profiling/traces/module_executions.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Visit:
     """A place at which a computation runs.
 
     Attributes:
-      count: how often a step comes there.
-      through: the loops, calls and conditionals that lead to it, the outermost first.
+      count: how often a step runs it at this place.
+      through: the loops, calls and conditionals that lead to it, outermost first.
     """
 
     computation: Computation
@@ -42,12 +41,12 @@ class Visit:
 
 
 def sequence_of(computation: Computation) -> list[Instruction]:
-    """The order in which a computation runs: its schedule, or where it has none, as it stands."""
+    """The instructions in execution order: the schedule, or module order if there is none."""
     return computation.module.schedule.get(computation, computation.instructions)
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a `while` runs: as the compiler noted it, or proved from constants; else None."""
+    """Trip count of a `while`: XLA's note, or proved from constants; None if unknown."""
     known = backend_config(loop).get("known_trip_count")
     if known is not None:
         return int(known["n"])
@@ -55,20 +54,23 @@ def trip_count(loop: Instruction) -> int | None:
 
 
 def counted_trips(control: Instruction) -> int:
-    """How often what a `while`, a call or a conditional leads to counts: once where nobody knows."""
+    """How often the callees of a `while`, a call or a conditional count: 1 for an unknown trip count."""
     count = trip_count(control) if control.opcode == "while" else 1
     return 1 if count is None else count
 
 
 def entered(control: Instruction) -> Sequence[Computation]:
-    """What a loop, a call or a conditional runs: the body, what is called, the branches."""
+    """The computations that control flow runs: a loop's body, a callee, all branches."""
     return control.called[:1] if control.opcode == "while" else control.called
 
 
 def visits(entry: Computation, into: Into = entered, visit: Visit | None = None) -> Iterator[Visit]:
     """Places at which computations run, callers first.
 
-    `into`: which computations a loop, a call or a conditional leads to.
+    Args:
+      entry: where the walk begins.
+      into: the computations to visit for a loop, a call or a conditional.
+      visit: the place of `entry`, if it is not the program's start.
     """
     visit = visit or Visit(entry)
     yield visit
@@ -80,7 +82,7 @@ def visits(entry: Computation, into: Into = entered, visit: Visit | None = None)
 def instructions(
     entry: Computation, into: Into = entered, visit: Visit | None = None
 ) -> Iterator[tuple[Instruction, Visit]]:
-    """What runs, in the order in which it does; loops, calls and conditionals before what they lead to."""
+    """Instructions in execution order, each with its place. Control flow comes before the instructions it runs."""
     visit = visit or Visit(entry)
     for instruction in sequence_of(visit.computation):
         yield instruction, visit
@@ -96,7 +98,7 @@ def _inside(instruction: Instruction, into: Into, visit: Visit) -> Iterator[Visi
 
 
 def once(into: Into = entered) -> Into:
-    """For walks that come to each computation only once, at the first of its places."""
+    """An `into` for walks that visit each computation only once, at its first place."""
     seen: set[Computation] = set()
 
     def fresh(control: Instruction) -> list[Computation]:
@@ -108,7 +110,7 @@ def once(into: Into = entered) -> Into:
 
 
 def executions(module: HloModule) -> dict[Computation, int]:
-    """How often a step runs each computation. Linear, also where many places call the same."""
+    """How often a step runs each computation. Linear in the module, even if many places call one computation."""
     runs = {module.entry: 1}
     for computation in reversed(module.computations):  # callers first
         for instruction in sequence_of(computation) if computation in runs else ():

@@ -1,15 +1,15 @@
-"""A program's tiles (GSPMD) as shardings over a mesh (Shardy), so that one propagation serves both.
+"""Translates a program's tiles (GSPMD) to shardings over a mesh (Shardy), so that one propagation serves both.
 
     x = parameter(0), sharding={devices=[2,1,4]<=[8] last_tile_dim_replicate}
     w = parameter(1), sharding={devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate}
 
-With a device's number read as digits, x is split over the first of [2, 4] and w over the last of [4, 2]. Both are
+Read a device's number as digits: x is split over the first digit of [2, 4], w over the last digit of [4, 2]. Both are
 digits of [2, 2, 2], so the mesh is ["axis_0"=2, "axis_1"=2, "axis_2"=2] over the devices in order, and
 
     x: [{"axis_0"}, {}]        w: [{}, {"axis_2"}]
 
-What the entry's parameters and constraints say is translated, for analysis alone: XLA never sees it. XLA has an import
-of tiles, too, but jaxlib does not offer it.
+Tiles of the entry's parameters and of sharding constraints are translated. The result serves analysis alone; XLA never
+sees it. XLA has such an import, but jaxlib does not expose it.
 """
 
 import math
@@ -25,13 +25,14 @@ _MESH = "mesh"
 _UNSPECIFIED = re.compile(rb"unspecified_dims=\[([\d,]*)\]")
 
 type _Digit = tuple[int, int]
-"""A part of a device's number: its size, and how many devices lie between two neighbours."""
+"""A digit of a device's number: (size, stride in devices)."""
 
 
 def as_shardy(module: HloModule) -> None:
-    """Writes beside the tiles of a program lowered for GSPMD what they are to Shardy; nothing where nothing is split.
+    """Adds Shardy shardings next to the tiles of a program lowered for GSPMD; adds nothing if nothing is split.
 
-    Raises PassRefusal, with the reason, where tiles cannot be read or fit no common mesh.
+    Raises:
+      PassRefusal: tiles cannot be read or fit no common mesh.
     """
     said = {instruction: _digits(instruction) for instruction in _sharded(module)}
     devices = {math.prod(i.proto.sharding.iota_reshape_dims) for i in said if i.proto.sharding.type == TILED}
@@ -59,13 +60,13 @@ def _sharded(module: HloModule) -> Iterator[Instruction]:
 
 
 def _left_open(instruction: Instruction) -> set[int]:
-    """The dimensions that it leaves to propagation."""
+    """The dimensions that a constraint leaves to propagation."""
     found = _UNSPECIFIED.search(instruction.proto.backend_config)
     return set(map(int, filter(None, found[1].split(b",")))) if found else set()
 
 
 def _digits(instruction: Instruction) -> list[list[_Digit]]:
-    """For each dimension what it is split over, the major digit first."""
+    """For each dimension the digits that it is split over, major digit first."""
     tiles, rank = instruction.proto.sharding, len(instruction.shape.dimensions)
     if tiles.type == REPLICATED:
         return [[] for _ in range(rank)]
@@ -78,7 +79,7 @@ def _digits(instruction: Instruction) -> list[list[_Digit]]:
     if tiles.tile_assignment_devices:
         raise PassRefusal("its tiles list their devices one by one, which fits no mesh", instruction)
     strides = _strides(tiles.iota_reshape_dims)
-    left = [(tiles.iota_reshape_dims[k], strides[k]) for k in reversed(tiles.iota_transpose_perm)]  # the next one last
+    left = [(tiles.iota_reshape_dims[k], strides[k]) for k in reversed(tiles.iota_transpose_perm)]  # a stack
     found: list[list[_Digit]] = []
     for count in tiles.tile_assignment_dimensions[:rank]:
         over: list[_Digit] = []
@@ -103,7 +104,7 @@ def _strides(sizes: Sequence[int]) -> list[int]:
 
 
 def _axes(digits: Sequence[_Digit], devices: int) -> dict[str, _Digit]:
-    """The coarsest mesh, over the devices in order, of which every digit is some axes; the major axis first."""
+    """The coarsest mesh over the devices in order in which every digit is a set of axes; major axis first."""
     ends = sorted({1, devices} | {end for size, stride in digits for end in (stride, stride * size)})
     if any(larger % smaller for smaller, larger in pairwise(ends)):
         raise PassRefusal("the program's tiles fit no common mesh")

@@ -1,16 +1,16 @@
-"""What JAX and strands write into name stacks, which profiles and dumps show, and what loops are called."""
+"""Names that JAX and the strand passes write into name stacks (shown by profiles and dumps), and names of loops."""
 
 from collections.abc import Iterable
 
 from dhelix.passes.hlo import Computation, HloModule, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 
-BACKWARD_NAME = "transpose("  # in JAX's name stack, of what reverse-mode differentiation made
+BACKWARD_NAME = "transpose("  # in JAX's name stack of operations that reverse-mode differentiation made
 ALPHA, BETA = "strand_alpha", "strand_beta"
-STRANDS = "strands"  # name of a loop over micro-batches with two strands
-LAYERS = "strand_layers"  # name of a merged loop
-REPLICAS = "sum_over_replicas"  # name of a sum of parts that lie on different devices
-FIRST, LAST = "first_layers", "last_layers"  # names of forward loops where strands are kept apart
+STRANDS = "strands"  # a loop over micro-batches with two strands
+LAYERS = "strand_layers"  # a merged loop over layers
+REPLICAS = "sum_over_replicas"  # a sum of parts on different devices
+FIRST, LAST = "first_layers", "last_layers"  # forward loops of skewed strands
 FIRST_BACK, LAST_BACK = "back_first_layers", "back_last_layers"
 SKEWED = (FIRST, LAST, FIRST_BACK, LAST_BACK)
 
@@ -27,7 +27,7 @@ def merged_loops(computation: Computation) -> list[Instruction]:
 
 
 def name_strand(strand: str, instructions: Iterable[Instruction]) -> None:
-    """Puts the strand before the name stack of instructions and of the loops and branches that they run."""
+    """Puts the strand in front of the name stacks of instructions and of what their control flow runs."""
     for instruction in instructions:
         if instruction.op_name:
             instruction.proto.metadata.op_name = f"{strand}/{instruction.op_name}"

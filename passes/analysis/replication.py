@@ -1,4 +1,4 @@
-"""Which values are the same on all devices of a group.
+"""Proves that values are the same on all devices of a group.
 
     scale = parameter, sharded over nothing         {0, 1}, {2, 3}: the same
       -> convert -> loop state, unchanged -> dynamic-slice by the loop's counter -> broadcast: the same
@@ -6,12 +6,12 @@
       -> all-gather over the axis: the same;  partition-id, custom calls, random numbers: not known
     w     = parameter, sharded over another axis    the same -> all-gather over that axis: the same
 
-A partitioned program has one code for all devices, and what XLA's partitioner knew of its values is gone but for the
-shardings of the entry's parameters. So it is proved again, backward from a value: all that it follows from is the same
-on the devices of a group, or a collective has made it so. What a loop hands on is the same in every iteration if it is
-at the start and each iteration keeps it so; what comes out of one must have been through as many iterations on each.
+All devices run the same partitioned program. XLA's partitioner leaves only the shardings of the entry's parameters in
+it, so replication is proved backward from a value. A value is the same if everything it depends on is the same, or if a
+collective makes it the same. Loop-carried state is the same in every iteration if it is the same at the start and the
+body keeps it so. The result of a loop also needs the same trip count on each device.
 
-`same_on` errs on one side: False means that it is not known.
+`same_on` is conservative: False means "not proved".
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _FOLLOWS = frozenset(
     minimum multiply negate not or pad power reduce remainder reshape reverse rsqrt select sign sine slice sqrt subtract
     tanh transpose tuple xor""".split()
 )
-"""Opcodes whose result is the same where their operands are."""
+"""Opcodes whose result is the same on two devices if the operands are."""
 _REPLICATED = 0
 
 
 class Replication:
-    """What of a module is the same on several devices. Which computation calls which must not change meanwhile."""
+    """Proves which values of a module are replicated. The call graph must not change while it is in use."""
 
     def __init__(self, module: HloModule) -> None:
         self._entry = module.entry
         self._callers = graph.callers(module)
 
     def same_on(self, groups: Groups, *values: Instruction) -> bool:
-        """Whether each of `values`, where it is computed, is the same on all devices of each group."""
+        """Whether all devices of each group compute the same value for each of `values`. False if not proved."""
         pending, seen = list(values), set(values)
         while pending:
             needed = self._needed(pending.pop(), groups)
@@ -53,7 +53,7 @@ class Replication:
         return True
 
     def _needed(self, value: Instruction, groups: Groups) -> list[Instruction] | None:
-        """Values that must be the same for this one to be; None where it is not known."""
+        """The values that must be the same so that `value` is; None if it cannot be proved."""
         if value.opcode in _GIVEN:
             return []
         if value.opcode == "parameter":
@@ -69,7 +69,7 @@ class Replication:
         return value.operands if value.opcode in _FOLLOWS else None
 
     def _element(self, source: Instruction, index: int) -> list[Instruction] | None:
-        """Likewise of an element of a tuple."""
+        """Like `_needed`, for element `index` of the tuple `source`."""
         while source.opcode == "opt-barrier":
             source = source.operands[0]
         if source.opcode == "tuple":
@@ -82,14 +82,14 @@ class Replication:
         return None
 
     def _state(self, computation: Computation, index: int) -> list[Instruction] | None:
-        """Likewise of what the body or condition of a loop reads of its state."""
+        """Like `_needed`, for an element of the state that a loop's body or condition reads."""
         callers = self._callers[computation]
         if len(callers) != 1 or callers[0].opcode != "while":
             return None
         return self._carried(callers[0], index)
 
     def _carried(self, loop: Instruction, index: int) -> list[Instruction] | None:
-        """Likewise of an element of a loop's state, in any iteration."""
+        """Like `_needed`, for an element of a loop's state in every iteration."""
         start, root = loop.operands[0], loop.called[0].root
         if root.opcode != "tuple":
             return None
@@ -98,14 +98,14 @@ class Replication:
 
 
 def _is_same_parameter(parameter: Instruction, groups: Groups) -> bool:
-    """Whether the devices of each group hold the same shard of a parameter of the entry."""
+    """Whether the devices of each group hold the same shard of an entry parameter."""
     sharding = parameter.proto.sharding
     if not parameter.proto.HasField("sharding") or len(UnknownFieldSet(sharding)):
         return False
     if not sharding.HasField("named_sharding"):
         return sharding.type == _REPLICATED
     named = sharding.named_sharding
-    if len(UnknownFieldSet(named)):  # of an axis that parts are still to be summed over, for example
+    if len(UnknownFieldSet(named)):  # for example unreduced axes
         return False
     axes = [axis for dimension in named.dim_shardings for axis in dimension.axes]
     if not axes:
@@ -114,8 +114,10 @@ def _is_same_parameter(parameter: Instruction, groups: Groups) -> bool:
 
 
 def _are_parallel(groups: Groups, theirs: Groups) -> bool:
-    """Whether devices of one of `groups` exchange with devices that are pairwise in one of `groups`, as along another
-    axis of a mesh."""
+    """Whether a collective over `theirs` keeps values the same on `groups`: along another mesh axis, for example.
+
+    The collective's groups of two devices of one group must pass through the same `groups` in the same order.
+    """
     number = {device: n for n, group in enumerate(groups) for device in group}
     beside = {device: tuple(number.get(d, -1) for d in group) for group in theirs for device in group}
     rows = [{beside.get(device, ()) for device in group} for group in groups]
@@ -123,6 +125,6 @@ def _are_parallel(groups: Groups, theirs: Groups) -> bool:
 
 
 def _is_one(groups: Groups, number: Mapping[int, int]) -> bool:
-    """Whether all devices of each group have one number."""
+    """Whether all devices of each group have the same number."""
     found = [{number.get(device) for device in group} for group in groups]
     return bool(found) and all(len(numbers) == 1 and None not in numbers for numbers in found)

@@ -1,8 +1,8 @@
-"""Where in the user's program an instruction comes from.
+"""Finds the line of the user's program that an instruction comes from.
 
     source_of(loop)    # "model.py:31 (forward)"
 
-JAX writes the call stack of each operation into the module; XLA keeps it. Numbers count from 1, 0 is none.
+JAX writes the call stack of each operation into the module, and XLA keeps it. Its indices start at 1; 0 means none.
 """
 
 from pathlib import PurePath
@@ -13,7 +13,7 @@ _OURS = ("dhelix/runtime/", "dhelix/passes/")
 
 
 def source_of(instruction: Instruction) -> str:
-    """File, line and function of the innermost call that is neither JAX's nor ours; "" where nothing is known."""
+    """File, line and function of the innermost call outside site-packages and dhelix; "" if unknown."""
     index = instruction.computation.module.proto.stack_frame_index
     number = instruction.proto.metadata.stack_frame_id
     seen: set[int] = set()

@@ -1,6 +1,7 @@
 """A rough measure of how much a piece of HLO computes: floating-point operations of its matrix products.
 
-It only ranks loops against each other; costs in seconds are in `costs.py`.
+Every other instruction with a non-empty result counts 1. The measure only ranks loops against each other; costs in
+seconds are in `passes/evaluation/costs.py`.
 """
 
 from dhelix.passes.analysis.execution import counted_trips, entered
@@ -8,7 +9,7 @@ from dhelix.passes.hlo import Computation, Instruction, shapes
 
 
 def loop_work(loop: Instruction) -> int:
-    """Operations of all iterations of a `while`; one iteration where nobody knows how many there are."""
+    """Operations of all iterations of a `while`; an unknown trip count counts as 1."""
     return counted_trips(loop) * max(map(computation_work, entered(loop)))
 
 

@@ -1,1 +1,1 @@
-"""Passes that change the collectives of a program: plain forms, other implementations, parts, when they reduce."""
+"""Passes that change a program's collectives: canonical forms, replacements, splitting, and earlier reductions."""

@@ -1,4 +1,4 @@
-"""All-gathers as an all-to-all of copies, where that is faster: through host memory.
+"""Replaces all-gathers by an all-to-all of copies where that is faster: through host memory.
 
 Before:                                          After, over n = 4 devices:
     y = bf16[1,8192,4096] all-gather(x),             c = bf16[1,4,2048,4096] broadcast(x)
@@ -7,19 +7,20 @@ Before:                                          After, over n = 4 devices:
 
 Contract
     Consumes  plain all-gathers of one array, after partitioning and before fusion.
-    Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
-              three instructions on the right.
+    Makes     the three instructions on the right from each all-gather of `min_bytes` or more. If there is a `model`, it
+              must predict that they are faster.
     Leaves    the others, with a note for each reason.
 
-Why it is legal: every part of t is x, so what comes from device k is device k's x, in the place where the all-gather
-puts it. No number is touched.
+Why it is legal: every part of t is x. So the part from device k is device k's x, at the position where the all-gather
+puts it. No value changes.
 
-Why at all: NCCL gathers in a ring, in which what device k has passes through all others, and through host memory each
-time. With an all-to-all it goes there directly: 29 GB/s of bus bandwidth instead of 23 on 4 H200s without peer-to-peer
-(docs/profiles.md). Over NVLink, and between nodes, all-gathers are as fast or faster, and stay. It costs writing the
-gathered array once more, and its bytes once more while it lives.
+Why it pays: NCCL gathers in a ring. A device's data pass through all others, each time through host memory. In an
+all-to-all the data go to each device directly, with more bandwidth on GPUs without peer-to-peer (docs/profiles.md).
+Over NVLink and between nodes all-gathers are as fast or faster, and stay.
 
-Beyond the paper, whose collectives are NCCL's. docs/benchmarks.md says what it brings.
+Cost: writes the gathered array once more, and needs its bytes once more while it lives.
+
+Not in the DHelix paper, which uses NCCL's collectives as they are. docs/benchmarks.md has the gain.
 """
 
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from dhelix.passes.hlo import Builder, HloModule, Instruction
 
 @dataclass(frozen=True)
 class AllGatherDecomposition(Decomposition):
-    """All-gathers as all-to-all of copies; options as of `Decomposition`."""
+    """Replaces all-gathers by an all-to-all of copies. Options: see `Decomposition`."""
 
     name = "all-gather-decomposition"
 
@@ -41,7 +42,7 @@ class AllGatherDecomposition(Decomposition):
 
 
 def _decompose(gather: Instruction) -> None:
-    """Puts the three instructions in the place of `gather`."""
+    """Replaces `gather` by broadcast, reshape and all-to-all."""
     builder, (operand,), dimension = Builder(gather.computation), gather.operands, gather.proto.dimensions[0]
     kind, own = gather.shape.element_type, list(operand.shape.dimensions)
     parts = [*own[:dimension], gather.shape.dimensions[dimension] // own[dimension], *own[dimension:]]

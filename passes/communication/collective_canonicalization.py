@@ -1,4 +1,4 @@
-"""Writes the collectives that XLA's partitioner makes of sharding annotations as a shard_map would have them.
+"""Rewrites the collectives of XLA's partitioner into the form that a shard_map would have.
 
 Before, with rows sharded over 4 devices:                After:
     n = bf16[2,64] convert(...)                              m = bf16[2,64] multiply(n, broadcast(scale))
@@ -10,29 +10,30 @@ Before, with rows sharded over 4 devices:                After:
     b = bf16[8,64] all-reduce(dot(y, w))                     r = bf16[2,64] reduce-scatter(s)
     r = bf16[2,64] dynamic-slice(add(a, b), my rows)
 
-The partitioner gathers the operand of an elementwise operation as soon as its result is wanted whole, and sums whole
-arrays of which each device keeps a part. A collective beside its matrix product can be replaced
-(`passes/communication/collective_matmul/collective_matmul.py`); with an elementwise operation between them, or as an
-all-reduce, it cannot.
+The partitioner gathers the operand of an elementwise operation if a user needs its whole result. It also sums whole
+arrays of which each device keeps only a part. A collective directly next to its matrix product can be replaced
+(`passes/communication/collective_matmul/collective_matmul.py`). A collective behind an elementwise operation, or an
+all-reduce, cannot.
 
 Contract
-    Consumes  a partitioned program: plain collectives, before they are asynchronous. PRE_SCHEDULER is that place.
-    Makes     1. all-gathers of what is elementwise behind them, where a product reads that;
-              2. a reduce-scatter of all-reduces, summed, moved and then cut into each device's part.
-    Leaves    the rest, with one note for each reason why what looks like these is none.
+    Consumes  a partitioned program with plain collectives, before they become asynchronous: PRE_SCHEDULER.
+    Makes     1. an all-gather after elementwise operations, from an all-gather before them, if a product reads the
+                 result;
+              2. a reduce-scatter, from all-reduces that are summed, moved and then cut into each device's part.
+    Leaves    the rest, with one note for each reason.
 
 Why it is legal
-    1. An element of the result follows from one gathered element and from operands that are the same for all rows
-       (scalars, and what is broadcast along the gathered dimension) and on all devices that gather, which is proved
-       (`passes/analysis/replication.py`). So each device computes its rows of the same numbers, instead of all devices
-       all rows. Nothing else reads the gathered array, so it is gathered once.
-    2. Sums and moves of sums over devices are sums over devices of sums and moves; additions may round in another
-       order. That a device cuts out the part that a reduce-scatter would give it is not read off names: the offset is
-       evaluated for each device, from partition-id and constants, with XLA's integer arithmetic.
+    1. An element of the result depends on one gathered element and on other operands. These are the same for all rows
+       (scalars, and values broadcast along the gathered dimension) and on all devices of the group, which is proved
+       (`passes/analysis/replication.py`). So each device may compute its own rows instead of all rows. Nothing else
+       reads the gathered array, so one gather suffices.
+    2. Addition and moves commute with a sum over devices; additions may round in another order. The pass proves that
+       each device cuts out the part that a reduce-scatter gives it: it evaluates the offset for each device from
+       partition-id and constants, with XLA's integer arithmetic.
 
-Cost: none. Elementwise operations run once per row and fuse with what made the row; where types get wider behind the
-gather, and more would be gathered, it stays. The reduce-scatter is the one that XLA makes itself, later (its
-all-reduce reassociation and reduce-scatter creator), and is here before `collective-matmul`.
+Cost: none. Elementwise operations run once per row and fuse with the producer of the row. A gather stays if its
+elementwise users widen the type, because it would then move more bytes. XLA would make the same reduce-scatter later
+(all-reduce reassociation, reduce-scatter creator); `collective-matmul` needs it earlier.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ MIXED = "what is cut into parts is the sum of more than sums over devices"
 ELSEWHERE = "the part of a sum over devices that is cut out is not known to be the device's own"
 _ELEMENTWISE = ELEMENTWISE | {"ceil", "floor"}
 _LINEAR = frozenset("add copy reshape transpose".split())
-_MOST_NEEDED = 64  # instructions that an offset may follow from
+_MOST_NEEDED = 64  # instructions that an offset may depend on
 Users = dict[Instruction, list[Instruction]]
 Offsets = dict[Instruction, list[int] | None]
-"""Scalars as each device has them, for they are the same in many places."""
+"""Caches the value of a scalar on each device; None if unknown. Many slices share an offset."""
 
 
 @dataclass(frozen=True)
 class CollectiveCanonicalization:
-    """No options."""
+    """Moves gathers behind elementwise operations and makes reduce-scatters. No options."""
 
     name = "collective-canonicalization"
     stage = Stage.PRE_SCHEDULER
@@ -88,9 +89,9 @@ class CollectiveCanonicalization:
 
 
 def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
-    """Whatever reads the keys reads what stands for them, and they go."""
+    """Replaces the uses of each key by its value and removes the keys."""
 
-    def last(value: Instruction) -> Instruction:  # a part of a sum over one axis may be summed over another one
+    def last(value: Instruction) -> Instruction:  # a part of a sum may itself be a term of another sum
         while value in stands_for:
             value = stands_for[value]
         return value
@@ -100,11 +101,11 @@ def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Ins
         drop_dead(computation)
 
 
-# all-gather -> elementwise
+# 1. all-gather -> elementwise
 
 
 def _gather_late(computation: Computation, replication: Replication, left: Counter[str]) -> int:
-    """Moves all-gathers of a computation behind what is elementwise. Returns how many."""
+    """Moves all-gathers of a computation behind elementwise operations. Returns how many."""
     users, ordered = computation.users(), graph.tied(computation)
     builder, stands_for = Builder(computation), dict[Instruction, Instruction]()
     for gather in [i for i in computation.instructions if i.opcode == "all-gather"]:
@@ -128,7 +129,7 @@ def _gather_late(computation: Computation, replication: Replication, left: Count
 
 
 def _elementwise_readers(gather: Instruction, users: Users, ordered: set[Instruction]) -> list[Instruction]:
-    """Elementwise instructions behind a gather, each the only reader of the one before, up to the last."""
+    """The chain of elementwise instructions behind a gather. Each is the only reader of the one before."""
     found, value = list[Instruction](), gather
     dimension = gather.proto.dimensions[0]
     while value is not gather.computation.root and len(users[value]) == 1:
@@ -148,13 +149,13 @@ def _is_same_for_rows(value: Instruction, dimension: int) -> bool:
 
 
 def _others(gather: Instruction, behind: Sequence[Instruction]) -> list[Instruction]:
-    """What the instructions behind a gather read beside each other and the gather."""
+    """Operands of the instructions behind a gather that are not in the chain."""
     chain = {gather, *behind}
     return list(dict.fromkeys(o for instruction in behind for o in instruction.operands if o not in chain))
 
 
 def _meets_product(value: Instruction, users: Users) -> bool:
-    """Whether a matrix product reads `value` through moves."""
+    """Whether a matrix product reads `value`, directly or through moves."""
     pending = [value]
     while pending:
         for user in users[pending.pop()]:
@@ -170,7 +171,7 @@ def _width(value: Instruction) -> int:
 
 
 def _of_a_shard(builder: Builder, gather: Instruction, behind: Sequence[Instruction]) -> Instruction:
-    """The instructions `behind` a gather, of what a device has before it."""
+    """Copies the instructions `behind` a gather, for a device's own shard."""
     dimension, before = gather.proto.dimensions[0], gather.operands[0]
     rows = before.shape.dimensions[dimension]
     known = {gather: before}
@@ -186,11 +187,11 @@ def _of_a_shard(builder: Builder, gather: Instruction, behind: Sequence[Instruct
     return known[behind[-1]]
 
 
-# all-reduce -> dynamic-slice
+# 2. all-reduce -> dynamic-slice
 
 
 def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
-    """Makes reduce-scatters of all-reduces that are cut into parts. Returns how many."""
+    """Replaces all-reduces that are cut into parts by reduce-scatters. Returns how many."""
     users, ordered = computation.users(), graph.tied(computation)
     builder, stands_for = Builder(computation), dict[Instruction, Instruction]()
     offsets: Offsets = {}
@@ -217,7 +218,7 @@ def _scatter_sums(computation: Computation, left: Counter[str]) -> int:
 
 
 def _terms(value: Instruction, users: Users, ordered: set[Instruction]) -> Iterator[Instruction]:
-    """What `value` is the sum of, through moves, as far as nothing else reads what stands between."""
+    """The terms of the sum `value`, through moves. Stops at values that have other users."""
     pending = [value]
     while pending:
         top = pending.pop()
@@ -232,7 +233,7 @@ def _is_read_once(value: Instruction, users: Users) -> bool:
 
 
 def _groups(part: Instruction, terms: Sequence[Instruction], users: Users, ordered: set[Instruction]) -> Groups:
-    """Those over which all of `terms` are summed. Raises Unfit where the part is not of such sums alone."""
+    """The groups over which all `terms` are summed. Raises Unfit if a term is not such a sum."""
     sums = [t for t in terms if t.opcode == "all-reduce" and len(t.operands) == 1 and is_sum(t) and not is_marked(t)]
     groups = {device_groups(term) if term.proto.channel_id else () for term in sums}
     if len(sums) < len(terms) or len(groups) != 1:
@@ -243,9 +244,9 @@ def _groups(part: Instruction, terms: Sequence[Instruction], users: Users, order
 
 
 def _own_dimension(part: Instruction, groups: Groups, offsets: Offsets) -> int:
-    """The dimension of which each device cuts out the part that has its number in its group; Unfit if it does not.
+    """The dimension along which each device cuts out the part with its number in its group; raises Unfit if none is.
 
-    Along the others the part is whole, wherever it is said to begin.
+    Along other dimensions the part is whole, so its offset does not matter.
     """
     whole, devices = part.operands[0].shape.dimensions, sorted(device for group in groups for device in group)
     cut = [n for n, size in enumerate(part.shape.dimensions) if size != whole[n]]
@@ -262,7 +263,7 @@ def _own_dimension(part: Instruction, groups: Groups, offsets: Offsets) -> int:
 
 
 def _on_devices(value: Instruction, devices: int) -> list[int] | None:
-    """A scalar as each of so many devices has it; None where it does not follow from their numbers."""
+    """The scalar `value` on each device; None if it does not follow from the device's number."""
     try:
         needed = _needed(value)
         return [_on_device(value, needed, device) for device in range(devices)]
@@ -271,7 +272,7 @@ def _on_devices(value: Instruction, devices: int) -> list[int] | None:
 
 
 def _needed(value: Instruction) -> list[Instruction]:
-    """All that a scalar follows from. Raises Unknown where that is much."""
+    """All instructions that a scalar depends on. Raises Unknown if they are more than `_MOST_NEEDED`."""
     found = {value: None}
     pending = [value]
     while pending:
@@ -285,7 +286,7 @@ def _needed(value: Instruction) -> list[Instruction]:
 
 
 def _on_device(value: Instruction, needed: Sequence[Instruction], device: int) -> int:
-    """A scalar as a device has it: of its number, of constants, and of tables with a row for each device."""
+    """The scalar `value` on a device, from its number, constants, and constant tables with a row for each device."""
     known = {i: device for i in needed if i.opcode == "partition-id"}
     tables = [i for i in needed if i.opcode == "dynamic-slice" and i.operands[0].opcode == "constant"]
     rows = {table: _row(table, evaluate(table.operands[1], {}, known)) for table in tables}
@@ -293,7 +294,7 @@ def _on_device(value: Instruction, needed: Sequence[Instruction], device: int) -
 
 
 def _row(table: Instruction, number: int) -> int:
-    """An element of a constant array of integers. Raises Unknown for other tables."""
+    """Element `number` of a one-dimensional constant array of integers. Raises Unknown for other tables."""
     literal, dimensions = table.operands[0].proto.literal, table.operands[0].shape.dimensions
     values = literal.s32s or literal.u32s or literal.s64s or literal.u64s
     if len(dimensions) != 1 or list(table.shape.dimensions) != [1] or not 0 <= number < len(values):

@@ -1,14 +1,13 @@
-"""Other collectives in place of collectives: what the passes that make them share.
+"""Shared parts of the decomposition passes, which replace collectives by other collectives.
 
-All-to-alls take the place of all-gathers and reduce-scatters, all-gathers that of collective-permutes that swap.
+All-to-alls replace all-gathers and reduce-scatters; all-gathers replace collective-permutes that swap.
 
-An all-to-all sends each device its part directly. On symmetric memory copy engines do it, which take no SMs; through
-host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/profiles.md).
+An all-to-all sends each device its part directly. On symmetric memory it runs on copy engines, which take no SMs.
+Through host memory it reaches more bandwidth than the rings of NCCL's other collectives (docs/profiles.md).
 
-When does it pay? Alone, where measured times say so (`is_faster`). Under compute, faster communication gains little
-and what it adds to compute, a pass over memory, is lost: two strands on NVLink with copy engines take 942 ms with
-reduce-scatters that take 264 us each, and 950 with all-to-alls of 148. So where collectives are to lie under compute
-they are decomposed only if they take longer than it (`is_communication_bound`).
+For exposed communication a replacement pays if the profile says that it is faster (`is_faster`). Under compute, faster
+communication gains little, and the added pass over memory costs compute time. So collectives that compute should hide
+are replaced only if communication takes longer than compute (`is_communication_bound`; see docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ INSTEAD = {"all-gather": "all-to-all", "reduce-scatter": "all-to-all", "collecti
 KINDS = tuple(INSTEAD)
 UNMEASURED = "nothing was measured that says whether it pays"
 MIN_BYTES = 4 << 20
-"""Of the whole buffer on one device. Smaller messages cost latency, not bandwidth."""
-_ANY = 1 << 30  # GPUs of a node, where only the size of a group counts
+"""Minimal bytes of the whole buffer on one device. Latency dominates smaller messages, not bandwidth."""
+_ANY = 1 << 30  # GPUs per node, for keys in which node boundaries do not count
 _GAIN = 0.05
-"""Share of its time that a collective has to lose by an all-to-all; two machines' times differ by half as much."""
+"""Required gain, as a fraction of the collective's time. Times differ by half as much between two machines."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """What the passes have in common.
+    """Base class of the decomposition passes.
 
     Attributes:
-      model: costs that decide. They count for their launch setting alone, so it must be the process's. None: all that
-        are large enough are decomposed.
-      overlapped: the collectives are to lie under compute; then only in modules that are bound by communication, which
-        the model must say.
-      min_bytes: of the smallest buffer.
-      only: these alone, by kind, bytes and groups; None: all.
+      model: costs that decide. They hold only for their launch setting, which must be the process's. None: every
+        collective that is large enough is replaced.
+      overlapped: compute should hide the collectives. They are then replaced only in modules that are bound by
+        communication, which needs a model.
+      min_bytes: minimal size of the buffer (see `MIN_BYTES`).
+      only: restricts the pass to these keys, compared by kind, bytes and groups; None: no restriction.
     """
 
     model: CostModel | None = None
@@ -66,7 +65,18 @@ class Decomposition:
         why_not: Callable[[Instruction], str],
         decompose: Callable[[Instruction], None],
     ) -> bool:
-        """`decompose` for each collective of a kind for which it pays. Notes say how many, and why others stay."""
+        """Runs `decompose` on each collective of a kind for which it pays. Notes the count, and why others stay.
+
+        Args:
+          module: the module to change.
+          context: takes the notes.
+          kind: the collectives' opcode.
+          why_not: why a collective cannot be replaced; "" if it can.
+          decompose: replaces one collective.
+
+        Returns:
+          Whether anything changed.
+        """
         if self.overlapped and (reason := self.why_none(module)):
             context.note(f"left alone: {reason}")
             return False
@@ -91,19 +101,19 @@ class Decomposition:
         return _alike(collective_key(found, _ANY, "nccl")) in {_alike(key) for key in self.only}
 
     def why_none(self, module: HloModule) -> str:
-        """Why all stay where they are to lie under compute; "" if some may go."""
+        """Why all collectives stay if compute should hide them; "" if some may be replaced."""
         if self.model is None:
             return UNMEASURED
         return "" if is_communication_bound(module, self.model) else "compute takes longer than communication"
 
 
 def _alike(key: CollectiveKey) -> tuple[str, int, int, int]:
-    """What two keys share that differ in where nodes end and in the implementation alone."""
+    """The parts of a key that do not depend on node boundaries and implementation."""
     return key.kind, key.bytes, key.group_size, key.groups
 
 
 def why_not(collective: Instruction) -> str:
-    """Why a reduce-scatter or an all-gather has no form with an all-to-all; "" if it has."""
+    """Why an all-to-all cannot replace a reduce-scatter or an all-gather; "" if it can."""
     if len(collective.operands) != 1 or shapes.is_tuple(collective.shape):
         return "several arrays at once"
     if not collective.proto.channel_id:
@@ -117,7 +127,7 @@ def why_not(collective: Instruction) -> str:
 
 
 def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: int) -> str:
-    """Why `collective` stays; "" if another takes its place: by `model`, or without one by its size."""
+    """Why replacing `collective` does not pay; "" if it does. Without a model only its size decides."""
     found = find_collective(collective)
     if found is None or found.size < min_bytes:
         return f"smaller than {min_bytes} bytes"
@@ -130,8 +140,7 @@ def why_too_dear(collective: Instruction, model: CostModel | None, min_bytes: in
 
 
 def is_faster(key: CollectiveKey, model: CostModel) -> bool:
-    """Whether what may take its place, and a pass over memory before or after it, take clearly less time than this
-    collective, alone."""
+    """Whether the replacement and its pass over memory take clearly less time than the collective, each alone."""
     swaps = key.kind == "collective-permute"
     moved = 2 * key.bytes if swaps else key.bytes + key.bytes // key.group_size
     other = replace(key, kind=INSTEAD[key.kind], bytes=2 * key.bytes if swaps else key.bytes)
@@ -141,8 +150,7 @@ def is_faster(key: CollectiveKey, model: CostModel) -> bool:
 
 
 def faster(module: HloModule, model: CostModel) -> tuple[CollectiveKey, ...]:
-    """The large collectives of a module that are faster, alone, by what may take their place; of collective-permutes
-    those that swap."""
+    """The large collectives of a module whose replacement is faster. Collective-permutes count only if they swap."""
     keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
     found = set[CollectiveKey]()
     for instruction in (i for c in module.computations for i in c.instructions):
@@ -156,18 +164,17 @@ def faster(module: HloModule, model: CostModel) -> tuple[CollectiveKey, ...]:
 
 
 def in_words(keys: Iterable[CollectiveKey]) -> str:
-    """Kinds of collectives, in the plural; "" for none."""
+    """The kinds of collectives in the plural, such as "all-gathers and reduce-scatters"; "" for none."""
     return " and ".join(f"{kind}s" for kind in sorted({key.kind for key in keys}))
 
 
 def is_swap(pairs: Groups) -> bool:
-    """Whether every device of a permutation sends to the one that it receives from, and none to itself."""
+    """Whether every device sends to the device that it receives from, and none to itself."""
     return bool(pairs) and all(a != b and (b, a) in pairs for a, b in pairs)
 
 
 class Alone:
-    """Seconds of operators before they are scheduled, each alone: of collectives by a profile, of all else by the
-    roofline."""
+    """Stand-alone seconds of operators before scheduling: collectives by the profile, others by the roofline."""
 
     def __init__(self, model: CostModel) -> None:
         self._keys = OperatorKeys(model.hardware.gpus_per_node, model.implementation)
@@ -175,7 +182,7 @@ class Alone:
         self._estimator = model.estimator
 
     def seconds(self, instruction: Instruction, parts: int = 1) -> float:
-        """Of what is no loop; of a collective, if it had so many times fewer bytes."""
+        """Seconds of an instruction that is not control flow; of a collective with 1 / `parts` of its bytes."""
         key = None if find_collective(instruction) is None else self._keys[instruction]
         if not isinstance(key, CollectiveKey):
             return self._costs[instruction].seconds
@@ -183,12 +190,12 @@ class Alone:
 
 
 def is_communication_bound(module: HloModule, model: CostModel) -> bool:
-    """Whether the collectives of a module, before it is scheduled, take longer than everything else, each alone."""
+    """Whether the collectives of an unscheduled module take longer than everything else, each alone."""
     alone = Alone(model)
     known: dict[Computation, tuple[float, float]] = {}
 
     def loads(computation: Computation) -> tuple[float, float]:
-        """Seconds of communication, and of all else."""
+        """Seconds of communication and of everything else."""
         if computation not in known:
             communication = rest = 0.0
             for instruction in computation.instructions:
@@ -208,7 +215,7 @@ def is_communication_bound(module: HloModule, model: CostModel) -> bool:
 
 
 def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Instruction:
-    """Part k of `operand`, along the dimension of `like` and over its devices, goes to device k; theirs come back."""
+    """An all-to-all of `operand` along the dimension and over the devices of `like`: part k goes to device k."""
     made = builder.make("all-to-all", array(operand.shape.element_type, operand.shape.dimensions), [operand])
     made.proto.dimensions.extend(like.proto.dimensions)
     made.proto.channel_id = like.proto.channel_id
@@ -218,7 +225,7 @@ def all_to_all(builder: Builder, operand: Instruction, like: Instruction) -> Ins
 
 
 def put_in_place(old: Instruction, first: Instruction, last: Instruction) -> None:
-    """Readers of `old` read `last`; what had to come before `old` comes before `first`; `old` goes."""
+    """Replaces `old` by the instructions from `first` to `last`, control dependencies included, and removes it."""
     computation = old.computation
     first.control_predecessors = old.control_predecessors
     for other in computation.instructions:
@@ -228,5 +235,5 @@ def put_in_place(old: Instruction, first: Instruction, last: Instruction) -> Non
 
 
 def array(element_type: int, dimensions: Iterable[int]) -> Any:
-    """A shape without a layout: layouts come later."""
+    """A shape without a layout; XLA assigns layouts later."""
     return Shape(element_type=element_type, dimensions=dimensions)

@@ -1,4 +1,4 @@
-"""Reduces a layer's gradients over data-parallel replicas beside the backward of the layer before it.
+"""Reduces a layer's gradients over data-parallel replicas while the backward of the layer before it runs.
 
 Before:                                             After:
     for l in L-1 ... 0:                                 grads[L-1] += backward of layer L-1
@@ -8,24 +8,24 @@ Before:                                             After:
                                                         grads[0] = all-reduce(grads[0] / M)
 
 Contract
-    Consumes  an all-reduce of a stack of layers that a loop wrote slot by slot, each slot once and read by nothing else
-              than what adds to it; between them element by element what may be done to a slot alone. Calls in the
-              loop's body are inlined (`strand_duplication`). Under automatic sharding, a sum over replicas
-              (`replica_sums`), which the partitioner makes an all-reduce of.
-    Makes     the same of each slot, in the iteration after the one that writes it. Its first iteration stands in front
-              of the loop, its last reduction behind it. Sums over replicas go into a stack of their own.
-    Leaves    loops in which both strands run: the other one's compute is there to lie under; stacks of less than
-              `least` bytes a layer, groups of one device, other types than the stack's; and loops whose compute hides
-              less than smaller messages cost, by `model`, which it says.
+    Consumes  an all-reduce of a stack of layers that a loop wrote slot by slot. Each slot is written once and read only
+              by its own accumulation. Between loop and all-reduce there are only elementwise operations with scalars.
+              Calls in the loop's body are inlined (`strand_duplication`). Under automatic sharding, a sum over replicas
+              (`replica_sums`), from which the partitioner makes an all-reduce.
+    Makes     the same reduction of each slot, one iteration after the slot is written. The loop's first iteration moves
+              in front of the loop, the last reduction behind it. Sums over replicas get a stack of their own.
+    Leaves    loops in which both strands run, because the other strand's compute hides the reduction there; stacks with
+              less than `least` bytes per layer; groups of one device; all-reduces of another shape or type than the
+              stack's. With a note: loops whose compute hides less than smaller messages cost, according to `model`.
 
-Why it is legal: a slot has its last value when its own iteration is over (index tables of the proved counter), and an
-all-reduce and what stands before it do to each element what they do to it in the whole stack. All devices go through
-slots in the same order, for that follows from constants. What the devices' parts are added up in may change: NCCL's
-order depends on where an element lies in the buffer.
-Cost: an all-reduce per layer in place of one, so latency times layers, and the loop's body once more in the program.
-Nothing in memory; for sums over replicas one stack in their type. Gain: all but one layer's part has
-compute to lie under, in the last backward alone. Communication of data parallelism is not in DHelix; Megatron and DDP
-overlap it so.
+Why it is legal: a slot is final after its own iteration (index tables of the proved counter). The all-reduce and the
+operations before it act on each element alone. All devices reduce the slots in the same order, which constants
+determine. Only the order of additions may change, because NCCL's order depends on an element's position in the buffer.
+
+Cost: one all-reduce per layer instead of one in all, so the latency counts once per layer. The loop's body is in the
+program once more. No memory, except one stack for sums over replicas. Gain: compute can hide all but one layer's
+reduction, in the last backward pass only. The DHelix paper does not treat data-parallel communication; Megatron and DDP
+overlap it in this way.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ from dhelix.profiles.hardware import Hardware
 from dhelix.profiles.keys import CollectiveKey
 
 _ELEMENTWISE = frozenset("add subtract multiply divide convert".split())
-_WORTH = 3.0  # what is hidden has to be so many times what smaller messages cost: how much that is, is known roughly
+_WORTH = 3.0  # required ratio of hidden time to the cost of smaller messages, which is known only roughly
 
 type Users = dict[Instruction, list[Instruction]]
 type Scalar = Callable[[Instruction], Instruction]
@@ -60,9 +60,9 @@ class GradientReduction:
     """Reduces gradients layer by layer.
 
     Attributes:
-      model: costs that decide, for each loop; None: every loop is taken.
-      least: bytes of a layer's gradient; what is smaller is mostly latency.
-      costs_decide: without a model every loop stays.
+      model: costs that decide for each loop. None: every loop is changed.
+      least: minimal bytes of a layer's gradient; latency dominates smaller messages.
+      costs_decide: without a model, no loop is changed.
     """
 
     model: CostModel | None = None
@@ -91,9 +91,12 @@ class _Reduction:
     """`collective(steps(stack))`, where the stack is an element of the loop's state.
 
     Attributes:
-      result: the stack behind the loop; `write`: of a slot, in the body.
-      slots: in the order in which they are written.
-      steps: from the stack to the collective, one element-wise instruction after the other.
+      element: index of the stack in the loop's state.
+      result: the stack after the loop.
+      write: the instruction in the body that writes a slot.
+      slots: slot numbers in the order of writing.
+      steps: elementwise instructions from the stack to the collective, in order.
+      collective: the all-reduce, or the sum over replicas.
     """
 
     element: int
@@ -105,12 +108,12 @@ class _Reduction:
 
     @property
     def over_replicas(self) -> bool:
-        """Whether it is a sum along a dimension of the stack, of another shape than the stack."""
+        """Whether it is a sum over a dimension of the stack, so that its shape differs from the stack's."""
         return self.collective.opcode == "reduce"
 
     @property
     def replicas(self) -> int:
-        """How many, of a sum over replicas."""
+        """Number of replicas of a sum over replicas."""
         return self.result.shape.dimensions[1]
 
 
@@ -140,9 +143,9 @@ def _reductions(loop: Instruction, least: int) -> list[_Reduction]:
 
 
 def _written(loop: WhileLoop, element: int) -> list[int] | None:
-    """The slots of a stack in the order in which the loop writes them, each once and whole; None if it does otherwise.
+    """The slots of a stack in the order in which the loop writes them.
 
-    Nor may it read another slot than the one that it writes in the same iteration.
+    None unless the loop writes each slot once and whole, and reads in each iteration only the slot that it writes.
     """
     if slots_changed(loop, element) is None:
         return None
@@ -158,7 +161,7 @@ def _written(loop: WhileLoop, element: int) -> list[int] | None:
 def _collective_of(
     result: Instruction, users: Users, after: set[Instruction], least: int
 ) -> tuple[tuple[Instruction, ...], Instruction] | None:
-    """What is done to each element of a stack, and the all-reduce of that, where nothing else reads any of it."""
+    """The elementwise steps on a stack and the all-reduce behind them; None if others read any of these values."""
     steps: list[Instruction] = []
     value = result
     while len(users[value]) == 1 and value is not value.computation.root:
@@ -180,12 +183,12 @@ def _collective_of(
 
 
 def _is_scalar(value: Instruction, after: set[Instruction]) -> bool:
-    """Whether all of it is one number, which does not follow from the loop."""
+    """Whether `value` broadcasts one number that does not depend on the loop."""
     return value.opcode == "broadcast" and not value.proto.dimensions and value not in after
 
 
 def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -> bool:
-    """Whether what lies under the loop's compute is worth several times what smaller messages cost."""
+    """Whether compute hides `_WORTH` times the extra cost of smaller messages; True without a model."""
     if model is None:
         return True
     costs = model.costs()
@@ -201,19 +204,21 @@ def _pays(loop: Instruction, found: list[_Reduction], model: CostModel | None) -
     body = [costs[i] for i in loop.called[0].instructions]
     compute = sum(cost.seconds for cost in body if cost.lane is Lane.COMPUTE)
     waits = in_one
-    if found[0].over_replicas:  # the program is not partitioned yet: its shapes are those of all devices together
+    if found[0].over_replicas:  # not partitioned yet: shapes are global
         devices, replicas = mesh_size(loop.computation.module), found[0].replicas
         compute /= devices
         state = shapes.byte_size(loop.computation.root.shape) * replicas / devices
-        waits -= 2 * state / hardware.memory_bandwidth  # the optimizer reads and writes it meanwhile
+        waits -= 2 * state / hardware.memory_bandwidth  # the optimizer's reads and writes hide this much
     of_compute, of_collective = hardware.rates(lanes == {Lane.COMM_INTER})
     beside = min((layers - 1) * min(in_parts / of_collective, compute / of_compute), waits)
     return beside * (of_compute + of_collective - 1.0) > _WORTH * (layers * in_parts - in_one)
 
 
 def _replicas_key(one: _Reduction, hardware: Hardware) -> CollectiveKey:
-    """The all-reduce that the partitioner will make of a sum over replicas, whose stack all other axes split. Those are
-    taken to be the minor ones, as they communicate more."""
+    """The all-reduce that the partitioner makes from a sum over replicas.
+
+    Assumes that all other mesh axes split the stack, and that they are the minor axes because they communicate more.
+    """
     others = max(mesh_size(one.collective.computation.module) // one.replicas, 1)
     per_node = max(min(one.replicas, hardware.gpus_per_node // others), 1)
     size = shapes.byte_size(one.collective.shape) // others
@@ -233,8 +238,8 @@ def _reduce_if_split(loop: Instruction, found: list[_Reduction], context: PassCo
 
 
 def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]) -> None:
-    """`rest`: the loop without its first iteration."""
-    previous: dict[Instruction, Instruction] = {}  # by the index of an iteration, that of the one before
+    """Moves the reductions into `rest`, the loop without its first iteration, and the last one behind it."""
+    previous: dict[Instruction, Instruction] = {}  # index of an iteration -> index of the one before
     for one in found:
         index = one.write.operands[2]
         if index not in previous:
@@ -250,8 +255,13 @@ def _reduce(computation: Computation, rest: Instruction, found: list[_Reduction]
 
 
 def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) -> Instruction | None:
-    """The body reduces the slot of the iteration before. The barrier keeps that slot's read before writes to the stack,
-    or XLA would copy it. Returns the stack of sums over replicas, as the loop leaves it."""
+    """Makes the body reduce the previous iteration's slot.
+
+    The barrier keeps the read of that slot before writes to the stack; otherwise XLA would copy the stack.
+
+    Returns:
+      For a sum over replicas, the stack of sums after the loop; else None.
+    """
     body = loop.called[0]
     builder, users = Builder(body), body.users()
     reads = [read for read, k in WhileLoop(loop).reads.items() if k == one.element]
@@ -275,7 +285,7 @@ def _reduce_inside(loop: Instruction, one: _Reduction, previous: Instruction) ->
 
 
 def _empty(builder: Builder, like: Instruction) -> Instruction:
-    """A stack of which every slot will be written."""
+    """A stack of zeros; every slot will be overwritten."""
     return builder.make("broadcast", like.shape, [builder.number(0.0, like.shape.element_type)])
 
 
@@ -297,7 +307,7 @@ def _slot(builder: Builder, stack: Instruction, place: list[Instruction]) -> Ins
 
 
 def _reduced(builder: Builder, one: _Reduction, slot: Instruction, scalar: Scalar) -> Instruction:
-    """What becomes of a slot that has its last value; `scalar` gives numbers where `builder` builds."""
+    """Applies steps and collective to a final slot. `scalar` makes a scalar available where `builder` builds."""
     known: dict[Instruction, Instruction] = {one.result: slot}
     for step in (*one.steps, one.collective):
         for operand in step.operands:

@@ -1,4 +1,4 @@
-"""Collective-permutes in which devices swap, as an all-gather of each pair, where that is faster: through host memory.
+"""Replaces collective-permutes that swap by an all-gather per pair, where that is faster: through host memory.
 
 Before, devices 0 and 1 on two stages:                After:
     y = bf16[4096,4096] collective-permute(x),            g = bf16[2,4096,4096] all-gather(x),
@@ -6,21 +6,21 @@ Before, devices 0 and 1 on two stages:                After:
                                                           y = bf16[4096,4096] dynamic-slice(g, 1 - own place)
 
 Contract
-    Consumes  plain collective-permutes, after partitioning and before fusion, in which a receives from b what b does
-              from a, and the pairs are an axis of a row-major mesh of all devices: a pipeline of two stages in its
-              steady state.
-    Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
-              all-gather and the slice.
+    Consumes  plain collective-permutes, after partitioning and before fusion, in which the two devices of each pair
+              exchange their arrays. The pairs are an axis of a row-major mesh of all devices. A pipeline of two
+              stages does this in its steady state.
+    Makes     the all-gather and the slice from each such permute of `min_bytes` or more. If there is a `model`, it must
+              predict that they are faster.
     Leaves    the others, with a note for each reason.
 
-Why it is legal: each device gathers its own x and its partner's, and takes the partner's. No number is touched.
+Why it is legal: each device gathers its own x and its partner's, and takes the partner's. No value changes.
 
-Why at all: NCCL sends point to point over fewer channels than it gathers. On H200s without peer-to-peer, with buffers
-that suit the host's caches, 32 MiB are swapped in 1.7 ms and gathered in 1.0 (docs/profiles.md). Over NVLink
-both take as long, and permutes stay. It costs the bytes once more while they live, and a copy unless XLA fuses the
-slice.
+Why it pays: NCCL uses fewer channels for point-to-point messages than for gathers. Without peer-to-peer, the gather is
+faster (docs/profiles.md). Over NVLink both take as long, and permutes stay.
 
-Beyond the papers, whose pipelines send point to point. docs/benchmarks.md says what it brings.
+Cost: the bytes once more while they live, and a copy unless XLA fuses the slice.
+
+Not in the papers, whose pipelines send point to point. docs/benchmarks.md has the gain.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from dhelix.passes.hlo import Builder, HloModule, Instruction, shapes
 
 @dataclass(frozen=True)
 class PermuteDecomposition(Decomposition):
-    """Swaps as all-gathers of pairs; options as of `Decomposition`."""
+    """Replaces swaps by all-gathers of pairs. Options: see `Decomposition`."""
 
     name = "permute-decomposition"
 
@@ -44,12 +44,12 @@ class PermuteDecomposition(Decomposition):
         return self.replace_all(module, context, "collective-permute", _unfit, _decompose)
 
     def why_none(self, module: HloModule) -> str:
-        """A shorter transfer costs nothing that computes, so it matters not what bounds the step."""
+        """Needs only a model: a shorter transfer takes nothing from compute, so it pays in any step."""
         return "" if self.model is not None else exchange.UNMEASURED
 
 
 def _unfit(permute: Instruction) -> str:
-    """Why `permute` has no such form; "" if it has."""
+    """Why `permute` cannot be replaced; "" if it can."""
     if len(permute.operands) != 1 or shapes.is_tuple(permute.shape):
         return "several arrays at once"
     if not permute.proto.channel_id:
@@ -57,7 +57,7 @@ def _unfit(permute: Instruction) -> str:
     if not exchange.is_swap(device_groups(permute)):
         return "what it sends does not come back from there"
     pairs = _pairs(permute)
-    if 2 * len(pairs) != permute.computation.module.partitions:  # the others would get zeros, and gathers need all
+    if 2 * len(pairs) != permute.computation.module.partitions:  # other devices would get zeros
         return "its pairs are not known to be all devices"
     return "" if row_major_axis(pairs) is not None else "its pairs are no axis of a mesh of devices in order"
 
@@ -67,7 +67,7 @@ def _pairs(permute: Instruction) -> tuple[tuple[int, ...], ...]:
 
 
 def _decompose(permute: Instruction) -> None:
-    """Puts gather and slice in the place of `permute`."""
+    """Replaces `permute` by all-gather and slice."""
     builder, (operand,), pairs = Builder(permute.computation), permute.operands, _pairs(permute)
     axis, kind, own = row_major_axis(pairs), permute.shape.element_type, list(permute.shape.dimensions)
     assert axis is not None  # _unfit

@@ -1,4 +1,4 @@
-"""Reduce-scatters as an all-to-all and a sum of one's own, where the links are faster without NCCL's kernel.
+"""Replaces reduce-scatters by an all-to-all and a local sum, where that is faster than NCCL's kernel.
 
 Before:                                          After, over n devices:
     y = bf16[1,2048,4096] reduce-scatter(x),         t = bf16[1,8192,4096] all-to-all(x), dimensions={1}
@@ -7,20 +7,22 @@ Before:                                          After, over n devices:
                                                      y = bf16[1,2048,4096] convert(s)
 
 Contract
-    Consumes  plain reduce-scatters of one array of floats that add, after partitioning and before fusion.
-    Makes     of each of `min_bytes` or more that `model`, if there is one, prices higher than what takes its place, the
-              four instructions on the right. XLA fuses the last three with what reads y.
+    Consumes  plain reduce-scatters (sums) of one floating-point array, after partitioning and before fusion.
+    Makes     the instructions on the right from each reduce-scatter of `min_bytes` or more. If there is a `model`, it
+              must predict that they are faster. XLA fuses the last three steps with the users of y.
     Leaves    the others, with a note for each reason.
 
-Why it is legal: part k of device d's operand is what d adds to device k's result. The all-to-all hands every device
-its part of all operands, and it adds them in float32, in the order of the devices. So the sum is rounded once, where a
-reduce-scatter in bfloat16 rounds after each addition; results differ in the last bits.
+Why it is legal: part k of device d's operand is d's contribution to device k's result. The all-to-all gives each device
+its part of all operands. The device adds them in float32 (float64 for float64), in device order. So the sum is rounded
+once, while a bfloat16 reduce-scatter rounds after each addition; results differ in the last bits.
 
-Why at all: a reduction runs on SMs, those of a GEMM beside it. An all-to-all on symmetric memory is done by copy
-engines (`NCCL_CTA_POLICY=2`), which leave the SMs to the GEMM, and both send the same bytes; through host memory it is
-faster. It costs one pass over memory of 1 + 1/n of the operand, and needs the operand's bytes once more while it lives.
+Why it pays: NCCL's reduction runs on SMs that an overlapping GEMM needs. An all-to-all on symmetric memory runs on copy
+engines (`NCCL_CTA_POLICY=2`) and leaves the SMs to the GEMM. Both send the same bytes. Through host memory the
+all-to-all is faster.
 
-Beyond the paper: DHelix has no copy engines. docs/benchmarks.md says what it brings.
+Cost: one pass over memory of 1 + 1/n of the operand, and the operand's bytes once more while it lives.
+
+Not in the DHelix paper, which uses no copy engines. docs/benchmarks.md has the gain.
 """
 
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, shap
 
 @dataclass(frozen=True)
 class ReduceScatterDecomposition(Decomposition):
-    """Reduce-scatters as all-to-all and sum; options as of `Decomposition`."""
+    """Replaces reduce-scatters by all-to-all and sum. Options: see `Decomposition`."""
 
     name = "reduce-scatter-decomposition"
 
@@ -44,7 +46,7 @@ class ReduceScatterDecomposition(Decomposition):
 
 
 def _unfit(scatter: Instruction) -> str:
-    """Why `scatter` has no such form; "" if it has."""
+    """Why `scatter` cannot be replaced; "" if it can."""
     if not shapes.is_floating(scatter.shape):
         return "not of floating point numbers"
     root = scatter.called[0].root
@@ -54,7 +56,7 @@ def _unfit(scatter: Instruction) -> str:
 
 
 def _decompose(scatter: Instruction, sums: dict[int, Computation]) -> None:
-    """Puts the four instructions in the place of `scatter`. `sums`: computations that add, by element type."""
+    """Replaces `scatter` by all-to-all and sum. `sums`: adding computations by element type, filled on demand."""
     builder, (operand,), dimension = Builder(scatter.computation), scatter.operands, scatter.proto.dimensions[0]
     size = scatter.shape.dimensions[dimension]
     by_part = [*scatter.shape.dimensions]

@@ -1,4 +1,4 @@
-"""Computes what stands between an all-gather and a reduce-scatter in parts of the rows, where one strand runs alone.
+"""Splits the computation from an all-gather to a reduce-scatter into parts of the rows, where one strand runs alone.
 
 Before, of each device 2048 rows:               After, of each device 2 parts of 1024 rows:
     g = bf16[8192,K] all-gather(x)                  g0 = bf16[4096,K] all-gather(x[0:1024])
@@ -11,21 +11,22 @@ Before, of each device 2048 rows:               After, of each device 2 parts of
     compute   |                 | a  b  y |                 |                 | a b y  | a b y  |
 
 Contract
-    Consumes  the partitioned program, before collectives are asynchronous and before fusion. PRE_SCHEDULER.
-    Makes     of each chain, an all-gather, a reduce-scatter over the same devices and all that is computed on the way
-              from one to the other, one chain for each part of the rows. What else is read of the whole arrays on the
-              way, for the backward pass say, reads the parts joined. Parts keep XLA's combiners off each other.
-    Leaves    chains on whose way rows meet (attention), or another collective stands; computations where both strands
-              run, which hide each other's collectives whole (`pattern.co_executes`); and what `model` says not to
-              pay. One note for each reason.
+    Consumes  the partitioned program, before collectives are asynchronous and before fusion (PRE_SCHEDULER). A chain is
+              an all-gather, a reduce-scatter over the same devices, and all computation between them.
+    Makes     one chain for each part of the rows. Other users of the whole arrays, such as the backward pass, read the
+              joined parts. Combiner keys keep XLA from combining the parts' collectives again.
+    Leaves    chains in which rows interact (attention) or that contain another collective; computations where both
+              strands run, because each hides the other's collectives (`pattern.co_executes`); and chains that do not
+              pay according to `model`. One note for each reason.
 
-Why it is legal: what is computed of a row depends on that row alone (`rows.py`), and both collectives treat rows
-alike, so each part has the numbers that it had. Products of fewer rows may sum in another order.
+Why it is legal: the result for a row depends on that row alone (`rows.py`), and both collectives treat all rows alike,
+so each part has the same values as before. Products of fewer rows may sum in another order.
 
-Cost: collectives of a part take more than a part of the time, products may, and joined arrays are written once more.
-Without another strand nothing else hides what stands on the way, so where collectives take longer than all products
-of a computation, that is worth it. MegaScale section 3.2 pipelines each collective with the product beside it;
-here the parts stay apart until the last collective of the chain, so that nothing waits for a whole array in between.
+Cost: the collectives of n parts take longer than the whole ones, products may too, and joined arrays are written once
+more. Without another strand nothing else hides these collectives, so this pays if a computation's collectives take
+longer than its products. MegaScale ("Scaling Large Language Model Training to More Than 10,000 GPUs") section 3.2
+pipelines each collective with the adjacent product. Here parts stay apart until the last collective of the chain, so
+nothing waits for a whole array in between.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ from dhelix.passes.framework.manager import PassContext, Stage
 from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, graph
 from dhelix.passes.hlo.edit import drop_dead, replace_all_uses
 
-_PART = "part "  # and a number: by that collectives are kept apart
-_PRODUCTS = ("dot", "custom-call")  # attention too; what else there is XLA has yet to fuse
+_PART = "part "  # prefix of the parts' combiner keys
+_PRODUCTS = ("dot", "custom-call")  # with attention; other operations do not count, XLA has yet to fuse them
 
 
 @dataclass(frozen=True)
 class RowPartition:
-    """Chains from an all-gather to a reduce-scatter in parts.
+    """Splits chains from an all-gather to a reduce-scatter into parts.
 
     Attributes:
-      model: costs that decide, for their launch setting. None: all chains are partitioned that can be.
-      parts: of the rows of each device, 2 or more.
-      costs_decide: without a model all chains stay whole.
+      model: costs that decide, for their launch setting. None: all possible chains are split.
+      parts: number of parts of each device's rows, 2 or more.
+      costs_decide: without a model, all chains stay whole.
     """
 
     model: CostModel | None = None
@@ -91,11 +92,11 @@ class RowPartition:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """What is to be partitioned.
+    """A chain to split.
 
     Attributes:
-      steps: what is computed on the way, operands first.
-      rows: where the rows are, in what is gathered, in each step and in what is scattered.
+      steps: the computation between gather and scatter, operands first.
+      rows: position of the rows in the gather's result, in each step, and in the scatter's result.
     """
 
     gather: Instruction
@@ -105,14 +106,14 @@ class Chain:
 
 
 def pays(module: HloModule, model: CostModel) -> bool:
-    """Whether any chain of a module, which stays as it is, is faster in parts."""
+    """Whether any chain of a module is faster in parts. The module is not changed."""
     found = (_worth_it(c, RowPartition.parts, Alone(model), Counter()) for c in module.computations)
     return any(True for chains in found for _ in chains)
 
 
 def _worth_it(computation: Computation, parts: int, alone: Alone | None, left: Counter[str]) -> Iterator[Chain]:
-    """The chains that are to be computed in parts: those that can be, and by costs, if there are any, are faster so.
-    Counts why others are `left`."""
+    """The chains to split: those that can be split and, if costs are known, are faster. Counts in `left` why others
+    stay."""
     why_none = _why_none(computation, alone)
     for chain in find_chains(computation, parts, left):
         if reason := why_none or _why_too_dear(chain, parts, alone):
@@ -122,8 +123,10 @@ def _worth_it(computation: Computation, parts: int, alone: Alone | None, left: C
 
 
 def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Iterator[Chain]:
-    """Chains of a computation whose rows divide into `parts`, each when it is asked for, since those before may have
-    changed the computation. Counts why other reduce-scatters are `left`."""
+    """Chains of a computation whose rows divide into `parts`. Counts in `left` why other reduce-scatters stay.
+
+    Chains are found lazily: the caller may change the computation before it asks for the next one.
+    """
     order: list[Instruction] = []
     place: dict[Instruction, int] = {}
     for scatter in [i for i in computation.instructions if i.opcode == "reduce-scatter"]:
@@ -138,11 +141,11 @@ def find_chains(computation: Computation, parts: int, left: Counter[str]) -> Ite
             except Unfit as error:
                 reasons.append(str(error))
         else:
-            left[reasons[min(1, len(reasons) - 1)]] += 1  # of the nearest
+            left[reasons[min(1, len(reasons) - 1)]] += 1  # the reason of the nearest all-gather
 
 
 def _gathers_before(scatter: Instruction) -> set[Instruction]:
-    """All-gathers that a scatter depends on without another collective between."""
+    """All-gathers that a scatter depends on without another collective in between."""
     found: set[Instruction] = set()
     seen: set[Instruction] = set()
     pending = list(scatter.operands)
@@ -159,7 +162,7 @@ def _gathers_before(scatter: Instruction) -> set[Instruction]:
 
 
 def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Instruction]) -> list[Instruction]:
-    """What depends on the gather and is needed by the scatter, of what stands `between` them, operands first."""
+    """The instructions `between` gather and scatter that depend on the gather and that the scatter depends on."""
     below, above = {gather}, {*scatter.operands, *scatter.control_predecessors}
     for instruction in between:
         if not below.isdisjoint((*instruction.operands, *instruction.control_predecessors)):
@@ -171,7 +174,7 @@ def _on_the_way(gather: Instruction, scatter: Instruction, between: Sequence[Ins
 
 
 def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruction], parts: int) -> Chain:
-    """The chain of both, which stand around `between`. Raises Unfit."""
+    """The chain from gather to scatter, with all instructions `between` them. Raises Unfit if it cannot be split."""
     if mesh_axis(gather) != mesh_axis(scatter) or device_groups(gather) != device_groups(scatter):
         raise Unfit("gathered and scattered over other devices")
     if not is_sum(scatter):
@@ -203,7 +206,7 @@ def _chain(gather: Instruction, scatter: Instruction, between: Sequence[Instruct
 
 
 def _partition(chain: Chain, count: int, channel: int) -> None:
-    """Puts the parts in the place of a chain. Collectives get channels from `channel` on."""
+    """Replaces a chain by `count` parts. Their collectives get channel ids from `channel` on."""
     computation, gather, scatter, rows = chain.gather.computation, chain.gather, chain.scatter, chain.rows
     users, inner = computation.users(), {*chain.steps, scatter}
     read = [i for i in (gather, *chain.steps) if i is computation.root or not inner.issuperset(users[i])]
@@ -215,7 +218,7 @@ def _partition(chain: Chain, count: int, channel: int) -> None:
         own = {operand: parts.take(operand, local, number)}
         own[gather] = parts.part(gather, rows[gather], number, own)
         begun = own[gather]
-        if made:  # or XLA makes one fusion of what parts compute of the same arrays, which waits for all of them
+        if made:  # otherwise XLA fuses parts that read the same arrays, and the fusion waits for all
             begun, made[-1][summed] = parts.builder.barrier([begun, made[-1][summed]])
         known = {gather: begun}
         for step in chain.steps:
@@ -233,7 +236,7 @@ def _partition(chain: Chain, count: int, channel: int) -> None:
 
 
 def _why_none(computation: Computation, alone: Alone | None) -> str:
-    """Why all chains of a computation stay whole; "" if some may not."""
+    """Why all chains of a computation stay whole; "" if some may be split."""
     if co_executes(computation):
         return "the other strand hides its collectives"
     if alone is None:
@@ -244,13 +247,13 @@ def _why_none(computation: Computation, alone: Alone | None) -> str:
 
 
 def _why_too_dear(chain: Chain, parts: int, alone: Alone | None) -> str:
-    """Why a chain stays whole; "" if its parts take less time, where nothing runs beside them."""
+    """Why a chain stays whole; "" if its parts take less time when nothing else runs."""
     if alone is None:
         return ""
     gather, scatter = alone.seconds(chain.gather), alone.seconds(chain.scatter)
     gather_part, scatter_part = alone.seconds(chain.gather, parts), alone.seconds(chain.scatter, parts)
     between = sum(alone.seconds(step) for step in chain.steps)
-    computed = scattered = 0.0  # when the parts so far are
+    computed = scattered = 0.0  # the time at which all parts so far are computed, scattered
     for number in range(parts):
         computed = max(computed, (number + 1) * gather_part) + between / parts
         scattered = max(scattered, computed, parts * gather_part) + scatter_part

@@ -1,21 +1,20 @@
-"""Where the rows of a gathered array are in what is computed of it, and how to compute one part of them.
+"""Finds the rows of a gathered array in later results, and computes one part of the rows.
 
     x [2048, K] of each of 4 devices                       rows: 4 devices x 2048, as the all-gather puts them
     g [8192, K] all-gather(x)                              dimension 0, nothing inside
     r [1, 8192, K] reshape(g)                              dimension 1
     y [1, 8192, H, D] reshape(dot(r, w))                   dimension 1
 
-Rows stay what they are through elementwise operations, reshapes, transposes, products with a weight, and reductions and
-concatenations of other dimensions: what is computed of one row depends on that row alone. So a part of the rows, the
-same of every device, can be computed for itself. In memory, parts lie
+Elementwise operations, reshapes, transposes, products with a weight, and reductions and concatenations of other
+dimensions keep rows independent: the result for a row depends on that row alone. So a part of the rows, the same part
+on every device, can be computed separately. In memory, the dimension that holds the rows is laid out as
 
-    [what is outside, device, part, row of the device's part, what is inside]
+    [outside, device, part, row in the device's part, inside]
 
-within the dimension that the rows are in. `follow` says where the rows are in a result, `part` makes an instruction
-for one part from operands for that part, `take` cuts a part out of a whole array and `join` puts parts together.
+`follow` finds the rows in a result. `part` makes an instruction for one part from operands for that part. `take` cuts a
+part out of a whole array, and `join` puts parts together.
 
-Used by `row_partition.py`. (`dimension_factors.py` follows all dimensions of an array at once, through what
-moves values and no more.)
+Used by `row_partition.py`. (`dimension_factors.py` follows all dimensions of an array, but only through moves.)
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _ELEMENTWISE = ELEMENTWISE | {"and", "ceil", "copy", "floor", "not", "or"}
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows are in an array.
+    """The position of the rows in an array.
 
     Attributes:
-      dimension: that they are in.
-      outside, inside: what else is in that dimension: around the rows, and in each.
-      devices: of whom each has as many rows, one device's after another's.
-      size: rows altogether.
+      dimension: the dimension that holds the rows.
+      outside, inside: sizes of the other factors of that dimension, outside the rows and inside each row.
+      devices: number of devices; each has the same number of rows, stored device after device.
+      size: total number of rows.
     """
 
     dimension: int
@@ -51,23 +50,26 @@ class Rows:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing else is in the dimension."""
+        """Whether the dimension holds nothing but the rows."""
         return self.outside == self.inside == 1
 
     def at(self, dimension: int) -> Rows:
+        """The same rows in another dimension."""
         return replace(self, dimension=dimension)
 
     def dimensions_of_part(self, shape: Any, parts: int) -> list[int]:
-        """Of an array that has one part of the rows."""
+        """Dimensions of an array of `shape` that holds only one of `parts` parts of the rows."""
         found = list(shape.dimensions)
         found[self.dimension] //= parts
         return found
 
 
 def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows | None:
-    """Where the rows are in the result; None where that cannot be told, or it depends on other rows, too.
+    """The position of the rows in the result; None if unknown, or if a result row depends on other rows.
 
-    `known`: where they are in operands that have rows. Others have none, or are cut by `part`.
+    Args:
+      instruction: the instruction, with at least one operand in `known`.
+      known: position of the rows in operands that are computed from the gathered array. `Parts.part` slices the others.
     """
     sides = [side for side, operand in enumerate(instruction.operands) if operand in known]
     rows = known[instruction.operands[sides[0]]]
@@ -76,7 +78,7 @@ def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows 
     if opcode in _ELEMENTWISE or opcode == "concatenate":
         same = all(known[instruction.operands[side]] == rows for side in sides)
         joins = opcode == "concatenate" and instruction.proto.dimensions[0] == dimension
-        whole = before.dimensions[dimension] == after.dimensions[dimension]  # not a scalar that chooses
+        whole = before.dimensions[dimension] == after.dimensions[dimension]  # excludes a scalar predicate
         return rows if same and whole and not joins else None
     if len(sides) > 1:
         return None
@@ -96,7 +98,7 @@ def follow(instruction: Instruction, known: Mapping[Instruction, Rows]) -> Rows 
 
 
 def _regrouped(rows: Rows, before: Sequence[int], after: Sequence[int]) -> Rows | None:
-    """After a reshape, which keeps how many values stand inside of a row."""
+    """The position after a reshape, which keeps the number of values inside each row."""
     if 0 in before:
         return None
     inside = rows.inside * math.prod(before[rows.dimension + 1 :])
@@ -127,7 +129,8 @@ class Parts:
     """Makes instructions for parts of the rows at the end of a computation.
 
     Args:
-      count: how many parts; divides the rows of each device.
+      builder: adds instructions to the computation.
+      count: number of parts; must divide the rows of each device.
     """
 
     def __init__(self, builder: Builder, count: int) -> None:
@@ -136,7 +139,7 @@ class Parts:
     def part(
         self, instruction: Instruction, rows: Rows, number: int, operands: Mapping[Instruction, Instruction]
     ) -> Instruction:
-        """What `instruction` is for one part. `operands` are those of its operands that have rows, for that part."""
+        """`instruction` for part `number`. `operands` maps its operands that have rows to their part."""
         own = [operands.get(o) or self._own(o, instruction, rows, number) for o in instruction.operands]
         made = self.builder.copy(instruction, own)
         del made.shape.dimensions[:]
@@ -144,7 +147,7 @@ class Parts:
         return made
 
     def _own(self, operand: Instruction, user: Instruction, rows: Rows, number: int) -> Instruction:
-        """An operand that is not computed of the gathered array: what the part needs of it."""
+        """The part's share of an operand that is not computed from the gathered array."""
         if user.opcode not in _ELEMENTWISE | {"concatenate"} or not operand.shape.dimensions:
             return operand
         if operand.opcode == "broadcast" and rows.dimension not in operand.proto.dimensions:
@@ -152,7 +155,7 @@ class Parts:
         return self.take(operand, rows, number)
 
     def take(self, whole: Instruction, rows: Rows, number: int) -> Instruction:
-        """One part of a whole array."""
+        """Part `number` of a whole array."""
         before, outer, inner, after = self._around(whole.shape, rows)
         apart = reshaped(self.builder, whole, [*before, outer, self.count, inner, *after])
         cut = self.builder.make("slice", dense(whole.shape.element_type, [*before, outer, 1, inner, *after]), [apart])
@@ -164,7 +167,7 @@ class Parts:
         return self._named(made, whole, apart, cut)
 
     def join(self, parts: Sequence[Instruction], whole: Instruction, rows: Rows) -> Instruction:
-        """All parts, as the array `whole` that they are parts of."""
+        """Joins all parts into an array with the shape and metadata of `whole`."""
         before, outer, inner, after = self._around(whole.shape, rows)
         apart = [reshaped(self.builder, one, [*before, outer, inner, *after]) for one in parts]
         shape = dense(whole.shape.element_type, [*before, outer, self.count * inner, *after])
@@ -173,7 +176,7 @@ class Parts:
         return self._named(made, whole, *apart, joined)
 
     def _around(self, shape: Any, rows: Rows) -> tuple[list[int], int, int, list[int]]:
-        """Dimensions before the one that the rows are in; in that, what is outside of a part and inside; the others."""
+        """Dimensions before the rows' one; sizes outside and inside the part index in it; dimensions after it."""
         outer, inner = rows.outside * rows.devices, rows.size // rows.devices // self.count * rows.inside
         return list(shape.dimensions[: rows.dimension]), outer, inner, list(shape.dimensions[rows.dimension + 1 :])
 

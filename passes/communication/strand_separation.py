@@ -4,17 +4,17 @@ Before:                                          After:
     a = all-gather(x)    of strand alpha             a = all-gather(x), combiner_key="strand_alpha"
     b = all-gather(y)    of strand beta              b = all-gather(y), combiner_key="strand_beta"
 
-XLA's combiners make one collective of several that do not depend on each other, up to 30 MiB of results; those of the
-two strands are such. Then each strand waits for the other, and no two are left to run beside each other. Combiners
-leave apart what has another `combiner_key`, a frontend attribute of XLA's own.
+XLA's combiners merge independent collectives into one, up to 30 MiB of results. Collectives of the two strands are
+independent, but when merged each strand waits for the other, and nothing is left to overlap. Combiners never merge
+collectives with different values of `combiner_key`, a frontend attribute of XLA.
 
 Contract
-    Consumes  the partitioned program, before combiners, so that collectives which XLA's partitioner made are seen too.
-    Makes     the attribute, on collectives whose name holds a strand. One that the user has set is kept in it.
-    Leaves    everything else: collectives of one strand may still be combined, as may those of neither.
+    Consumes  the partitioned program before combiners run, so that it includes collectives of XLA's partitioner.
+    Makes     the attribute, on collectives whose name contains a strand. A value that the user set is kept in it.
+    Leaves    everything else. Collectives of one strand, and of no strand, may still be combined.
 
-Why it is legal: it is a hint. It costs what combining would save, one launch of a kernel for each pair (DHelix section
-4.1 pairs the strands' operators; a combined collective belongs to both).
+Why it is legal: the attribute is a hint. Cost: one kernel launch for each pair that would have been combined. DHelix
+section 4.1 (arXiv 2411.15871) pairs operators of the two strands; a combined collective would belong to both.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _COMBINED = ("all-gather", "all-reduce", "collective-permute", "reduce-scatter")
 
 @dataclass(frozen=True)
 class StrandSeparation:
-    """No options."""
+    """Sets `combiner_key` on collectives of the strands. No options."""
 
     name = "strand-separation"
     stage = Stage.PRE_SCHEDULER

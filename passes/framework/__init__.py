@@ -1,1 +1,1 @@
-"""What every pass stands on: the manager that runs passes, what it reports, and fingerprints of inputs."""
+"""The pass framework: the manager that runs passes, its reports, and fingerprints of inputs."""

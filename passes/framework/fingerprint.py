@@ -1,13 +1,14 @@
-"""The two fingerprints of design.md 3, and the marker that carries the first one into the compiler.
+"""The two fingerprints of a step, and the marker that carries the first one into the compiler.
 
-*Of the inputs*: program, pass options, profile, versions. It becomes part of the module's name
-(`jit_step__dhelix_<16 hex digits>`), and so of the compilation cache's key, which knows nothing of passes.
-By it the compiler hook tells our modules from helper jits without parsing them.
+*Of the inputs*: program, pass options, profile, versions. It becomes part of the module's name (`jit_step__dhelix_<16
+hex digits>`), and so of the compilation cache's key, which does not include passes. The compiler hook uses it to tell
+our modules from helper jits without parsing them.
 
-*Of the compiled collective order*: which collectives run over which devices, in execution order. Hosts that
-differ here deadlock.
+*Of the compiled collective order*: which collectives run over which devices, in execution order. Hosts whose orders
+differ deadlock.
 
-Both are the same on every host for the same input: nothing of dict order, identity, file paths or time.
+The same input gives the same fingerprints on every host. They depend on no dict order, object identity, file path or
+time. See docs/design.md, "Names, markers, fingerprints".
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def mark(name: str, fingerprint: str) -> str:
-    """The module name that carries `fingerprint`, in place of any it carries already."""
+    """`name` with `fingerprint` as its marker, which replaces an existing one."""
     return f"{unmark(name)}__dhelix_{fingerprint}"
 
 
@@ -64,13 +65,13 @@ def unmark(name: str) -> str:
 
 
 def marker_of(module: bytes) -> str | None:
-    """The fingerprint in the name of a serialized module, or None. Reads the first bytes only."""
+    """The fingerprint in the name of a serialized module, or None. Reads only up to the name."""
     found = _MARKER.search(module_name(module))
     return found.group(1) if found else None
 
 
 def module_name(module: bytes) -> str:
-    """Name of a serialized HloModuleProto; "" when it has none or `module` is something else."""
+    """Name of a serialized HloModuleProto; "" if it has none or `module` is something else."""
     try:
         for number, value in _fields(module):
             if number == 1 and isinstance(value, bytes):
@@ -84,12 +85,12 @@ def module_name(module: bytes) -> str:
 
 
 def input_fingerprint(passes: Sequence[object], module: bytes | None = None, profile: object = None) -> str:
-    """16 hex digits that change with anything that can change what the passes make of a program.
+    """16 hex digits that change with everything that can change the passes' result for a program.
 
     Args:
       passes: the passes that run, in order: dataclasses of options with `name` and `stage`.
       module: the lowered program before any pass, or None to leave the program out.
-      profile: what the costs come from: bytes, or any value `plain` takes.
+      profile: source of the costs: bytes, or any value that `plain` takes.
 
     Raises:
       DhelixError: an option or profile value has no stable text form.
@@ -106,8 +107,8 @@ def input_fingerprint(passes: Sequence[object], module: bytes | None = None, pro
 def module_fingerprint(module: bytes) -> str:
     """16 hex digits of what a serialized module computes.
 
-    Leaves out what differs between hosts or runs of the same program: name and marker, module id, source
-    lines and paths (metadata), and the process-wide number of a Python callback.
+    It ignores what differs between hosts or runs of the same program: name and marker, module id, source lines and
+    paths (metadata), and the process-wide number of a Python callback.
     """
     digest = hashlib.sha256()
     rest = bytearray()
@@ -121,14 +122,14 @@ def module_fingerprint(module: bytes) -> str:
 
 
 def of_all_but_id(module: bytes) -> str:
-    """16 hex digits of a serialized module as it is, but for the number that XLA gives each module of a process."""
+    """16 hex digits of a serialized module without its id, which XLA counts per process."""
     return of_bytes(b"".join(raw for number, _, raw in _raw_fields(module) if number != _ID))
 
 
 def plain(value: object, fallback: Callable[[object], object] | None = None) -> Any:
     """`value` as JSON data in one canonical form: keys and sets sorted, dataclasses as dicts, enums by name.
 
-    Raises DhelixError for other types unless `fallback` turns them into something plain.
+    `fallback` converts other types. Raises DhelixError for them if there is none.
     """
     if value is None or isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum):
         return value
@@ -138,7 +139,7 @@ def plain(value: object, fallback: Callable[[object], object] | None = None) -> 
         return f"sha256:{hashlib.sha256(value).hexdigest()}"
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, Profile | Times):  # they hold ten thousands of times
+    if isinstance(value, Profile | Times):  # too large to write out: they hold tens of thousands of times
         return f"{type(value).__name__}:{value.digest}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         options = {f.name: plain(getattr(value, f.name), fallback) for f in dataclasses.fields(value)}
@@ -161,7 +162,7 @@ def plain(value: object, fallback: Callable[[object], object] | None = None) -> 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of dhelix, jax, jaxlib; of dhelix a digest too, as a checkout changes without its version."""
+    """Versions of dhelix, jax and jaxlib, and a digest of dhelix's sources, which may change within a version."""
     found = {}
     for package in ("dhelix", "jax", "jaxlib"):
         try:
@@ -185,7 +186,7 @@ def collective_fingerprint(module: HloModule) -> str:
 
 
 def collective_order(module: HloModule) -> tuple[str, ...]:
-    """The collectives of a module in execution order, each loop body once, one readable line each."""
+    """The collectives of a module in execution order, one readable line each; each loop body appears once."""
 
     def walk(computation: Computation) -> Iterator[str]:
         for instruction in sequence_of(computation):
@@ -199,7 +200,7 @@ def collective_order(module: HloModule) -> tuple[str, ...]:
 
 
 def _collectives_of(module: HloModule) -> dict[Computation, bytes]:
-    """Per computation a digest of its collectives and those it calls; empty where there are none. Linear."""
+    """By computation, a digest of its own and its callees' collectives; empty if there are none. Linear time."""
     content: dict[Computation, bytes] = {}
     for computation in module.computations:  # callees first
         parts = []
@@ -214,7 +215,7 @@ def _collectives_of(module: HloModule) -> dict[Computation, bytes]:
 
 
 def _with_collectives(instruction: Instruction, content: Mapping[Computation, bytes]) -> list[Computation]:
-    # A `-done` names its start's computation again; what runs there was counted at the start.
+    # A `-done` names its start's computation again, which was counted at the start.
     if instruction.opcode in ("async-done", "async-update"):
         return []
     return [c for c in instruction.called if content[c]]
@@ -225,7 +226,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 
 def _describe(instruction: Instruction) -> str:
-    """One line; the digest at its end stands for every attribute, whichever form XLA gives device groups."""
+    """One line. The digest at its end covers every attribute, in whichever form XLA gives device groups."""
     attributes = schema.InstructionProto()
     attributes.CopyFrom(instruction.proto)
     for field in _NO_ATTRIBUTES:
@@ -235,7 +236,7 @@ def _describe(instruction: Instruction) -> str:
     return f"{instruction.opcode} {shape} channel={instruction.proto.channel_id} attributes={digest}"
 
 
-# Names and places of a collective, and scheduling hints; not what it does.
+# Fields with names, ids and scheduling hints of a collective, which do not affect what it does.
 _NO_ATTRIBUTES = (
     "backend_config",
     "called_computation_ids",
@@ -247,7 +248,7 @@ _NO_ATTRIBUTES = (
 )
 
 
-# Serialized protos, without parsing what is not needed
+# Serialized protos, parsed only as far as needed
 
 _NAME, _COMPUTATIONS, _ID, _STACK_FRAMES = 1, 3, 5, 17  # fields of HloModuleProto
 

@@ -1,12 +1,12 @@
-"""What a step gained, as data and in words: the plain step and ours, both played by one evaluator with the same costs.
+"""The predicted gain of a step, as data and as text: plain step and ours, by the same evaluator with the same costs.
 
     294.7 ms -> 271.0 ms predicted (0.92 x)
     exposed communication -34.7 ms, lower clock +14.3 ms, copies -7.9 ms, slow-down beside collectives +6.4 ms
     what is left: kernels 214.2 ms, lower clock 31.1 ms, exposed communication 11.7 ms (all-gather 64 MiB 6.1 ms)
     peak memory 16.14 GiB -> 15.72 GiB (0.97 x, by live ranges)
 
-A step's time has six parts that add up to it, so a gain has six causes. What follows from costs that nobody measured
-is said beside it.
+A step's time has six parts that add up to it, so a gain has six causes. `guesses` says how much of the prediction rests
+on costs that were not measured.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from dhelix.passes.framework.units import gibibytes, milliseconds
 
-MANY_GUESSES = 0.1  # a share that is said
-_SAME_WORK = 0.01  # by which a step's floating point operations may differ: what is fused is not counted alike
+MANY_GUESSES = 0.1  # fraction of guessed costs above which the text mentions them
+_SAME_WORK = 0.01  # relative difference of FLOPs allowed for equal work, because fusions are counted differently
 _CAUSES = {
     "exposed": "exposed communication",
     "slow_down": "slow-down beside collectives",
@@ -29,24 +29,25 @@ _CAUSES = {
 
 @dataclass(frozen=True)
 class StepParts:
-    """A scheduled step on one GPU, as the evaluator plays it. Seconds of one step.
+    """Predicted times of a scheduled step on one GPU, in seconds.
 
     `compute + copies + clock + slow_down + exposed + idle` is the whole step.
 
     Attributes:
-      compute: kernels, as long as they take alone; `copies`: those that only move or fill buffers on the GPU.
-      clock: what both lose by a clock that power limits.
-      slow_down: what both lose by running beside collectives.
-      exposed: communication runs and compute waits.
+      compute: kernels, at their time alone.
+      copies: kernels that only move or fill buffers on the GPU, at their time alone.
+      clock: loss of both because power limits the clock.
+      slow_down: loss of both because they overlap with collectives.
+      exposed: collectives run and compute waits.
       idle: pauses between kernels.
-      flops: floating point operations of what is known to have any.
-      memory: bytes at the peak, arguments included; 0 where nobody asked.
-      guessed: share of what kernels and collectives take alone that rests on guesses.
-      guessed_overlap: share of the time in which collectives run beside compute for which no pair was measured.
-      costs: whose costs, for people to read.
-      assumed: constants that nobody measured and that times follow from, likewise; "": none.
-      link, setting: that the costs were measured over and under; "" for a roofline's.
-      exposed_by: the collectives that compute waits for most, in words, and how long, longest first.
+      flops: floating point operations of the instructions that are known to have any.
+      memory: bytes at the peak, arguments included; 0 if it was not computed.
+      guessed: fraction of the time alone of kernels and collectives that is guessed.
+      guessed_overlap: fraction of the time in which collectives overlap with compute for which no pair was measured.
+      costs: source of the costs, as text for people.
+      assumed: constants in these times that nobody measured, as text for people; "" if there are none.
+      link, setting: link and launch setting of the measured costs; "" for a roofline's.
+      exposed_by: (collective, seconds) for the collectives that compute waits for most, longest first.
     """
 
     compute: float
@@ -83,7 +84,7 @@ class Gain:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Seconds that each part of the step is longer (more than 0) or shorter, the largest difference first."""
+        """Seconds by which each part of the step got longer (positive) or shorter, largest difference first."""
         found = {name: getattr(self.after, name) - getattr(self.before, name) for name in _CAUSES}
         return dict(sorted(found.items(), key=lambda item: (-abs(item[1]), item[0])))
 
@@ -92,14 +93,13 @@ class Gain:
         return f"{before} -> {after} predicted ({self.ratio:.2f} x)"
 
     def why(self) -> str:
-        """Why the times differ, in one line; causes of less than a five-hundredth of the step are left out."""
+        """Why the times differ, in one line. Causes below 0.2 % of the step are left out."""
         least = self.before.seconds / 500
         causes = [f"{_CAUSES[name]} {_signed(s)}" for name, s in self.causes.items() if abs(s) >= least]
         return ", ".join(causes) or "no part of the step differs by 0.2 % of it"
 
     def left(self) -> str:
-        """Where the second step's time goes, in one line, the longest part first; parts of less than 0.5 % are left
-        out."""
+        """Where the second step's time goes, in one line, longest part first. Parts below 0.5 % are left out."""
         parts = {name: getattr(self.after, name) for name in _CAUSES}
         waits = ", ".join(f"{words} {milliseconds(seconds)}" for words, seconds in self.after.exposed_by)
         told = {name: milliseconds(seconds) for name, seconds in parts.items()}
@@ -108,7 +108,7 @@ class Gain:
         return f"what is left: {', '.join(f'{_CAUSES[name]} {told[name]}' for name in shown)}"
 
     def unequal(self) -> str:
-        """A warning where the two do not compute the same amount; "" where they do, or nothing is known of it."""
+        """A warning if the two steps do not compute the same amount; "" if they do, or if FLOPs are unknown."""
         before, after = self.before.flops, self.after.flops
         if not before or not after or abs(after / before - 1.0) <= _SAME_WORK:
             return ""
@@ -124,8 +124,7 @@ class Gain:
 
 
 def guesses(step: StepParts) -> str:
-    """Whose costs the times follow from; what rests on guesses is said where it is more than a tenth, and what is
-    assumed in any case."""
+    """The source of the costs; the guessed fractions above `MANY_GUESSES`; and all assumptions."""
     said = [f"times by the {step.costs}"]
     if step.guessed > MANY_GUESSES:
         said.append(f"{step.guessed:.0%} of what operators take is guessed")

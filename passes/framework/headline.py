@@ -1,4 +1,4 @@
-"""What became of a step, in a few lines: what changed, what it gained against what, how sure that is, and what it took.
+"""The outcome of a step in a few lines: what changed, the predicted gain, how certain it is, and the compile time.
 
     jit_train_step: two strands over 8 layers, 4 micro-batches
       294.7 ms -> 271.0 ms predicted (0.92 x), against the same micro-batched step without passes (DHELIX=off)
@@ -9,7 +9,7 @@
       to try: another launch setting: over nvlink mostly CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_CTA_POLICY=2 ...
       first step: compiled in 14.9 s, of which dhelix took 5.0 s
 
-Where a side is not known, it says so.
+If the gain is not predicted, a line says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAYERS = re.compile(r" x (\d+)$")
 
 
 def headline(found: Report) -> list[str]:
-    """The first line names the step and what became of it; further lines belong to it."""
+    """The lines of the headline. The first one names the step and its outcome; the others are details."""
     name = fingerprint.unmark(found.module)
     if found.left_alone or not found.changed:
         why = found.left_alone or _why_unchanged(found)
@@ -63,7 +63,7 @@ def _changed(found: Report) -> str:
 
 
 def _why_unchanged(found: Report) -> str:
-    told = sorted(found, key=lambda entry: entry.unchanged)  # first those that refused, failed or did not run
+    told = sorted(found, key=lambda entry: entry.unchanged)  # passes that refused, failed or did not run come first
     return next((note.message for entry in told for note in entry.notes), "no pass found anything to do")
 
 
@@ -74,12 +74,13 @@ def _why_unknown(found: Report) -> str:
 
 
 def _to_try(gain: Gain) -> Iterator[str]:
-    """What may be faster still, or more certain."""
+    """Advice on what may be faster, or make the prediction more certain."""
     after, advice = gain.after, []
     if gain.ratio >= 1.0:
         advice.append("DHELIX=off, as nothing is gained")
     best = SETTINGS.get(FASTEST.get(after.link, ""))
-    if best is not None and best.name != after.setting and not after.assumed:  # between nodes another may be faster
+    # Assumed costs mean several nodes, where another setting may be faster.
+    if best is not None and best.name != after.setting and not after.assumed:
         flags = f" XLA_FLAGS='{' '.join(best.training_flags)}'" if best.training_flags else ""
         start = " ".join(f"{name}={value}" for name, value in best.environment.items())
         advice.append(

@@ -1,9 +1,9 @@
 """The pass protocol and the manager that runs passes at their stage.
 
-Contract. A pass gets a verified module and may edit it as it likes; its result is verified before it counts.
-A pass that refuses (PassRefusal), raises anything else, or makes a module that does not verify or has another
-signature leaves no trace: the module is what it was before that pass, the reason is in the report and is
-logged once, and the user's job goes on. With `strict=True` all of these raise instead.
+Contract. A pass gets a verified module and may edit it freely. Its result is verified before it counts. A pass may
+refuse (PassRefusal), raise another error, or make a module that does not verify or has another signature. In all these
+cases the manager restores the module, reports the reason, logs it once, and the user's job goes on. With `strict=True`
+the manager raises instead.
 
 The compiler hook that calls the manager is in `dhelix.runtime.compiler.registration`.
 """
@@ -31,15 +31,15 @@ from dhelix.passes.hlo import HloModule, HloVerifyError, Instruction, Shape, sha
 
 
 class Stage(enum.Enum):
-    """When a pass runs; members stand in the order in which a program goes through them."""
+    """When a pass runs. Members are in the order in which the stages of a program run."""
 
     LOWERED = "lowered"
-    PRE_SCHEDULER = "pre-scheduler"  # loops may share computations there
+    PRE_SCHEDULER = "pre-scheduler"  # at this stage, two loops may share a body
     POST_SCHEDULER = "post-scheduler"
 
 
 class PassContext:
-    """What a pass may know and say while it runs."""
+    """The settings of a run, and the notes of the pass that runs."""
 
     def __init__(self, strict: bool = False):
         self.strict = strict
@@ -50,21 +50,26 @@ class PassContext:
 
         Args:
           message: one line.
-          instruction: what it is about, or its name.
-          facts: values that JSON can hold; others are kept as their text.
+          instruction: the instruction that it is about, or its name.
+          facts: JSON values; values of other types become text.
         """
         name = None if instruction is None else str(getattr(instruction, "name", instruction))
         source = source_of(instruction) if isinstance(instruction, Instruction) else ""
         self.notes.append(Note(message, name, fingerprint.plain(facts, fallback=str), source))
 
     def left_alone(self, reasons: Mapping[str, int], places: Mapping[str, object] | None = None) -> None:
-        """Records why so many places stay as they are, one note for each reason; `places`: where the first one is."""
+        """Notes each reason once with the number of places left unchanged.
+
+        Args:
+          reasons: number of places by reason.
+          places: the first such place by reason.
+        """
         for reason, count in sorted(reasons.items()):
             self.note(f"left alone: {reason}", (places or {}).get(reason), count=count)
 
 
 class Pass(Protocol):
-    """A pass is a frozen dataclass of options."""
+    """A pass: a frozen dataclass of options."""
 
     @property
     def name(self) -> str:
@@ -75,12 +80,12 @@ class Pass(Protocol):
     def stage(self) -> Stage: ...
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Edits `module` in place and says whether it changed; raises PassRefusal to leave it alone."""
+        """Edits `module` in place and returns whether it changed. Raises PassRefusal to leave it unchanged."""
         ...
 
 
 class PassManager:
-    """A numbered list of passes and how to run them; not changed after it is built."""
+    """A numbered list of passes and the settings to run them; immutable after construction."""
 
     def __init__(
         self,
@@ -90,17 +95,18 @@ class PassManager:
         dump_to: str | Path | None = None,
         step: str = "",
     ):
-        """
+        """Checks the names of `passes` and `disabled`.
+
         Args:
           passes: in the order in which they run within their stage; names are unique.
           disabled: names of passes to drop.
-          strict: raise where a pass would be dropped, and check that a pass that reports no change made none.
+          strict: raise if a pass would be dropped, and check that a pass that reports no change made none.
           dump_to: folder for the module before and after each pass that runs; "xla": that of `--xla_dump_to`.
-          step: whose programs these are. A reason is logged once for each step, not for each of its programs.
+          step: name of the step that the programs belong to. A reason is logged once per step instead of per program.
 
         Raises:
           UnknownPassError: a name in `disabled` that no pass has.
-          DhelixError: two passes of one name.
+          DhelixError: two passes have the same name.
         """
         self.passes = tuple(passes)
         self.disabled = frozenset((disabled,) if isinstance(disabled, str) else disabled)
@@ -139,15 +145,15 @@ class PassManager:
         """Runs the passes of `stage` over a serialized HloModuleProto.
 
         Args:
-          stage: passes of other stages are left out.
+          stage: passes of other stages are skipped.
           module: serialized HloModuleProto.
-          module_name: for dumps and the report; the module's own by default.
+          module_name: for dumps and the report; by default the module's own name.
 
         Returns:
-          The new module, or None when nothing changed, and what each pass did.
+          The new module, or None if nothing changed; and the report of each pass.
 
         Raises:
-          DhelixError: only with `strict`: a pass refused or failed, or the module is not well formed.
+          DhelixError: only with `strict`: a pass refused or failed, or the module is malformed.
         """
         start = time.perf_counter()
         name = module_name or fingerprint.module_name(module)
@@ -172,7 +178,7 @@ class PassManager:
 
 
 class _Attempt:
-    """One pass over one module: run, check, report; or leave no trace."""
+    """One pass over one module: runs, verifies and reports it, or leaves no trace."""
 
     def __init__(self, manager: PassManager, number: int, one: Pass, module_name: str):
         self.manager = manager
@@ -181,10 +187,10 @@ class _Attempt:
         self.module_name = module_name
         self.context = PassContext(manager.strict)
         self.seconds = 0.0
-        self._may_share = one.stage is Stage.PRE_SCHEDULER  # where XLA does: two loops may have one body
+        self._may_share = one.stage is Stage.PRE_SCHEDULER  # XLA lets two loops share one body at this stage
 
     def run(self, before: bytes, view: HloModule | None) -> tuple[PassReport, bytes, HloModule | None]:
-        """Returns the report, the module after the pass, and its view unless the pass may have spoilt it."""
+        """Returns the report, the module after the pass, and its view (None if the pass may have corrupted it)."""
         count = 0
         try:
             if view is None:
@@ -211,7 +217,7 @@ class _Attempt:
             if self.manager.strict and view.to_bytes() != before:
                 raise DhelixError(f"pass {self.one.name} changed the module and reported no change")
             return before
-        after = view.to_bytes()  # first, because it puts instructions in order
+        after = view.to_bytes()  # before verify, because it sorts the instructions
         verify(view, self._may_share)
         if not _same_signature(signature, _signature(view)):
             raise HloVerifyError("the entry computation takes or returns other shapes than before")
@@ -228,7 +234,7 @@ class _Attempt:
         else:
             outcome, reason, instruction, facts = report.FAILED, f"{type(error).__name__}: {error}", None, {}
             logging.vlog(1, "%s", "".join(traceback.format_exception(error)))
-        self.context.notes = []  # of what was done, nothing is left
+        self.context.notes = []  # the pass's changes are undone, so its notes are void
         self.context.note(reason, instruction, **facts)
         note = self.context.notes[-1]
         said = ", ".join(filter(None, (note.instruction, note.source)))

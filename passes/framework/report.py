@@ -1,7 +1,8 @@
 """What the pass manager did: frozen data with a JSON form and a table.
 
-A `Report` holds one `StageReport` per stage, that one `PassReport` per pass, and that the pass's notes.
-The JSON form is what survives a hit in the compilation cache, when no pass runs (design.md 3).
+A `Report` holds one `StageReport` per stage, which holds one `PassReport` per pass, which holds the notes of that pass.
+The JSON form is stored next to the compilation cache, because no pass runs after a cache hit (docs/design.md, "Names,
+markers, fingerprints").
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ from dhelix.passes.framework.gain import Gain, StepParts
 
 CHANGED = "changed"
 UNCHANGED = "unchanged"
-REFUSED = "refused"  # met something it does not understand
-FAILED = "failed"  # raised an unexpected error, or its output did not verify
+REFUSED = "refused"  # raised PassRefusal
+FAILED = "failed"  # raised another error, or its output did not verify
 DISABLED = "disabled"
 NOT_RUN = "not run"
 
 _OUTCOME_STYLES = {CHANGED: "green", REFUSED: "yellow", FAILED: "red"}
 
-_LOG_WIDTH = 160  # of tables in files and job logs, which have no width of their own
+_LOG_WIDTH = 160  # of tables in files and job logs, which are no terminals
 
 
 @dataclass(frozen=True)
 class Note:
-    """One thing a pass did or left alone. `facts` holds JSON values only; `source` is where in the user's program the
-    instruction comes from, such as "model.py:31 (forward)"."""
+    """One thing that a pass did or left alone.
+
+    Attributes:
+      instruction: name of the instruction that it is about.
+      facts: JSON values only.
+      source: where the instruction comes from in the user's program, such as "model.py:31 (forward)".
+    """
 
     message: str
     instruction: str | None = None
@@ -70,7 +76,7 @@ class PassReport:
 
     @property
     def unchanged(self) -> bool:
-        """It ran, and found nothing to do."""
+        """Whether it ran and found nothing to do."""
         return self.outcome == UNCHANGED
 
     @property
@@ -83,7 +89,7 @@ class PassReport:
 
     @property
     def summary(self) -> list[str]:
-        """The notes without their facts, each once, and how often."""
+        """The notes without facts, each distinct message once with its count and sources."""
         counts: dict[str, int] = {}
         sources: dict[str, dict[str, None]] = {}
         for note in self.notes:
@@ -94,10 +100,12 @@ class PassReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """The passes of one stage. `seconds` counts reading, checking and writing the module too.
+    """The passes of one stage.
 
-    `stored` says that the stage did not run in this process: the compiled program came out of the compilation
-    cache, and this report from beside it. `parts` is what the scheduled step is predicted to take, where it is known.
+    Attributes:
+      seconds: includes reading, verifying and writing the module.
+      stored: the stage did not run in this process. Its result and this report come from an earlier process.
+      parts: predicted times of the scheduled step, if known.
     """
 
     stage: str
@@ -112,7 +120,7 @@ class StageReport:
         return any(p.changed for p in self.passes)
 
     def together(self) -> tuple[PassReport, ...]:
-        """The passes; of a stage that did not run, for one reason, one in the place of all."""
+        """The passes. If none ran, all for the same reason, a single entry represents all of them."""
         if len(self.passes) < 2 or any(p.ran or p.notes != self.passes[0].notes for p in self.passes):
             return self.passes
         first, *others = self.passes
@@ -124,12 +132,13 @@ class Report:
     """All stages of one program.
 
     Attributes:
-      fingerprint: of the inputs (program, options, profile, versions): the marker in the module's name.
-      collective_fingerprint: of the compiled order of collectives; None where not computed.
-      left_alone: why the plain step runs, whatever passes did; "" where it does not.
-      gain: against the plain step, where both are predicted.
-      compile_seconds: from the lowered step to the one that can be called, in this process; 0 where it was not
-        compiled there, as by `lower(...).compile()`. `plain_seconds` of it went into the plain step's schedule.
+      fingerprint: of the inputs (program, options, profile, versions); the marker in the module's name.
+      collective_fingerprint: of the compiled order of collectives; None if it was not computed.
+      left_alone: why the plain step runs in spite of the passes; "" if it does not.
+      gain: gain over the plain step, if both are predicted.
+      compile_seconds: from the lowered step to the callable one, in this process; 0 if it was not compiled there, as
+        with `lower(...).compile()`.
+      plain_seconds: the part of `compile_seconds` for the plain step's schedule.
     """
 
     module: str
@@ -164,7 +173,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Reads what `to_json` wrote. Raises DhelixError when `text` is something else or cut short."""
+        """Reads the output of `to_json`. Raises DhelixError if `text` is something else or truncated."""
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -173,7 +182,7 @@ class Report:
             ) from None
 
     def table(self, verbose: bool = False) -> Table:
-        """What each pass did, in the order in which they ran; `verbose`: with times, instructions and all facts."""
+        """The result of each pass, in run order. `verbose` adds times, instruction counts and all facts."""
         table = Table(show_edge=False, pad_edge=False)
         for heading in ("pass", "result") if not verbose else ("pass", "stage", "ms", "instructions", "result"):
             table.add_column(heading, justify="right" if heading in ("ms", "instructions") else "left", no_wrap=True)
@@ -184,13 +193,13 @@ class Report:
         return table
 
     def __str__(self) -> str:
-        """What `print` shows in a log."""
+        """The output of `print`, for logs."""
         text = io.StringIO()
         self.print(Console(file=text, width=_LOG_WIDTH, color_system=None, force_jupyter=False))
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
     def print(self, console: Console | None = None, verbose: bool = False) -> None:
-        """What became of the step and what it gained, then what each pass did; `verbose`: in all detail."""
+        """Prints the step's outcome and gain, then the result of each pass; `verbose`: all details."""
         if console is None:
             console = Console()
             if not console.is_terminal:

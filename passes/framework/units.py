@@ -1,4 +1,4 @@
-"""Times and bytes in words, each in the unit that suits it."""
+"""Times and bytes as text, each in a suitable unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d*)?) ?(GiB|MiB|KiB)")
 
 
 def milliseconds(seconds: float) -> str:
-    """To a millisecond of long times, to a microsecond of short ones."""
+    """Text in ms: whole milliseconds from 1 s, 0.1 ms from 1 ms, microseconds below."""
     ms = 1e3 * seconds
     return f"{ms:.{0 if ms >= 1000 else 1 if ms >= 1 else 3}f} ms"
 
@@ -30,13 +30,13 @@ def gibibytes(count: float) -> str:
 
 
 def bytes_option(count: int) -> str:
-    """As `parse_bytes` reads it, rounded up to three decimals so that it does as a limit: 14.168GiB."""
+    """Text that `parse_bytes` reads, such as 14.168GiB. Rounded up to three decimals, so that it is safe as a limit."""
     unit, size = next(((unit, size) for unit, size in _UNITS.items() if count >= size), ("KiB", 2**10))
     return f"{math.ceil(1000 * count / size) / 1000:g}{unit}"
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """A number of bytes, or text with a unit: "60GiB". Raises DhelixError, which calls it `name`."""
+    """Bytes from a number or from text with a unit, such as "60GiB". Raises DhelixError with `name` in its message."""
     found = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is not None:
         return int(float(found[1]) * _UNITS[found[2]])

@@ -1,1 +1,1 @@
-"""POST_SCHEDULER passes: strand pairing and other orders of the scheduled program, their search and its exact bound."""
+"""POST_SCHEDULER passes that reorder the scheduled program: strand pairing, list scheduling, search, exact bound."""

@@ -1,14 +1,14 @@
-"""What was decided for one computation, as data: who runs with whom, in which order, and what that should take.
+"""The decision for one computation, as data: which operators run together, in which order, and the predicted time.
 
-A plan of two strands is a row of segments. Each begins where a collective is launched while compute came before, and
-holds all operators launched until the next one begins:
+A plan of two strands is a sequence of segments. A new segment begins at the launch of a collective if the current
+segment holds compute already. It holds all operators launched until the next segment begins:
 
     segment | forward                     | backward                     | launched
     1       | all-gather                  | product, product (wgrad)     | all-gather, product, product
     2       | product, attention          | reduce-scatter               | reduce-scatter, product, attention
 
-Segments describe the final order. There are no barriers in it, so a collective may outlast its segment; `seconds` of a
-segment is the time from its first launch to that of the next segment's, and they add up to the time of the whole.
+Segments describe the final order, which has no barriers, so a collective may outlast its segment. The `seconds` of a
+segment run from its begin to the begin of the next segment. They add up to the time of the whole computation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ class PlannedOperator:
     """An operator of a plan.
 
     Attributes:
-      head: the instruction that it is named by, the start where it is a collective.
-      strand: 0 forward, 1 backward; always 0 in a body that has one strand.
-      seconds: alone, with what travels with it.
+      head: the instruction that names it; the start of a collective.
+      strand: 0 forward, 1 backward; always 0 if the body has one strand.
+      seconds: its time alone, including the instructions that travel with it.
     """
 
     head: Instruction
@@ -40,14 +40,14 @@ class PlannedOperator:
 
 @dataclass(frozen=True)
 class PlannedSegment:
-    """Operators in launch order, and seconds until the next segment begins."""
+    """Operators in launch order, and the seconds until the next segment begins."""
 
     operators: tuple[PlannedOperator, ...]
     seconds: float
 
     @property
     def seconds_alone(self) -> float:
-        """One operator after the other."""
+        """Time of the operators one after the other, without overlap."""
         return sum(o.seconds for o in self.operators)
 
     def strand(self, number: int) -> tuple[PlannedOperator, ...]:
@@ -59,12 +59,13 @@ class BodyPlan:
     """The order of one computation, and how it was found.
 
     Attributes:
-      strands: 2, or 1 where no two parts are independent.
+      strands: 2, or 1 if no two parts are independent.
       order: all instructions.
-      chosen: whose order that is: "xla", "list" or "paired".
-      seconds_xla, seconds_list, seconds_paired: what the evaluator says of the three, also where one does not fit.
-      seconds_barriers: the best plan of equation 2, which has a barrier after each pair of segments; None without.
-      bytes: that live at once in `order`, and `bytes_limit`: may live.
+      chosen: the order that was taken: "xla", "list" or "paired".
+      seconds_xla, seconds_list, seconds_paired: evaluator's times of the three orders, even of those that do not fit.
+      seconds_barriers: time of the best plan of equation 2, with a barrier after each segment pair; None if there is
+        none.
+      bytes: peak memory of `order`; `bytes_limit`: the memory allowed.
     """
 
     computation: Computation
@@ -84,7 +85,7 @@ class BodyPlan:
         return {"xla": self.seconds_xla, "list": self.seconds_list, "paired": self.seconds_paired}[self.chosen]
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of it."""
+        """The facts for a report."""
         operators = [o for s in self.segments for o in s.operators]
         return {
             "computation": self.computation.name,
@@ -101,7 +102,7 @@ class BodyPlan:
 def segments_of(
     body: Body, order: Sequence[Instruction], costs: Mapping[Instruction, Cost], limits: Limits
 ) -> tuple[PlannedSegment, ...]:
-    """`order`, any legal one of `body`, as segments."""
+    """Cuts `order`, any legal order of `body`, into segments."""
     number = {head: n for n, head in enumerate(body.heads)}
     second = {o.number for o in body.second.operators}
     player = Player(costs, limits.hardware, limits.bodies)

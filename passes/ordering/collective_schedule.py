@@ -1,23 +1,26 @@
-"""Collectives under compute, by list scheduling: another order of the scheduled GPU program that hides more.
+"""Hides collectives under compute by list scheduling: reorders the scheduled GPU program.
 
-Matches: computations of a scheduled module that hold async collectives (pairs of start and done).
-
-Makes of it: another order of the same instructions. They are laid down one after the other against the
-timeline's own clock. A collective starts as soon as its operands are there and its lane is idle; its done
-stands where it has finished, or where nothing is left to compute; between them goes what is ready, by the
-length of the longest path that hangs on it, or in XLA's order, whichever plays faster.
-
+Before                      After
     all-gather-start a          all-gather-start a
     all-gather-done a           gemm x                  (x does not need a)
     gemm x                      all-gather-done a
     gemm y(a)                   gemm y(a)
 
-Legal, and within memory, as `order_rules.py` says. Where no order plays better than XLA's, XLA's stays.
+Instructions are placed one by one, by the simulated clock. A collective starts as soon as its operands are ready and
+its lane is idle. Its done is where the collective has ended, or where no compute is left. In between goes ready
+compute. Two priorities are tried: the length of the longest path from the instruction, and XLA's order. The faster
+result counts.
 
-Costs are those of a profile where one is given, else the roofline's; so is what collectives and compute do to
-each other (`passes/evaluation/timeline.py`). The pass takes n log n time in the instructions.
+Contract
+    Consumes  computations of a scheduled module that hold async collectives (pairs of start and done).
+    Makes     another order of the same instructions.
+    Leaves    XLA's order if the evaluator finds no order that is faster.
 
-This is the baseline beside the dynamic programming of DHelix section 4.2.
+Legality and memory limits are those of `order_rules.py`. Costs come from a profile if there is one, else from the
+roofline; so do the rates at which overlapping compute and collectives run (`passes/evaluation/timeline.py`). Cost: n
+log n in the number of instructions.
+
+This list scheduler is the baseline for the dynamic programming of DHelix section 4.2 (arXiv 2411.15871).
 """
 
 import heapq
@@ -36,8 +39,8 @@ from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.ordering.order_rules import MEMORY_SLACK, Limits, apply_order, dependencies, least_gain
 from dhelix.profiles.hardware import H200, Hardware
 
-_LAID = 150_000  # instructions, over all tries
-_TRIED = 8  # candidates that are tried for memory before the oldest one is taken
+_LAID = 150_000  # most instructions placed, over all tries
+_TRIED = 8  # candidates that are checked against the memory limit before another queue, or the oldest, is taken
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,15 @@ class CollectiveSchedule:
     """List scheduling of async collectives.
 
     Attributes:
-      hardware: whose costs and rates count where there is no `model`.
-      memory_limit: bytes that the module may need, arguments and all, by the pass's own estimate; by default what the
-        order it got needs and `memory_slack` of what that is beside the arguments.
-      memory_slack: share of the same.
-      min_gain: share of what overlap could save at most that a new order must be predicted to save, as of
-        `order_rules.apply_order`, where costs were measured (`order_rules.least_gain`). Less is within their error.
+      hardware: GPU whose costs and rates count if there is no `model`.
+      memory_limit: bytes that the module may need, arguments included, by the pass's own estimate. None: the need of
+        the given order plus `memory_slack`.
+      memory_slack: fraction of that need, arguments excluded.
+      min_gain: required saving, as a fraction of the most that overlap could save (`order_rules.apply_order`), for
+        measured costs; `order_rules.least_gain` raises it for a roofline. Smaller savings are within the error of the
+        costs.
       model: measured costs and rates.
-      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
+      max_in_flight: most collectives of one lane between their start and done; None: no limit.
     """
 
     hardware: Hardware = H200
@@ -77,9 +81,10 @@ def list_order(
     costs: Mapping[Instruction, Cost],
     limits: Limits,
 ) -> list[Instruction]:
-    """The fastest of a few list schedules and `sequence` that keep within memory; else what needs least memory.
+    """The fastest order that fits into memory: of a few list schedules and `sequence`.
 
-    One that needs too much memory is tried again with instructions held nearer to their old places.
+    A list schedule that needs too much memory is tried again with instructions kept nearer to their old places. If
+    nothing fits, the result is `sequence` or a greedy low-memory order, whichever needs less.
     """
     graph = _Graph.of(computation, sequence, costs, limits)
     fitting = [list(sequence)] if limits.memory.peak(computation, sequence) <= limits.bytes else []
@@ -98,10 +103,10 @@ def list_order(
 
 
 def _frugal_order(graph: "_Graph", limits: Limits) -> list[Instruction]:
-    """Always what leaves the least alive, of the first few that are ready."""
+    """Greedy: of the first few ready instructions, always the one that leaves the fewest bytes live."""
     live = LiveSet(limits.memory, graph.computation)
     waits_for = dict(graph.waits_for)
-    ready = [n for n, i in enumerate(graph.sequence) if not waits_for[i]]  # sorted, so a heap
+    ready = [n for n, i in enumerate(graph.sequence) if not waits_for[i]]  # sorted, so already a heap
     order: list[Instruction] = []
     while ready:
         tried = [heapq.heappop(ready) for _ in range(min(_TRIED, len(ready)))]
@@ -121,9 +126,10 @@ def _frugal_order(graph: "_Graph", limits: Limits) -> list[Instruction]:
 
 @dataclass(frozen=True)
 class _Graph:
-    """What must come before what, and how much hangs on each instruction.
+    """Dependencies, and the longest path from each instruction.
 
     Attributes:
+      waits_for: how many predecessors each instruction has.
       path: seconds from an instruction's start to the end of the longest path through its successors.
     """
 
@@ -161,9 +167,9 @@ Key = tuple[float, int]
 
 
 class _Layer:
-    """Lays instructions down in a legal order, one after the other.
+    """Places instructions in a legal order, one by one.
 
-    An instruction is never laid more than `window` places before its turn in the old sequence.
+    No instruction goes more than `window` places ahead of the first one that is not placed yet.
     """
 
     def __init__(
@@ -180,15 +186,15 @@ class _Layer:
         self.live = LiveSet(limits.memory, graph.computation)
         self.waits_for = dict(graph.waits_for)
         self.laid: dict[Instruction, None] = {}
-        self.turn = 0  # position of the first instruction that is not laid yet
-        self.parked: list[int] = []  # positions, beyond the window
-        self.free: list[int] = []  # positions; they take no time
+        self.turn = 0  # position of the first instruction that is not placed yet
+        self.parked: list[int] = []  # positions of ready instructions beyond the window
+        self.free: list[int] = []  # positions of ready instructions that take no time
         self.dones: list[Instruction] = []
         self.starts: dict[Lane, list[Key]] = {lane: [] for lane in Lane if lane is not Lane.COMPUTE}
         self.compute: list[Key] = []
 
     def lay(self) -> list[Instruction] | None:
-        """The order, or None where it runs out of memory."""
+        """The order, or None if it runs out of memory."""
         for instruction in self.graph.sequence:
             if not self.waits_for[instruction]:
                 self._admit(instruction)
@@ -225,7 +231,7 @@ class _Layer:
         return done
 
     def _fitting(self, heap: list[Key]) -> Instruction | None:
-        """The first of the heap that fits into memory, if one of the first few does."""
+        """The first instruction of the heap that fits into memory; None if none of the first few does."""
         tried: list[Key] = []
         found = None
         while heap and found is None and len(tried) < _TRIED:
@@ -240,7 +246,7 @@ class _Layer:
         return found
 
     def _oldest(self) -> Instruction:
-        """What stands first in the old sequence of all that is ready."""
+        """Of all ready instructions, the first in the old sequence."""
         heaps = [heap for heap in (self.compute, *self.starts.values()) if heap]
         heap = min(heaps, key=lambda h: min(position for _, position in h))
         key = min(heap, key=lambda k: k[1])

@@ -1,4 +1,4 @@
-"""Keeps collectives from being in flight beside kernels that hold the whole GPU while they wait for their peers.
+"""Keeps collectives from being in flight while a kernel that waits for its peers holds the whole GPU.
 
 Before (deadlock):                    After:
     gather = all-gather-start(x)          gather = all-gather-start(x)
@@ -7,21 +7,23 @@ Before (deadlock):                    After:
     b = gemm(...)                         k = custom-call(...), control-predecessors={g}
     g = all-gather-done(gather)           b = gemm(...)
 
-A Mosaic-GPU kernel that writes to its peers is persistent: its blocks take every multiprocessor and stay until the
-peers' blocks have answered. If device 0 runs NCCL's part of a collective, which waits for device 1's, while device 1's
-multiprocessors are held by the kernel, which waits for device 0's: both wait for ever.
+A Mosaic-GPU kernel that writes to its peers is persistent. Its blocks occupy every multiprocessor until the peers'
+blocks have answered. Suppose device 0 runs the NCCL kernel of a collective and waits for device 1. If the persistent
+kernel already holds device 1's multiprocessors and waits for device 0, both devices wait forever.
 
 Contract
     Consumes  a scheduled module.
-    Makes     of each computation an order in which no collective is between its start and its done while such a kernel
-              runs, or what holds one (a fusion, a loop, a branch, an async computation). Of the stretches between
-              kernels, a collective gets the one in which it lies beside the most compute. Control dependencies say so
-              to passes that come later, which keep to them (`orders.dependencies`).
+    Makes     an order of each computation in which no collective is in flight while such a kernel runs. Instructions
+              that hold such a kernel (a fusion, a loop, a branch, an async computation) count as the kernel. The
+              kernels cut the collective's interval into stretches. The collective moves into the legal stretch with the
+              most compute. Control dependencies make later passes keep this order (`order_rules.dependencies`).
     Leaves    programs without such kernels, and the order of everything else. Copies and compute on other streams may
-              run beside a kernel: they wait for nobody and come to an end.
-    Refuses   where data, buffers or the program's own order do not allow it. The module stays as it is, and may stop.
+              overlap with a kernel, because they wait for no peer and always finish.
+    Refuses   if data flow, buffers or control dependencies rule out every stretch. The module stays as it is and may
+              deadlock.
 
-It is to run before passes that change the order. Costs are the roofline's: they only say on which side more is hidden.
+The pass must run before the passes that change the order. It uses roofline costs only to choose the stretch that hides
+more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,10 +45,10 @@ Pair = tuple[Instruction, Instruction]
 
 @dataclass(frozen=True)
 class ExclusiveKernels:
-    """No collective in flight beside a kernel that waits for its peers.
+    """Ends every collective before a kernel that waits for its peers, or starts it afterwards.
 
     Attributes:
-      hardware: whose roofline says where a collective lies beside most compute.
+      hardware: GPU whose roofline tells how much compute each stretch holds.
     """
 
     hardware: Hardware = H200
@@ -55,7 +57,7 @@ class ExclusiveKernels:
     stage = Stage.POST_SCHEDULER
 
     def run(self, module: HloModule, context: PassContext) -> bool:
-        """Raises PassRefusal where a collective must be in flight beside a kernel."""
+        """Raises PassRefusal if a collective must be in flight while such a kernel runs."""
         holding = _holding(module)
         if not holding:
             return False
@@ -82,7 +84,7 @@ class ExclusiveKernels:
 
 
 def _holding(module: HloModule) -> dict[Computation, None]:
-    """The computations that run such a kernel, themselves or in what they call; callees first."""
+    """The computations that run such a kernel, directly or in a callee; callees first."""
     found: dict[Computation, None] = {}
     for computation in module.computations:
         if any(_is_exclusive_in(i, found) for i in computation.instructions):
@@ -91,14 +93,14 @@ def _holding(module: HloModule) -> dict[Computation, None]:
 
 
 def _is_exclusive_in(instruction: Instruction, holding: Mapping[Computation, None]) -> bool:
-    """Whether it runs such a kernel; the end of an async computation runs nothing."""
+    """Whether the instruction runs such a kernel. The done of an async computation runs nothing."""
     if is_done(instruction) or instruction.opcode == "async-update":
         return False
     return is_exclusive(instruction) or any(called in holding for called in instruction.called)
 
 
 class _Guard:
-    """One computation: its kernels, its collectives, and what must come before what."""
+    """One computation: its kernels, its collectives and its dependencies."""
 
     def __init__(
         self, computation: Computation, holding: Mapping[Computation, None], memory: Memory, costs: Costs
@@ -114,7 +116,7 @@ class _Guard:
             self.after[earlier].append(later)
 
     def order(self) -> list[Instruction]:
-        """The sequence with starts moved down and ends moved up. Raises PassRefusal where that is not possible."""
+        """The sequence with starts moved down and dones moved up. Raises PassRefusal if that is not possible."""
         order = self.sequence
         for start, done in _pairs(self.sequence):
             exclusive = start in self.kernels
@@ -131,12 +133,12 @@ class _Guard:
     def _apart(
         self, order: list[Instruction], start: Instruction, done: Instruction, between: Sequence[Instruction]
     ) -> list[Instruction]:
-        """`order` with the pair in one stretch between kernels; at one place if the pair runs a kernel itself."""
+        """`order` with the pair in one stretch between kernels. A pair that runs a kernel itself becomes adjacent."""
         if not between:
             tries = [_moved(order, start, done, start, None)]
         else:
             stretches = list(pairwise([start, *between, done]))
-            stretches.sort(key=lambda s: -self._compute(order, *s))  # stable: then the first
+            stretches.sort(key=lambda s: -self._compute(order, *s))  # stable: of equal stretches the first wins
             tries = [_moved(order, start, done, low, high) for low, high in stretches]
         for tried in tries:
             if self._is_legal(tried, start, done):
@@ -161,7 +163,7 @@ class _Guard:
 
 
 def _pairs(sequence: Sequence[Instruction]) -> list[Pair]:
-    """Starts with their ends."""
+    """Starts with their dones."""
     ends = {start_of(i): i for i in sequence if is_done(i)}
     return [(i, ends[i]) for i in sequence if is_start(i) and i in ends]
 
@@ -169,7 +171,7 @@ def _pairs(sequence: Sequence[Instruction]) -> list[Pair]:
 def _moved(
     order: Sequence[Instruction], start: Instruction, done: Instruction, low: Instruction, high: Instruction | None
 ) -> list[Instruction]:
-    """`order` with the pair from right after `low` to right before `high`; one of the two may stay where it is."""
+    """`order` with the start right after `low` and the done right before `high`; `high` None: right after the start."""
     result: list[Instruction] = []
     for instruction in order:
         if instruction is high and high is not done:
@@ -185,7 +187,7 @@ def _moved(
 
 
 def _tie(sequence: Sequence[Instruction], holding: Mapping[Computation, None]) -> None:
-    """Control dependencies: collectives end before the next kernel and begin after the last one; kernels in order."""
+    """Adds control dependencies: collectives lie between kernels, and kernels keep their order."""
     pairs = dict(_pairs(sequence))
     ended: list[Instruction] = []
     last: Instruction | None = None

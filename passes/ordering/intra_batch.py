@@ -1,8 +1,8 @@
-"""The search of `strand_pairing.py` on a program without strands: what order alone hides inside one micro-batch.
+"""Applies the search of `strand_pairing.py` to one strand: hides communication inside one micro-batch by order alone.
 
-The paper's intra-batch baseline (MegaScale; DHelix section 6.1) also splits products, which no order does: collective
-matmuls do, and `schedule="intra_batch"` has them run before (`runtime/step/pass_lists.py`). Legality and memory are
-as for any order (`order_rules.py`).
+The paper's intra-batch baseline (MegaScale; DHelix section 6.1, arXiv 2411.15871) also splits matrix products, which no
+reordering can do. Collective matmuls do that; `schedule="intra_batch"` runs them first (`runtime/step/pass_lists.py`).
+Legality and memory limits are those of `order_rules.py`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dhelix.passes.ordering.strand_pairing import StrandPairing
 
 @dataclass(frozen=True)
 class IntraBatch(StrandPairing):
-    """All operators as one strand; attributes as of `StrandPairing`."""
+    """Takes all operators as one strand; attributes as in `StrandPairing`."""
 
     name = "intra-batch"
     strands = 1

@@ -1,16 +1,18 @@
-"""Orders of bodies with too many operators for one table: those of unrolled layers, solved layer by layer.
+"""Orders bodies with too many operators for one table (unrolled layers), layer by layer.
 
     forward     | layer 0     | layer 1     | layer 2     |        each column is a table of its own;
     backward    | layer 2     | layer 1     | layer 0     |        columns that look alike share its solution
 
-1. Each strand is cut where its operators repeat: the most common distance between two operators of a kind (same key,
-   lane and seconds) is the length of a layer. Layer m of one strand is paired with layer m of the other, as
-   `strand-lockstep` ties them together. Sequences that repeat nothing are cut into pieces of equal length.
-2. Each column is searched as a short body is, from idle lanes to idle lanes. Columns of the same kinds with the same
-   needs have the same solution.
-3. The same again for windows from the middle of one column to the middle of the next, so that cuts are no barriers.
+1. Each strand is cut where its operators repeat. The layer length is the most common distance between two operators of
+   one kind (same key, lane and seconds). The m-th layer of one strand is paired with the m-th layer of the other, as
+   `strand-lockstep` ties them together. A sequence that repeats nothing counts as one layer. Columns group or split
+   layers until they have a suitable number of operators.
+2. Each column is searched like a short body, from idle lanes to idle lanes. Columns with the same kinds and the same
+   needs share a solution.
+3. Windows from the middle of one column to the middle of the next are improved the same way, so that cuts do not act as
+   barriers.
 
-Linear in operators: the number of columns that are searched is bounded, the others are laid greedily.
+Cost: linear in operators. A bounded number of columns is searched; the others are laid greedily.
 """
 
 from collections import Counter
@@ -25,20 +27,22 @@ from dhelix.passes.ordering.order_search import Order, OrderSearch, needed_of
 from dhelix.passes.ordering.strand_sequences import Body, Operator
 
 _SHORTEST, _LONGEST = 24, 72  # operators of both strands in a column
-_SEARCHED = 8  # columns, and as many windows
-_WINDOW_WORK = 2_000  # of the improvement of a window (`OrderTiming.work`)
+_SEARCHED = 8  # most columns that are searched, and most windows
+_WINDOW_WORK = 2_000  # effort for the improvement of a window (`OrderTiming.work`)
 
 Solver = Callable[[OrderSearch, Sequence[Operator], Sequence[Operator]], Order]
 
 
 def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limits, solve: Solver) -> list[Order]:
-    """Orders of the whole body: after the columns, and after the windows between them.
+    """Two orders of the whole body: after the columns, and after the windows between them.
 
-    `solve` searches the order of the operators of a column, given those of each strand.
+    Args:
+      solve: searches the order of a column, given its operators of each strand.
     """
     alike = _Alike(body, costs)
     columns: list[int] = []
     middles: list[int] = []
+    # 1. Cut both strands into columns, and 2. search each column.
     for first, second in _columns(body, alike.kinds):
         strands = [[body.operators[n] for n in part] for part in (first, second)]
 
@@ -54,6 +58,7 @@ def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limit
         found = OrderSearch(body, costs, limits, numbers)
         return found.improve(found.fitting([numbers])[0], _WINDOW_WORK) if is_new else numbers
 
+    # 3. Improve the windows from middle to middle.
     windows = columns[: middles[0]]
     for begin, end in zip(middles, [*middles[1:], len(columns)], strict=True):
         windows += alike.solved(tuple(columns[begin:end]), -1, improve)
@@ -61,7 +66,7 @@ def orders_by_layer(body: Body, costs: Mapping[Instruction, Cost], limits: Limit
 
 
 class _Alike:
-    """Solutions of groups of operators, one for all that are alike."""
+    """Solutions of groups of operators; groups that look alike share one."""
 
     def __init__(self, body: Body, costs: Mapping[Instruction, Cost]) -> None:
         self.body = body
@@ -76,7 +81,10 @@ class _Alike:
         self.searched: Counter[int] = Counter()
 
     def solved(self, numbers: Order, what: int, search: Callable[[Order, bool], Order]) -> Order:
-        """`search(numbers, is_new)`, or what that was for a group like this; `is_new` until there were enough."""
+        """The order of the group: `search(numbers, is_new)`, or the known solution of a similar group.
+
+        `is_new` is False once enough groups of this sort (columns or windows) were searched.
+        """
         place = {n: k for k, n in enumerate(numbers)}
         needs = (tuple(sorted(place[m] for m in self.body.operators[n].needs if m in place)) for n in numbers)
         like = what, tuple((self.kinds[n], need) for n, need in zip(numbers, needs, strict=True))
@@ -89,7 +97,7 @@ class _Alike:
 
 
 def _columns(body: Body, kinds: Sequence[int]) -> list[tuple[Order, Order]]:
-    """Operators of both strands, column by column; what is needed stands in the same one or before."""
+    """Operators of both strands by column. Needed operators are in the same column or an earlier one."""
     first, second = body.first.operators, body.second.operators
     starts, lengths = zip(*(_layers([kinds[o.number] for o in strand]) for strand in (first, second)), strict=True)
     together = sum(lengths)
@@ -111,7 +119,7 @@ def _columns(body: Body, kinds: Sequence[int]) -> list[tuple[Order, Order]]:
 
 
 def _layers(kinds: Sequence[int]) -> tuple[int, int]:
-    """Where the operators of a strand begin to repeat, and how many are in a layer; all in one if nothing repeats."""
+    """(index of the first operator that repeats, operators per layer); one layer of all operators if too few repeat."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for place, kind in enumerate(kinds):

@@ -1,14 +1,14 @@
-"""Orders of a scheduled module's computations: what is legal, what fits into memory, and which one is taken.
+"""Rules for new orders of a scheduled module's computations: legality, memory, and which order is taken.
 
-A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` asks it about each
-computation that holds async collectives, callees before callers, and takes what is faster by the evaluator. Where only
-so many collectives may be in flight, ends of collectives move up in what it says, and XLA's order does not stay where
-it has more.
+A scheduler is a function `order(computation, sequence, costs, limits) -> sequence`. `apply_order` calls it for each
+computation with async collectives, callees before callers. It takes the new order if the evaluator says that it is
+faster. If the number of collectives in flight is limited, dones move up in the new order. An order of XLA that exceeds
+the limit is replaced.
 
-Legal is what keeps data flow, control dependencies, the order of side effects and the order in which instructions
-meet in a shared buffer (`passes/analysis/buffers.py`): `dependencies`. Memory is a hard limit: an order that needs
-more, by the estimate of `passes/analysis/buffers.py`, is never taken; where XLA's own needs more and no other is found,
-the pass refuses and says how much would do.
+A legal order keeps data flow, control dependencies, the order of side effects, and the order of accesses to a shared
+buffer (`passes/analysis/buffers.py`); `dependencies` returns all of these. Memory is a hard limit: an order whose
+estimated peak is above it is never taken. If XLA's order is above it and no order below it is found, the pass refuses
+and reports the smallest need that it found.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,15 +30,16 @@ from dhelix.passes.hlo.verify import verify_sequence
 from dhelix.profiles.hardware import Hardware
 
 MEMORY_SLACK = 0.03
-"""Of what the plain step needs, that a step may need more: what all passes together may cost (DHelix section 6)."""
+"""Extra memory for all passes together, as a fraction of the plain step's memory without arguments (DHelix section 6,
+arXiv 2411.15871)."""
 _UNMEASURED = 2.5
-"""How much more than by measured costs an order has to gain by a roofline's."""
+"""Factor on the required gain if costs are a roofline's instead of measured."""
 _GUESSED = 0.1
-"""Share of the overlap above which it is said that it is guessed."""
+"""Fraction of the overlap time above which a warning says that its rates are guessed."""
 
 
 class MemoryRefusal(PassRefusal):
-    """No order that was found keeps within memory. `needed`: bytes beside the arguments that the most frugal needs."""
+    """No order was found that fits into memory. `needed`: bytes of the smallest order found, arguments included."""
 
     def __init__(self, reason: str, needed: int):
         super().__init__(reason, needed=needed)
@@ -47,13 +48,13 @@ class MemoryRefusal(PassRefusal):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a scheduler must keep to, and what it need not compute again.
+    """Limits that a scheduler must respect, and results that it can reuse.
 
     Attributes:
-      bytes: that may live at once in the computation, callees included.
-      memory: estimates of that.
-      bodies: timelines of called computations, whose order is settled.
-      max_in_flight: collectives of one lane between their start and their done; None: as many as are fastest.
+      bytes: peak memory allowed in the computation, callees included.
+      memory: estimates peak memory.
+      bodies: timelines of called computations, whose order is final.
+      max_in_flight: most collectives of one lane between their start and done; None: no limit.
     """
 
     hardware: Hardware
@@ -69,7 +70,7 @@ Scheduler = Callable[[Computation, Sequence[Instruction], Mapping[Instruction, C
 def dependencies(
     computation: Computation, sequence: Sequence[Instruction], memory: Memory
 ) -> Iterable[tuple[Instruction, Instruction]]:
-    """What must come before what, as (before, after): data, control, side effects and shared buffers."""
+    """Pairs (before, after) that a legal order keeps: data, control, side effects and shared buffers."""
     edges: dict[tuple[Instruction, Instruction], None] = {}
     effect: Instruction | None = None
     for instruction in sequence:
@@ -86,7 +87,7 @@ def dependencies(
 def predecessors(
     computation: Computation, sequence: Sequence[Instruction], memory: Memory
 ) -> dict[Instruction, list[Instruction]]:
-    """`dependencies`, by what comes after; nothing for what comes first."""
+    """`dependencies` by the later instruction; an empty list for an instruction without any."""
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, memory):
         before[later].append(earlier)
@@ -99,9 +100,12 @@ def few_in_flight(
     costs: Mapping[Instruction, Cost],
     most: int | None,
 ) -> list[Instruction]:
-    """`order` with ends of collectives moved up, so that no lane has more than `most` between their start and end.
+    """Moves dones up in `order`, so that each lane has at most `most` collectives between start and done.
 
-    `before`: what must come before each instruction. Ends that wait for the start that comes next stay where they are.
+    A done that depends on the next start stays where it is.
+
+    Args:
+      before: for each instruction, the instructions that must come before it.
     """
     if most is None:
         return list(order)
@@ -124,17 +128,19 @@ def few_in_flight(
 def starts_behind_ends(
     order: Sequence[Instruction], before: Mapping[Instruction, Sequence[Instruction]], costs: Mapping[Instruction, Cost]
 ) -> list[Instruction]:
-    """`order`, in which XLA keeps the order of collectives on each lane.
+    """Changes `order` so that XLA keeps the order of collectives on each lane.
 
-    XLA makes a pair synchronous where its end stands if nothing computes between start and end, so that a collective
-    started between the two would begin first. Those of its lane move behind the end, which makes them no later:
+    If no compute lies between a start and its done, XLA makes the pair synchronous at the place of the done. A
+    collective started in between would then begin first. Such starts of the same lane move behind the done, which does
+    not delay them:
 
         gather-start  scatter-start  gather-done      gather-start  gather-done  scatter-start
 
-    `before`: what must come before each instruction.
+    Args:
+      before: for each instruction, the instructions that must come before it.
     """
     laid: list[Instruction] = []
-    recent: list[Instruction] = []  # since anything computed
+    recent: list[Instruction] = []  # since the last compute instruction
     for instruction in order:
         recent.append(instruction)
         if is_done(instruction):
@@ -152,7 +158,7 @@ def starts_behind_ends(
 
 
 def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> int:
-    """The most collectives of one lane that are between their start and their end at once."""
+    """The largest number of collectives of one lane that are between start and done at once."""
     flying, most = dict.fromkeys(Lane, 0), 0
     for instruction in order:
         source = start_of(instruction) if is_done(instruction) else instruction
@@ -166,7 +172,7 @@ def most_in_flight(order: Sequence[Instruction], costs: Mapping[Instruction, Cos
 def _missing(
     instruction: Instruction, before: Mapping[Instruction, Sequence[Instruction]], laid: Mapping[Instruction, None]
 ) -> list[Instruction]:
-    """`instruction` and all that must come before it and is not laid yet, in a legal order."""
+    """`instruction` and all its predecessors that are not laid yet, in a legal order."""
     found: dict[Instruction, None] = {}
     stack = [instruction]
     while stack:
@@ -179,8 +185,10 @@ def _missing(
 
 
 def least_gain(min_gain: float, costs: Costs) -> float:
-    """The `min_gain` of `apply_order` for a pass's own, which is for measured costs; more by a roofline's, whose errors
-    are larger: two strands took 1041 ms under a list schedule by a roofline where XLA's order took 1025."""
+    """The `min_gain` for `apply_order`, from the `min_gain` of a pass, which is meant for measured costs.
+
+    Roofline costs have larger errors, so they require a larger predicted gain.
+    """
     return min_gain * (_UNMEASURED if costs.estimator is None else 1.0)
 
 
@@ -194,23 +202,23 @@ def apply_order(
     min_gain: float | None = 0.0,
     max_in_flight: int | None = None,
 ) -> bool:
-    """Gives every computation with async collectives the order that `order` finds, where that is better.
+    """Gives every computation with async collectives the order that `order` finds, if that order is better.
 
-    Callees come before their callers, so that a loop's body is settled when the loop is placed.
+    Callees come before their callers, so a loop's body is final when the loop itself is placed.
 
     Args:
-      memory_limit: bytes that the module may need, arguments and all, by the estimate of live ranges. None: what it
-        needs in XLA's order, and `memory_slack` of what that is beside the arguments.
-      min_gain: share of what overlap could save at most that an order must save: of a computation's own compute or
-        communication, whichever is less. None takes every order that fits, also where it is predicted to be slower: a
-        baseline.
-      max_in_flight: as of `Limits`; an order that keeps to it is taken instead of one that does not, slower or not.
+      memory_limit: bytes that the module may need, arguments included, by the live-range estimate. None: the need of
+        XLA's order plus `memory_slack`.
+      memory_slack: fraction of that need, arguments excluded.
+      min_gain: required saving, as a fraction of the most that overlap could save: the smaller of the computation's own
+        compute and communication. None takes every order that fits, even a slower one; that makes a baseline.
+      max_in_flight: as in `Limits`. An order within this limit replaces one above it, even if it is slower.
 
     Returns:
-      Whether the schedule changed; what was done is in the context's notes.
+      Whether the schedule changed. The context's notes say what was done.
 
     Raises:
-      MemoryRefusal: the module needs more than `memory_limit` in XLA's order, and in each that was tried.
+      MemoryRefusal: the module needs more than `memory_limit` in XLA's order and in every order that was tried.
     """
     chosen = [c for c in module.computations if c in module.schedule and _has_collectives(c, costs)]
     if not chosen:
@@ -310,7 +318,7 @@ def _improve(
 
 
 def _overlappable(timeline: Timeline) -> float:
-    """Seconds of the computation's own compute or communication, whichever is less; loops in it have theirs."""
+    """The smaller of the computation's own compute and communication, in seconds, without the loops inside it."""
     loops = [(i.body, i.count) for i in timeline.intervals if i.body is not None]
     compute = timeline.compute_alone - sum(body.compute_alone * count for body, count in loops)
     communication = timeline.communication - sum(body.communication * count for body, count in loops)

@@ -1,19 +1,19 @@
-"""Orders of a body's operators: what one takes, whether it fits, and how to make it better by moving operators.
+"""Searches orders of a body's operators: their time, whether they fit into memory, and how to improve them.
 
-An order is a tuple of operators by number (`Body.operators`), of the whole body or of a part of it. An order of the
-whole may have waits too, which say where compute waits for a collective before anything needs it (`Body.waits_for`).
-Every instruction follows from that (`Body.sequence`), and `seconds` is what the evaluator says of it.
+An order is a tuple of operator numbers (`Body.operators`), of the whole body or of a part of it. An order of the whole
+body may also hold waits: places where compute waits for a collective before any operator needs it (`Body.waits_for`).
+The order of all instructions follows from it (`Body.sequence`), and `seconds` is the evaluator's time of that.
 
-1. `segment`: P of equation 2, two segments from idle lanes to idle lanes. Compute of one strand leads, a collective
-   starts as soon as it can; the better of the two ways to lead counts.
-2. `allowed`: after which operators of both strands there may be a barrier: what they need has run, and what lives then
-   fits into memory. What lives between segments does not depend on the order inside.
-3. `improve`: local search by moves of operators and waits. Random moves first, of which those count that are not slower
-   by more than a threshold, which falls to nothing (threshold accepting: Dueck and Scheuer, 1990); some of them take
-   along what stands in the way, since it needs the operator or is needed. Then each operator by a few places, as long
-   as that is faster. Half-way it looks at orders in which collectives come in other turns. Most of a moved order is
-   looked up and not played (`order_timing.py`), what is left of collectives a little rounded, so that more of it
-   is known. The search ends after an amount of work and not of seconds, so that the result is the same on every host.
+- `segment` is P of equation 2: two segments from idle lanes to idle lanes. Compute of one strand leads, and
+  collectives start as early as they can. The better of the two ways to lead counts.
+- `allowed` tells after which operators of both strands a barrier may be: their needs have run, and the live values fit
+  into memory. Live values between segments do not depend on the order inside.
+- `improve` is a local search. Random moves of operators and waits come first. A move counts if it is slower by less
+  than a threshold, which falls to zero (threshold accepting: Dueck and Scheuer, 1990). Some moves drag along the
+  operators in between that need the moved one, or that it needs. Half-way, the search tries other orders of the
+  collectives. At the end, each operator moves by a few places as long as that is faster. Most of a moved order is
+  looked up instead of simulated (`order_timing.py`). The remaining times of collectives are slightly rounded, so that
+  more lookups succeed. The search ends after a fixed amount of work, so the result is the same on every host.
 """
 
 import random
@@ -31,22 +31,22 @@ from dhelix.passes.ordering.strand_sequences import Body, Operator, lay
 
 Timed = tuple[float, Order]  # seconds of the whole, and the order
 
-_REACH = 12  # places that an operator is moved by at once
-_FAR = 30  # the same, with what stands in the way
-_DRAGS = 0.3  # share of the random moves that take along what stands in the way
-_GAIN = 1e-6  # share of the time that counts as faster
-_GRAIN = 6e-4  # share of the time to which what is left of collectives is rounded
-_WORSE = 1.5e-2  # share of the time by which random moves may be slower, at first
-_WAITING = 0.1  # share of the random moves that move a wait
-_WANDERED = 0.9  # share of the work that goes into random moves, and of that
-_SETTLED = 0.5  # before collectives come in other turns,
-_SHORT, _LONGER = 0.02, 0.075  # and for each order in other turns that is tried, and that is tried further
-_LEAST = 200  # work for each, so that short orders can settle
-_TURNS, _TRIED, _FURTHER = 70, 6, 2  # such orders: looked at, tried without threshold, tried further
+_REACH = 12  # most places of a single move
+_FAR = 30  # most places of a move that drags others along
+_DRAGS = 0.3  # fraction of the random moves that drag others along
+_GAIN = 1e-6  # fraction of the time that counts as faster
+_GRAIN = 6e-4  # fraction of the time to which remaining times of collectives are rounded
+_WORSE = 1.5e-2  # fraction of the time by which random moves may be slower, at the beginning
+_WAITING = 0.1  # fraction of the random moves that move a wait
+_WANDERED = 0.9  # fraction of the work for random moves; of that,
+_SETTLED = 0.5  # the fraction before other collective orders are tried,
+_SHORT, _LONGER = 0.02, 0.075  # and for each collective order in the first and in the second trial
+_LEAST = 200  # least work for each trial, so that short orders can converge
+_TURNS, _TRIED, _FURTHER = 70, 6, 2  # collective orders: generated, in the first trial (no threshold), in the second
 
 
 class OrderSearch:
-    """Orders of a body, or of the operators `numbers` of it, which then begin and end with idle lanes."""
+    """Searches orders of a body, or of its operators `numbers`, which then begin and end with idle lanes."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class OrderSearch:
         self.is_whole = numbers is None
         self.timed = self._timed(body.timed if numbers is None else self._members())
         self.parts = {n: [i for i in body.parts[n] if i in self.timed] for n in self.numbers}
-        waits = body.waits_for.items() if self.is_whole else ()  # of copies that count as compute they change nothing
+        waits = body.waits_for.items() if self.is_whole else ()  # a wait for a copy on the compute lane has no effect
         self.waits = {wait: pair for wait, pair in waits if body.operators[pair].lane is not Lane.COMPUTE}
         self.needs = {n: body.operators[n].needs & self.parts.keys() for n in self.numbers}
         self.needs |= {wait: frozenset((pair,)) for wait, pair in self.waits.items()}
@@ -73,7 +73,7 @@ class OrderSearch:
         self._compute = {n for n in self.numbers if body.operators[n].lane is Lane.COMPUTE}
         self._steps = {n: self._step(n) for n in self.numbers}
         self._end = self.states.step((), drains=True)
-        self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}  # by which one leads
+        self._segments: dict[tuple[Order, Order], tuple[float, Order]] = {}  # key: (leading, following)
         self._pairs: dict[tuple[Order, Order], tuple[float, Order]] = {}
 
     def _members(self) -> dict[Instruction, None]:
@@ -87,15 +87,15 @@ class OrderSearch:
         return {i: [b for b in self.body.timed[i] if b in mine] for i in mine}
 
     def _step(self, number: int) -> Step:
-        """An operator in a segment: pairs that it reads end, if they were started there."""
+        """The step of an operator in a segment. It first waits for the pairs that the operator reads."""
         ends = (self.body.ends[pair] for pair in self.body.waits[number])
         return self.states.step((*ends, *self.parts[number]))
 
     def sequence(self, order: Iterable[int]) -> list[Instruction]:
         """All instructions of the whole body, with no more collectives in flight than allowed.
 
-        Ends stand as late as possible, which is best where a collective takes longer than was thought. Where that
-        needs too much memory they stand where the collective has ended, by when its operand is free.
+        Dones are as late as possible, which is best if a collective takes longer than predicted. If that needs too much
+        memory, each done moves to the place where its collective has ended, which frees the operand.
         """
         return self._sequence_and_peak(order)[0]
 
@@ -124,7 +124,7 @@ class OrderSearch:
         return list(laid)
 
     def _timed_sequence(self, order: Iterable[int]) -> list[Instruction]:
-        """What of `sequence` takes time, and ends."""
+        """The instructions of `sequence` that take time, and dones."""
         laid: dict[Instruction, None] = {}
         timed = self.timed
         for number in order:
@@ -137,7 +137,7 @@ class OrderSearch:
         return few_in_flight(list(laid), timed, self.costs, self.limits.max_in_flight)
 
     def seconds(self, order: Order) -> float:
-        """The whole, without barriers."""
+        """Time of the whole order, without barriers."""
         player = Player(self.costs, self.limits.hardware, self.limits.bodies)
         for instruction in self._timed_sequence(order):
             player.play(instruction)
@@ -145,14 +145,14 @@ class OrderSearch:
         return player.now
 
     def peak(self, order: Iterable[int]) -> int:
-        """Bytes that live at once."""
+        """Peak bytes of the order."""
         return self._sequence_and_peak(order)[1]
 
     def fits(self, order: Iterable[int]) -> bool:
         return not self.is_whole or self.peak(order) <= self.limits.bytes
 
     def allowed(self, first: Sequence[Operator], second: Sequence[Operator]) -> Callable[[int, int], bool]:
-        """States in which all that was needed has run and, for a whole body, what lives then fits into memory."""
+        """States (i, j) in which all needs have run and, for a whole body, the live values fit into memory."""
         of_second, of_first = needed_of(first, second), needed_of(second, first)
         live = [self._live(first[:i], second) for i in range(len(first) + 1)] if self.is_whole else None
 
@@ -163,7 +163,7 @@ class OrderSearch:
         return allowed
 
     def _live(self, first: Sequence[Operator], second: Sequence[Operator]) -> list[int]:
-        """Bytes that live after `first` and the first 0, 1, ... operators of `second`."""
+        """Bytes live after `first` and the first 0, 1, ... operators of `second`."""
         live = LiveSet(self.limits.memory, self.body.computation)
         for operator in first:
             self._place(operator, live)
@@ -192,9 +192,9 @@ class OrderSearch:
         return found
 
     def _lay(self, leading: Order, following: Order) -> tuple[float, Order]:
-        """Seconds and order of two segments, `leading` computing first wherever both could.
+        """Seconds and order of two segments; `leading` computes first whenever both could.
 
-        While lanes are idle, what computes first could as well be a segment of its own; so the rest is looked up.
+        An operator that computes on idle lanes could be a segment of its own, so the rest is looked up.
         """
         known = self._segments.get((leading, following))
         if known is None:
@@ -211,7 +211,7 @@ class OrderSearch:
         return known
 
     def _alone(self, number: int) -> float:
-        """Seconds of an operator that computes, with what travels with it, from idle lanes."""
+        """Seconds of a compute operator from idle lanes, with the instructions that travel with it."""
         step = self._steps[number]
         return step.least + self.states.idle[step][0]
 
@@ -232,7 +232,8 @@ class OrderSearch:
         return seconds + state[self._end][0], tuple(laid)
 
     def _next(self, left: Collection[int], under_way: Collection[Instruction]) -> int:
-        """The first of `left` to run: a collective that can start, compute that can, or what must wait least."""
+        """The first of `left` to run: a collective that can start, else compute that need not wait, else any ready
+        one."""
         body = self.body
         ready: list[int] = []
         free: list[int] = []
@@ -247,12 +248,12 @@ class OrderSearch:
         return free[0] if free else ready[0]
 
     def fitting(self, orders: Iterable[Order]) -> list[Timed]:
-        """Those of `orders` that fit, fastest first, with their seconds."""
+        """The orders that fit into memory with their seconds, fastest first."""
         fitting = [order for order in dict.fromkeys(orders) if self.fits(order)]
         return sorted(((self.seconds(order), order) for order in fitting), key=lambda timed: timed[0])
 
     def improve(self, start: Timed, work: int) -> Order:
-        """The fastest order found from `start`, which fits, for that much `OrderTiming.work`."""
+        """The fastest order found from `start`, which must fit into memory, within `work` (`OrderTiming.work`)."""
         states = States(self.costs, self.limits, _GRAIN * start[0])
         timing = OrderTiming(self.body, states, self.timed, self.parts)
         waits = sorted(self.waits, key=lambda wait: start[1].index(self.waits[wait]))
@@ -264,7 +265,7 @@ class OrderSearch:
         return min(start, (self.seconds(found), found))[1]
 
     def _in_other_turns(self, best: Timed, timing: OrderTiming, work: int) -> Timed:
-        """The fastest of `best` and what random moves make of it with collectives in other turns."""
+        """The fastest of `best` and the results of random moves from orders with other collective orders."""
         tried = sorted((timing.seconds(order), order) for order in self._other_turns(best[1]))
         for count, share, worse in ((_TRIED, _SHORT, 0.0), (_FURTHER, _LONGER, _WORSE)):
             more = max(int(share * work), min(_LEAST, work // 24))
@@ -272,10 +273,10 @@ class OrderSearch:
         return min([best, *(one for one in tried if self.fits(one[1]))])
 
     def _other_turns(self, order: Order) -> list[Order]:
-        """`order` with collectives in other turns, by one exchange of neighbours after the other: the nearest ones."""
+        """`order` with other collective orders: breadth-first by exchanges of neighbours, so the nearest come first."""
         first = tuple(n for n in order if n not in self._compute and n not in self.waits)
         seen, queue, found = {first}, [first], []
-        for turns in queue:  # which grows meanwhile
+        for turns in queue:  # grows during the loop
             for k in range(len(turns) - 1):
                 other = (*turns[:k], turns[k + 1], turns[k], *turns[k + 2 :])
                 if other in seen or len(seen) == _TURNS:
@@ -287,8 +288,10 @@ class OrderSearch:
         return found
 
     def _turned(self, order: Order, turns: Order) -> Order | None:
-        """`order` with `turns` in the places of its collectives, and before each what it needs; None if that is one
-        whose turn comes later. Waits go to the end: they were for the turns of before."""
+        """`order` with its collectives in the order `turns`, each after its needs; None if the needs forbid it.
+
+        Waits go to the end, because they belonged to the old collective order.
+        """
         next_turn = iter(turns)
         wanted = [next(next_turn) if n in turns else n for n in order if n not in self.waits]
         place = {n: k for k, n in enumerate(wanted)}
@@ -299,9 +302,9 @@ class OrderSearch:
         return (*laid, *self.waits) if tuple(n for n in laid if n in turns) == turns else None
 
     def _wander(self, start: Timed, timing: OrderTiming, work: int, worse: float = _WORSE) -> Timed:
-        """Random moves, taken if what they lead to is not slower by more than a share, which falls to nothing.
+        """Random moves, accepted if the result is not slower by more than a threshold, which falls to zero.
 
-        Memory is asked about the fastest so far alone: from one that does not fit, back to the fastest that does.
+        Memory is checked only for a new fastest order. If it does not fit, the search returns to the fastest that does.
         """
         draw, waits = random.Random(0), list(self.waits)
         here = best = start
@@ -336,7 +339,7 @@ class OrderSearch:
         return best
 
     def _moved(self, order: Order, number: int, draw: random.Random) -> Order:
-        """`order` with an operator or a wait elsewhere."""
+        """`order` with one operator or wait at another place."""
         if draw.random() < _DRAGS:
             here = order.index(number)
             return self._dragged(order, here, draw.randint(max(here - _FAR, 0), min(here + _FAR, len(order) - 1)))
@@ -344,7 +347,7 @@ class OrderSearch:
         return _inserted(rest, number, draw.randint(low, high))
 
     def _dragged(self, order: Order, here: int, there: int) -> Order:
-        """`order` with what is at `here` moved to `there`; what it needs goes along, or what needs it, and no more."""
+        """`order` with the operator at `here` moved to `there`, dragging along its needs or its users in between."""
         number, low, high = order[here], min(here, there), max(here, there) + 1
         bound = self._bound[number][there > here]
         between = [n for n in order[low:high] if n != number]
@@ -354,9 +357,9 @@ class OrderSearch:
 
     @cached_property
     def _bound(self) -> dict[int, tuple[set[int], set[int]]]:
-        """All that an operator or a wait needs, and all that needs it, by way of others too."""
+        """For each operator or wait: all that it needs, and all that need it, transitively."""
         needed: dict[int, set[int]] = {}
-        for number in [*self.numbers, *self.waits]:  # what is needed has a lower number
+        for number in [*self.numbers, *self.waits]:  # needs have lower numbers
             needed[number] = set(self.needs[number]).union(*(needed[n] for n in self.needs[number]))
         needing: dict[int, set[int]] = {number: set() for number in needed}
         for number, all_needed in needed.items():
@@ -365,7 +368,7 @@ class OrderSearch:
         return {number: (needed[number], needing[number]) for number in needed}
 
     def _nearby(self, order: Order, number: int) -> Iterator[Order]:
-        """Orders with an operator or a wait elsewhere, nearest places first."""
+        """Orders with one operator or wait at another place, nearest places first."""
         rest, low, high = self._places(order, number)
         here = order.index(number)
         for distance in range(1, _REACH + 1):
@@ -374,7 +377,7 @@ class OrderSearch:
                     yield _inserted(rest, number, there)
 
     def _places(self, order: Order, number: int) -> tuple[Order, int, int]:
-        """`order` without an operator or a wait, and from where to where that may stand: between needs and users."""
+        """`order` without `number`, and the first and last place where it may be: between its needs and its users."""
         here = order.index(number)
         rest = order[:here] + order[here + 1 :]
         low = max((rest.index(n) + 1 for n in self.needs[number]), default=0)
@@ -387,7 +390,7 @@ def _inserted(rest: Order, number: int, place: int) -> Order:
 
 
 def needed_of(mine: Sequence[Operator], others: Sequence[Operator]) -> list[int]:
-    """How many of `others` the first 0, 1, ... of `mine` need."""
+    """For the first 0, 1, ... operators of `mine`: the length of the prefix of `others` that they need."""
     place = {o.number: n for n, o in enumerate(others)}
     found = [0]
     for operator in mine:

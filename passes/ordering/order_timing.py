@@ -1,20 +1,21 @@
-"""How long orders of operators take, for a search that tries thousands of them, each a little different from another.
+"""Times many similar orders of operators, for a search that tries thousands of them.
 
-What an instruction takes depends on the collectives under way alone: how much is left of each, and whether it runs. So
-orders are ways through an automaton, which is built as far as they go:
+The time of an instruction depends only on the collectives in flight: the rest of each, and whether it runs. So orders
+are paths through an automaton, which is built on demand:
 
-    State          what is under way (`Player.flights`), such as 120 us of a gather
-    Step           an operator, with what must be laid before it and what travels with it
-    state[step]    the seconds lost in it, and the state after it: played by the evaluator once, then looked up
+    State          what is in flight (`Player.flights`), such as 120 us of a gather
+    Step           an operator, with the missing instructions it depends on and those that travel with it
+    state[step]    seconds lost in the step, and the state after it; simulated once, then looked up
 
-Lost is what a step takes beyond the least that it can take; it only grows, so an order that lost too much is given up
-before its end. Of an order that was walked to its end the way is kept, and of the next one only what differs is walked:
+The loss of a step is its time beyond the minimum that it can take. Losses only add up, so an order is given up as soon
+as it has lost too much. The path of the last complete order is kept. The next order evaluates only the part that
+differs:
 
-    kept     a b c d e f g h      the way to c is the same; behind g, where the same operators are laid as before, the
-    asked    a b c g d e f h      rest is, too, as soon as the same is under way: at the latest when nothing is
+    kept     a b c d e f g h      The path up to c is the same. Behind g the same operators have been placed, so the
+    asked    a b c g d e f h      rest is the same, too, once the state is the same: at the latest when it is idle.
 
-Contract: the seconds are those that the evaluator says of the order's sequence, to rounding. With a `grain` what is
-left of collectives is rounded to it, which makes states recur: near enough to tell good orders from bad ones.
+Contract: the seconds equal the evaluator's time of the order's sequence, up to rounding. A `grain` above 0 rounds the
+remaining time of collectives, so that states recur. This is accurate enough to tell good orders from bad ones.
 """
 
 import math
@@ -35,7 +36,12 @@ _QUANTUM = 2.0**-50  # seconds
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Step:
-    """Instructions that are played together; the seconds that they take at least; whether all comes to its end then."""
+    """Instructions that are simulated together.
+
+    Attributes:
+      least: the minimum of seconds that they take.
+      drains: whether the step also waits until nothing is in flight.
+    """
 
     instructions: tuple[Instruction, ...]
     least: float
@@ -43,7 +49,7 @@ class Step:
 
 
 class State(dict[Step, "tuple[float, State]"]):
-    """What is under way between two steps. By step: the seconds lost in it, and the state after it."""
+    """The collectives in flight between two steps. Maps a step to the seconds lost in it and the state after it."""
 
     def __init__(self, states: "States", flights: Flights) -> None:
         super().__init__()
@@ -56,14 +62,14 @@ class State(dict[Step, "tuple[float, State]"]):
 
 
 class States:
-    """All states that were met, beginning with `idle` lanes, and all steps; `grain` in seconds, 0 is exact."""
+    """All steps and all states reached so far, starting with `idle`. `grain` is in seconds; 0 is exact."""
 
     def __init__(self, costs: Mapping[Instruction, Cost], limits: Limits, grain: float = 0.0) -> None:
         self.costs, self.limits, self.grain = costs, limits, grain
         self._steps: dict[tuple[tuple[Instruction, ...], bool], Step] = {}
         self._states: dict[Flights, State] = {}
         self.idle = self._state(())
-        self.played = 0  # steps
+        self.played = 0  # simulated steps
 
     def step(self, instructions: tuple[Instruction, ...], drains: bool = False) -> Step:
         found = self._steps.get((instructions, drains))
@@ -73,7 +79,7 @@ class States:
         return found
 
     def least(self, instruction: Instruction) -> float:
-        """Seconds that an instruction takes whatever is under way; a loop may overlap, so none."""
+        """Seconds that an instruction takes at least, whatever is in flight; 0 for a loop, because it may overlap."""
         if instruction.opcode in CONTROL_FLOW:
             return 0.0
         player = self._player()
@@ -89,7 +95,7 @@ class States:
         if step.drains:
             player.drain()
         lost = player.now - step.least
-        if self.grain:  # sums of such numbers are exact, so an order takes the same whichever way it was walked
+        if self.grain:  # sums of multiples of the quantum are exact, so the time is independent of the cached path
             lost = round(lost / _QUANTUM) * _QUANTUM
         return lost, self._state(player.flights())
 
@@ -102,7 +108,7 @@ class States:
         return found
 
     def _rounded(self, seconds: float) -> float:
-        """Never nothing: what is under way has not ended."""
+        """At least one grain, because a collective in flight has not ended."""
         return max(round(seconds / self.grain), 1) * self.grain
 
     def _player(self) -> Player:
@@ -110,11 +116,11 @@ class States:
 
 
 class OrderTiming:
-    """Seconds of orders of some of a body's operators, which begin and end with idle lanes.
+    """Times orders of some of a body's operators, which begin and end with idle lanes.
 
     Args:
-      timed: instructions that take time, and ends, and what of these must come before each.
-      parts: of each operator what of `timed` travels with it, and of each wait what travels with its pair.
+      timed: instructions that take time and dones, each with those that must come before it.
+      parts: for each operator, the instructions of `timed` that travel with it; for each wait, those of its pair.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class OrderTiming:
         self.most_in_flight = states.limits.max_in_flight
         self.least = sum(map(states.least, timed))
         self._bit = {i: 1 << n for n, i in enumerate(timed)}
-        self._closure: dict[Instruction, int] = {}  # of each instruction all that must come before it, and itself
+        self._closure: dict[Instruction, int] = {}  # for each instruction, a mask of itself and all predecessors
         for instruction, before in timed.items():
             self._closure[instruction] = self._bit[instruction]
             for earlier in before:
@@ -137,18 +143,18 @@ class OrderTiming:
         self._decides = {n: self._deciding(n) for n in self._steps}
         self._last: dict[int, Step] = {}
         self._asked, self._played_before = 0, states.played
-        self._kept: Order = ()  # the last order that was walked to its end,
-        # and before each of its operators and after the last one: seconds lost, state, mask of what is laid.
+        self._kept: Order = ()  # the last order that was timed to its end
+        # Before each operator of `_kept` and after the last one: seconds lost, state, mask of placed instructions.
         self._way: list[tuple[float, State, int]] = [(0.0, states.idle, 0)]
-        self._lost = 0.0  # in all of it, what is drained at its end included
+        self._lost = 0.0  # in all of `_kept`, the final drain included
 
     @property
     def work(self) -> int:
-        """Orders that were asked about, and steps that were played for them; about 20 microseconds each."""
+        """Number of orders asked about plus steps simulated for them: a deterministic measure of the effort."""
         return self._asked + self.states.played - self._played_before
 
     def seconds(self, order: Order, stop: float = math.inf) -> float:
-        """Of the order; infinite if it is `stop` or more."""
+        """Time of the order; infinite if it is `stop` or more."""
         self._asked += 1
         if self.most_in_flight is not None:
             return self._crowded_seconds(order, stop)
@@ -179,7 +185,7 @@ class OrderTiming:
         return self.least + total
 
     def _crowded_seconds(self, order: Order, stop: float) -> float:
-        """With ends moved up, so that no more are in flight than allowed; each instruction is a step of its own."""
+        """The same with a limit on collectives in flight: dones move up, and each instruction is a step of its own."""
         sequence: list[Instruction] = []
         laid = 0
         for number in order:
@@ -195,13 +201,13 @@ class OrderTiming:
         return seconds if seconds < stop else math.inf
 
     def _ending(self, laid: int) -> Step:
-        """All that is not laid after the last operator, and that nothing is under way behind it."""
+        """The step that places all remaining instructions and waits until nothing is in flight."""
         if laid not in self._last:
             self._last[laid] = self.states.step(self._new(laid, self.timed), drains=True)
         return self._last[laid]
 
     def _deciding(self, number: int) -> int:
-        """What of the instructions laid before decides which ones come with an operator or a wait."""
+        """Mask of the instructions that affect, if already placed, the step of an operator or a wait."""
         found = self._closure.get(self.body.head(number), 0)
         for instruction in self.parts[number]:
             found |= self._bit[instruction]
@@ -210,7 +216,7 @@ class OrderTiming:
         return found
 
     def _step(self, number: int, laid: int) -> tuple[Step, int]:
-        """What an operator or a wait brings with it after the instructions `laid`, and its mask."""
+        """The step of an operator or a wait after the instructions `laid`, and the mask of its instructions."""
         head = self.body.head(number)
         new = self._new(laid, (head,) if head in self.timed else (), self.parts[number])
         found = self.states.step(new), sum(self._bit[i] for i in new)
@@ -220,7 +226,7 @@ class OrderTiming:
     def _new(
         self, mask: int, wanted: Collection[Instruction], travelling: Sequence[Instruction] = ()
     ) -> tuple[Instruction, ...]:
-        """What is laid for the instructions `wanted`, and of those `travelling` what can run then."""
+        """The instructions placed for `wanted`, then those of `travelling` whose predecessors are all placed."""
         laid = dict.fromkeys(i for i, bit in self._bit.items() if mask & bit)
         count = len(laid)
         for instruction in wanted:
@@ -232,7 +238,7 @@ class OrderTiming:
 
 
 def _differing(order: Order, kept: Order) -> tuple[int, int]:
-    """From where to where `order` differs from `kept`; to its end if it has another length."""
+    """The range of `order` that differs from `kept`; it reaches to the end if the lengths differ."""
     first = next((k for k, (one, other) in enumerate(zip(order, kept, strict=False)) if one != other), len(kept))
     last = len(order)
     if last == len(kept):

@@ -1,13 +1,14 @@
-"""Equation 2 of DHelix section 4.2: two sequences of operators, cut into segments and paired, by dynamic programming.
+"""Cuts two operator sequences into segments and pairs them by dynamic programming: equation 2 of DHelix section 4.2.
 
-T(i, j), the time of the first i operators of one strand and j of the other, is the least of T(i - a, j - b) + P over
-all segments of a and b operators, either of which may be empty: the cuts are part of the search.
+T(i, j) is the least time of the first i operators of one strand and the first j of the other. The cuts are part of the
+search: the minimum is over all last segments of a and b operators, one of which may be empty.
 
     T(i, j) = min over a, b of T(i - a, j - b) + P(first[i - a : i], second[j - b : j])
 
-Where either is empty, the other strand runs alone; collectives of a segment may lie under compute of the same segment
-and strand (the paper's dual-coloured blocks). Time grows with (operators of one) x (operators of the other) x (longest
-segment + 1) squared.
+If one segment is empty, the other strand runs alone. Compute of a segment may hide collectives of the same segment and
+strand (the paper's dual-coloured blocks).
+
+Cost: proportional to (operators of one) x (operators of the other) x (longest segment + 1) squared.
 """
 
 import math
@@ -22,7 +23,7 @@ SegmentCost = Callable[[Sequence[Operator], Sequence[Operator]], float]
 
 @dataclass(frozen=True)
 class SegmentPair:
-    """Operators `first[0]` to `first[1] - 1` of one strand with those of the other; `seconds` together."""
+    """Operators `first[0]` to `first[1] - 1` of one strand with those of `second`; `seconds` of both together."""
 
     first: tuple[int, int]
     second: tuple[int, int]
@@ -31,7 +32,7 @@ class SegmentPair:
 
 @dataclass(frozen=True)
 class Pairing:
-    """Segments in the order in which they run; `seconds` of all, with a barrier after each."""
+    """Segment pairs in run order; `seconds` of all of them, with a barrier after each."""
 
     seconds: float
     segments: tuple[SegmentPair, ...]
@@ -48,14 +49,14 @@ def pair(
     """The fastest way to cut two sequences into segments and pair them (DHelix section 4.2, equation 2).
 
     Args:
-      cost: seconds of two segments together, either of which may be empty. It must be no less than what any
-        lane is busy in both of them, by which segments are left out that cannot be part of a fastest plan.
-      max_segment: longest segment.
-      allowed: whether there may be a barrier after the first i operators and j of the other sequence.
-      less_than: seconds that a plan must stay below to be of use.
+      cost: seconds of two segments together, one of which may be empty. It must be at least the busy time of each lane
+        in both segments. The search uses that bound to skip segments that cannot be part of a fastest plan.
+      max_segment: most operators of one strand in a segment.
+      allowed: whether a barrier may follow the first i operators of one sequence and the first j of the other.
+      less_than: upper limit in seconds; slower plans are of no use.
 
     Returns:
-      The plan; None where none is allowed and of use.
+      The plan, or None if there is none within `allowed` and `less_than`.
     """
     bounds = _Bounds(first, second)
     best: dict[tuple[int, int], tuple[float, SegmentPair | None]] = {(0, 0): (0.0, None)}
@@ -96,7 +97,7 @@ def _plan(best: Mapping[tuple[int, int], tuple[float, SegmentPair | None]], i: i
 
 
 class _Bounds:
-    """Seconds that the busiest lane works in two segments."""
+    """Lower bounds: the busy time of the busiest lane in two segments."""
 
     def __init__(self, first: Sequence[Operator], second: Sequence[Operator]) -> None:
         lanes = ([_running_sums(o.busy(lane) for o in strand) for strand in (first, second)] for lane in Lane)

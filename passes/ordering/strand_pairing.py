@@ -1,24 +1,27 @@
-"""Strand pairing: what of one strand runs with what of the other, by dynamic programming (DHelix section 4.2).
+"""Strand pairing: reorders two strands so that each hides the other's communication (DHelix section 4.2).
 
-Matches: scheduled computations with collectives. Where two strands run that share no value, each is a sequence of
-operators (`strand_sequences.py`); elsewhere all operators are one strand.
-
-Makes of it: another order of the same instructions. Both sequences are cut into segments, and segments are paired
-so that what one strand sends lies under what the other computes:
+The pass cuts both operator sequences into segments and pairs the segments by dynamic programming:
 
     forward     | norm  all-gather      | product  attention  | product  reduce-scatter |
     backward    | product (wgrad)       | all-gather          | product  product        |
 
-1. Equation 2, with the cuts as part of the search (`pairing_table.py`), for each pair of candidate orders of
-   the strands. P, both segments together from idle lanes, is played with the rates of measured pairs, in two launch
-   orders: whose compute goes first. States whose live values need more than the memory allowed are left out.
-2. Cuts are barriers in the model alone. From the fastest of these plans, `list_order` and XLA's order, single operators
-   and waits for collectives move to other places while the evaluator says that the whole is faster without barriers
-   (`order_search.py`). One strand gets that, too. Bodies of many layers are solved layer by layer
-   (`layer_search.py`).
-3. The fastest of that, `list_order` and XLA's order within memory: never slower than either by the evaluator.
+Contract
+    Consumes  scheduled computations with async collectives. Two strands that share no value become two sequences of
+              operators (`strand_sequences.py`). Otherwise all operators form one strand.
+    Makes     another order of the same instructions; `plan_body` returns it as data.
+    Leaves    XLA's order if no other is faster by the evaluator. Legality and memory limits: `order_rules.py`.
 
-`plan_body` returns all that as data. Everything is deterministic: costs and sequence in, order out.
+1. Equation 2, with the cuts as part of the search (`pairing_table.py`), for pairs of candidate orders of the strands.
+   P, the time of both segments from idle lanes to idle lanes, is simulated with the rates of measured pairs in two
+   launch orders: either strand's compute goes first. States whose live values exceed the memory limit are left out.
+2. Local search. Cuts are barriers only in the model. The search starts from the fastest of these plans, `list_order`
+   and XLA's order. It moves single operators and waits while the evaluator says that the whole gets faster without
+   barriers (`order_search.py`). A single strand is searched, too. Bodies of many layers are solved layer by layer
+   (`layer_search.py`).
+3. The result is the fastest of that order, `list_order` and XLA's order within memory. So it is never slower than
+   either by the evaluator.
+
+The pass is deterministic: the order depends only on costs and sequence.
 """
 
 import math
@@ -51,11 +54,11 @@ from dhelix.profiles.hardware import H200, Hardware
 PAIRED_NOTE, ORDERED_NOTE = (
     "operators of both strands are paired",
     "operators of one strand are ordered",
-)  # what notes say
-_WORK = 36_000  # of the improvement (`OrderTiming.work`)
-_WORK_SHORT = 18  # the same for each move of an operator past another, where operators are few
-_WORK_LAYER = 2_000  # the same for a layer of a long body
-_LONG = 120  # operators; bodies with more are solved layer by layer
+)  # messages of the notes
+_WORK = 36_000  # most work of the improvement (`OrderTiming.work`)
+_WORK_SHORT = 18  # work for each pair of operators in a short body
+_WORK_LAYER = 2_000  # work for a layer of a long body, and the least for a short body
+_LONG = 120  # bodies with more operators are solved layer by layer
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,8 @@ class StrandPairing:
     """Pairs the operators of two strands.
 
     Attributes:
-      hardware: whose costs and rates count where there is no `model`.
-      memory_limit, memory_slack, min_gain, model, max_in_flight: as of `CollectiveSchedule`.
-      max_segment: operators of one strand in a segment.
+      hardware, memory_limit, memory_slack, min_gain, model, max_in_flight: as in `CollectiveSchedule`.
+      max_segment: most operators of one strand in a segment.
     """
 
     hardware: Hardware = H200
@@ -102,7 +104,7 @@ def pairing_order(
     strands: int = 2,
     context: PassContext | None = None,
 ) -> list[Instruction]:
-    """The order of `plan_body`; a `Scheduler` for `apply_order`. What was found goes into the notes of `context`."""
+    """The order of `plan_body`, as a `Scheduler` for `apply_order`. Notes what was found in `context`."""
     plan = plan_body(computation, sequence, costs, limits, max_segment, strands)
     if context is not None:
         context.note(PAIRED_NOTE if plan.strands == 2 else ORDERED_NOTE, **plan.facts())
@@ -119,24 +121,27 @@ def plan_body(
 ) -> BodyPlan:
     """The fastest order found for one computation: a pairing of its strands, `list_order`, or `sequence`.
 
-    Where none of the three keeps within memory it is the one that needs least.
+    If none of the three fits into memory, it is the one that needs least memory.
 
     Args:
       sequence: XLA's order.
-      max_segment: operators of one strand in a segment.
-      strands: 1 takes all operators for one strand, even where two are independent.
+      max_segment: most operators of one strand in a segment.
+      strands: 1 treats all operators as one strand, even if two are independent.
     """
     listed = list_order(computation, sequence, costs, limits)
     body = find_strands(computation, sequence, costs, limits, strands)
     search = OrderSearch(body, costs, limits)
+    # 1. Equation 2
     found, barriers = _find_orders(search, max_segment)
     number = {head: n for n, head in enumerate(body.heads)}
     if len(number) <= _LONG:
         found += [tuple(range(len(number))), tuple(number[i] for i in listed if i in number)]
+    # 2. Local search
     starts = search.fitting(found)
     improved = starts[0][1] if starts else found[-1]
     if starts and len(number) <= _LONG:
         improved = search.improve(starts[0], min(_WORK, max(_WORK_LAYER, _WORK_SHORT * len(number) ** 2)))
+    # 3. The fastest order that fits
     most = limits.max_in_flight
     orders = {
         "xla": few_in_flight(sequence, body.before, costs, most),
@@ -165,7 +170,7 @@ def plan_body(
 
 
 def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], float | None]:
-    """Orders from equation 2, and the seconds of the best plan; long bodies have none, but one for each layer."""
+    """Orders from equation 2 and the best plan's seconds. Long bodies: orders from the layer search, and None."""
     body = search.body
 
     def solve(part: OrderSearch, first: Sequence[Operator], second: Sequence[Operator]) -> Order:
@@ -178,10 +183,10 @@ def _find_orders(search: OrderSearch, max_segment: int) -> tuple[list[Order], fl
 
 
 def _paired(search: OrderSearch, first: Strand, second: Strand, max_segment: int) -> tuple[list[Order], float | None]:
-    """The fastest plan of each candidate of both strands, as orders; the seconds of the best.
+    """The best plan for each pair of candidates of both strands, as orders, and the seconds of the best plan.
 
-    XLA's order of one strand goes with XLA's of the other, and so on: with all nine pairs of candidates the plan is
-    faster, and what `improve` makes of it is not.
+    The n-th candidate of one strand goes with the n-th of the other. All nine pairs would give a faster plan, but not a
+    faster order after `improve`.
     """
     orders: list[Order] = []
     best = math.inf

@@ -1,23 +1,24 @@
-"""The two strands of a co-executed body, as sequences of operators: what `strand_pairing.py` pairs.
+"""Splits a co-executed body into two strands, each a sequence of operators, for `strand_pairing.py`.
 
-A scheduled body of 260 instructions becomes two chains that share nothing but what they read (DHelix section
-4.2: 14 operators forward and 18 backward for a transformer layer with tensor and sequence parallelism):
+A scheduled body of 260 instructions becomes two chains that share only their inputs (DHelix section 4.2: 14 operators
+forward and 18 backward for a transformer layer with tensor and sequence parallelism):
 
     first (forward)     norm, all-gather, product, attention, product, reduce-scatter, ...
     second (backward)   all-gather, product, product, reduce-scatter, product (weight gradient), ...
 
-1. *Strands* are found by data flow, followed through tuples element by element. What reads loop state and moves it
-   (slices of weights, norms of the input) belongs to whoever uses it, so it ties nothing together. All else, that is
-   whatever depends on a collective, a matrix product or attention, falls into parts that share no value. The two
-   longest are the strands; each further part goes with the one that takes less. Names only say which is called first.
-2. *Operators*: a collective (its start, its done), or an instruction that takes at least 20 us, or 0.3 % of the
-   body's time. Whatever takes less travels with the first operator that needs it, or the last that it needs.
-3. *Floating* operators are those that nothing but the loop state waits for: weight gradients, writes of residuals.
-   `Strand.candidates` are the orders that matter: XLA's, floating ones behind collectives of their own strand, so
-   that they lie under these (the paper's dual-coloured blocks), and at the end.
+1. *Strands* follow data flow, through tuples element by element. Instructions that only read and move loop state
+   (weight slices, norms of the input) belong to their users and connect nothing. Everything else depends on a
+   collective, a matrix product or attention. It falls into parts that share no value. The two longest parts start the
+   two strands; each further part joins the shorter strand. Names only decide which strand is called the first.
+2. *Operators* are collectives (a start with its done) and instructions that take at least 20 us or 0.3 % of the body's
+   time. Each shorter instruction travels with the first operator that needs it. If no operator needs it, it travels
+   with the last operator that it needs.
+3. *Floating* operators have no user in their strand except floating operators: weight gradients, writes of residuals.
+   `Strand.candidates` holds the orders worth trying: XLA's order; floating operators right behind collectives of their
+   strand, which they then hide (the paper's dual-coloured blocks); floating operators at the end.
 
-Any order of operators that keeps `Operator.needs` becomes an order of all instructions (`Body.sequence`): an
-operator is preceded by what it needs of the rest, ends of collectives among them, so they stand as late as possible.
+`Body.sequence` turns any order of operators that respects `Operator.needs` into an order of all instructions. Missing
+dependencies go directly before each operator. Dones of collectives are among them, so they are as late as possible.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,20 +36,19 @@ from dhelix.passes.hlo import Computation, Instruction
 from dhelix.passes.hlo.graph import CONTROL_FLOW
 from dhelix.passes.ordering.order_rules import Limits, dependencies
 
-_TINY = 3e-3  # share of a body's time below which an instruction is no operator of its own, unless it takes
-_LONG = 2e-5  # seconds
+_TINY = 3e-3  # an instruction is an operator of its own if it takes this fraction of the body's time,
+_LONG = 2e-5  # or this many seconds
 _RENAMES = frozenset("bitcast opt-barrier async-update".split())
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What the search moves as one.
+    """A group of instructions that the search moves as one.
 
     Attributes:
-      number: in the order of XLA's schedule.
-      lane: that of its head; `seconds`: the head alone.
-      light: seconds of compute that travel with it.
-      needs: operators that must come before, of either strand.
+      number: index in XLA's schedule order.
+      lane, seconds: of its head instruction alone; `light`: seconds of compute that travel with it.
+      needs: numbers of the operators, of either strand, that must come before.
     """
 
     number: int
@@ -58,13 +58,13 @@ class Operator:
     needs: frozenset[int] = frozenset()
 
     def busy(self, lane: Lane) -> float:
-        """Seconds of this lane that it takes."""
+        """Seconds of `lane` that the operator occupies."""
         return (self.seconds if lane is self.lane else 0.0) + (self.light if lane is Lane.COMPUTE else 0.0)
 
 
 @dataclass(frozen=True)
 class Strand:
-    """Operators of one strand in XLA's order, and the numbers of those that float."""
+    """Operators of one strand in XLA's order, and the numbers of the floating ones."""
 
     operators: tuple[Operator, ...]
     floating: frozenset[int]
@@ -73,12 +73,13 @@ class Strand:
         return Strand(tuple(operators), self.floating & {o.number for o in operators})
 
     def candidates(self) -> tuple[tuple[Operator, ...], ...]:
-        """XLA's order, floating operators behind collectives, to lie under them, and late."""
+        """XLA's order; floating operators behind collectives, which they hide; floating operators at the end."""
         beneath, late = (self._placed(lanes) for lanes in ((Lane.COMM, Lane.COMM_INTER), ()))
         return self.operators, beneath, late
 
     def _placed(self, lanes: Collection[Lane]) -> tuple[Operator, ...]:
-        """Floating operators behind the first operator on `lanes` after which they can run; the others at the end."""
+        """Floating operators go behind the first operator on `lanes` after which they can run, the others to the
+        end."""
         mine = {o.number for o in self.operators}
         waiting = [o for o in self.operators if o.number in self.floating]
         order: list[Operator] = []
@@ -98,15 +99,16 @@ class Strand:
 
 @dataclass(frozen=True)
 class Body:
-    """A body with two strands.
+    """A body split into strands.
 
     Attributes:
-      operators: by number; `heads`: the instruction of each, the start where it is a collective.
-      parts: what counts as the operator in the search: what travels with it, and its head.
-      ends: done of each operator that is a pair; `waits`: operators that are pairs and that it reads, through
-        instructions that travel.
-      before: what must come before each instruction.
-      timed: instructions that take time, and ends; what of these must come before each, through those that take none.
+      order: all instructions in XLA's order.
+      heads: by operator, the instruction that stands for it; the start of a collective.
+      parts: by operator, its head and the instructions that travel with it.
+      ends: the done of each operator that is an async pair.
+      waits: by operator, the async pairs that it reads, directly or through travelling instructions.
+      before: for each instruction, the instructions that must come before it.
+      timed: the same for instructions that take time and for dones only; it skips over untimed instructions.
     """
 
     computation: Computation
@@ -123,25 +125,25 @@ class Body:
 
     @cached_property
     def place(self) -> dict[Instruction, int]:
-        """Of each instruction in XLA's order."""
+        """Position of each instruction in XLA's order."""
         return {i: n for n, i in enumerate(self.order)}
 
     @cached_property
     def waits_for(self) -> dict[int, int]:
-        """Numbers beyond those of operators: in an order, compute waits there for the pair that this one is."""
+        """Maps wait numbers (above operator numbers) to pairs. At a wait in an order, compute waits for the pair."""
         return {len(self.operators) + n: pair for n, pair in enumerate(sorted(self.ends))}
 
     def head(self, number: int) -> Instruction:
-        """Of an operator, or the end that is waited for."""
+        """The head of an operator, or the done of the pair that wait `number` waits for."""
         return self.heads[number] if number < len(self.heads) else self.ends[self.waits_for[number]]
 
     def sequence(self, numbers: Iterable[int]) -> list[Instruction]:
-        """All instructions, with operators and waits in the order of `numbers`, which keeps their needs."""
+        """All instructions in an order that follows `numbers` (operators and waits), which must respect their needs."""
         laid: dict[Instruction, None] = {}
         for number in numbers:
             lay(self.head(number), self.before, laid)
             for instruction in self.parts[self.waits_for.get(number, number)]:
-                # also what follows the head, or the end of a pair, and holds memory until it ran
+                # Instructions behind the head or the done hold memory until they run, so place them early.
                 if instruction not in laid and instruction in self.timed:
                     if all(b in laid for b in self.timed[instruction]):
                         lay(instruction, self.before, laid)
@@ -152,7 +154,7 @@ class Body:
 
 
 def lay[T](wanted: T, before: Mapping[T, Sequence[T]], laid: dict[T, None]) -> None:
-    """`wanted`, after what must come `before` it."""
+    """Appends `wanted` to `laid`, after everything that must come `before` it and is missing."""
     if wanted in laid:
         return
     stack = [wanted]
@@ -172,12 +174,13 @@ def find_strands(
     limits: Limits,
     most: int = 2,
 ) -> Body:
-    """The operators of `computation`, whose order is `sequence`, as two strands.
+    """Splits the operators of `computation`, whose XLA order is `sequence`, into two strands.
 
-    All are of the first strand where no two parts are independent, or where `most` is 1.
+    All operators are in the first strand if no two parts are independent, or if `most` is 1.
     """
     seconds = {i: _seconds(i, costs, limits) for i in sequence}
     tiny = min(_TINY * sum(seconds.values()), _LONG)
+    # 1. Strands
     parts = [p for p in _independent_parts(sequence, costs) if sum(seconds[i] for i in p) > tiny]
     parts.sort(key=lambda part: -sum(seconds[i] for i in part))
     two = [list(sequence), []]
@@ -186,6 +189,7 @@ def find_strands(
     before: dict[Instruction, list[Instruction]] = {i: [] for i in sequence}
     for earlier, later in dependencies(computation, sequence, limits.memory):
         before[later].append(earlier)
+    # 2. Operators; `_Maker` also does step 3, the floating ones.
     heads = [i for i in sequence if not is_done(i) and (costs[i].lane is not Lane.COMPUTE or seconds[i] >= tiny)]
     return _Maker(computation, sequence, costs, seconds, before, heads).body(two)
 
@@ -193,7 +197,7 @@ def find_strands(
 def _halves(
     parts: Sequence[Sequence[Instruction]], seconds: Mapping[Instruction, float]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Parts as two that take about as long: those of policy and reference are one beside the policy's backward pass."""
+    """Groups parts into two halves of similar time, such as two forward passes against one backward."""
     one: list[Instruction] = []
     other: list[Instruction] = []
     for part in parts:  # the longest first
@@ -215,7 +219,7 @@ def _backward_share(part: Sequence[Instruction], seconds: Mapping[Instruction, f
 
 
 def _independent_parts(sequence: Sequence[Instruction], costs: Mapping[Instruction, Cost]) -> list[list[Instruction]]:
-    """Instructions at or below work, in parts that no value connects."""
+    """Work (`_is_work`) and everything that depends on it, grouped into parts that no value connects."""
     part: dict[Instruction, list[Instruction]] = {}
     for instruction in sequence:
         if instruction.opcode in FREE_OPCODES:
@@ -235,14 +239,14 @@ def _independent_parts(sequence: Sequence[Instruction], costs: Mapping[Instructi
 
 
 def _is_work(instruction: Instruction, costs: Mapping[Instruction, Cost]) -> bool:
-    """Collectives, matrix products, attention, other calls; and loops, which may hold them."""
+    """Whether it is a collective, a matrix product, attention or another call, or a loop, which may hold these."""
     if instruction.opcode in ("fusion", "dot", "convolution"):
         return work_of(instruction).unit != "memory"
     return instruction.opcode in (*CONTROL_FLOW, "custom-call") or costs[instruction].lane is not Lane.COMPUTE
 
 
 def _sources(value: Instruction) -> list[Instruction]:
-    """Who makes `value`: through renames, and through tuples to the element that is read."""
+    """The instructions that produce `value`. Follows renames, and tuples to the element that is read."""
     path: list[int] = []
     while True:
         if value.opcode == "get-tuple-element":
@@ -258,7 +262,7 @@ def _sources(value: Instruction) -> list[Instruction]:
 
 
 class _Maker:
-    """Makes operators out of instructions. `heads` have numbers; the rest travels."""
+    """Builds operators: each of `heads` gets a number, all other instructions travel with one of them."""
 
     def __init__(
         self,
@@ -307,13 +311,13 @@ class _Maker:
         )
 
     def _timed(self) -> dict[Instruction, list[Instruction]]:
-        """What takes time, or is an end, and what of that must come before; what takes none hands on."""
+        """For each instruction that takes time or is a done: the nearest such instructions that must come before it."""
         timed = {i: i for i in self.sequence if is_done(i) or self.seconds[i] > 0.0 or i in self.number}
         found = _nearest(self.sequence, self.before, timed)
         return {i: list(found[i]) for i in timed}
 
     def _carriers(self) -> dict[Instruction, int]:
-        """With which operator each instruction travels; ends of pairs do with none."""
+        """The operator with which each instruction travels. Dones of async pairs travel with none."""
         found = dict(self.number)
         needed_by: dict[Instruction, int] = {}
         for instruction in reversed(self.sequence):
@@ -326,7 +330,7 @@ class _Maker:
                 carrier = needed_by.get(instruction, max(self.needs[instruction], default=None))
                 if carrier is not None:
                     found[instruction] = carrier
-        for instruction in reversed(self.sequence):  # what only others that travel need goes with these
+        for instruction in reversed(self.sequence):  # the rest travels with the travelling instructions that need it
             if instruction in found:
                 for earlier in self.before[instruction]:
                     if earlier not in found and not is_done(earlier):
@@ -334,14 +338,14 @@ class _Maker:
         return found
 
     def _waits(self, ends: Mapping[int, Instruction]) -> tuple[tuple[int, ...], ...]:
-        """Pairs whose done each operator needs, directly or through what travels."""
+        """For each operator, the pairs whose done it needs, directly or through travelling instructions."""
         marks: dict[Instruction, int | None] = dict.fromkeys(self.heads)
         marks.update((done, number) for number, done in ends.items())
         found = _nearest(self.sequence, self.before, marks)
         return tuple(tuple(sorted(found[head])) for head in self.heads)
 
     def _strands(self, operators: Sequence[Operator], parts: Sequence[Sequence[Instruction]]) -> tuple[Strand, Strand]:
-        """What is in neither part goes with the first operator that needs it, and with the first strand if none."""
+        """An operator outside both parts joins the strand of its first user, or the first strand if it has none."""
         side = {self.number[i]: n for n, part in enumerate(parts) for i in part if i in self.number}
         users: dict[int, list[int]] = {o.number: [] for o in operators}
         for operator in operators:
@@ -359,7 +363,7 @@ class _Maker:
     def _floating(
         self, mine: Sequence[Operator], users: Mapping[int, Sequence[int]], side: Mapping[int, int]
     ) -> set[int]:
-        """Operators that only floating ones of their strand need; never collectives, which others lie under."""
+        """Compute operators whose users in their own strand all float. Collectives never float: compute hides them."""
         found: set[int] = set()
         for operator in reversed(mine):
             own_users = [u for u in users[operator.number] if side[u] == side[operator.number]]
@@ -374,12 +378,12 @@ def _nearest[Mark](
     before: Mapping[Instruction, Sequence[Instruction]],
     marks: Mapping[Instruction, Mark | None],
 ) -> dict[Instruction, Mapping[Mark, None]]:
-    """Marks of what must come before each instruction, through what has none; a mark of None is left out."""
+    """For each instruction, the marks of its nearest marked predecessors. Marks of None end the walk only."""
     found: dict[Instruction, Mapping[Mark, None]] = {}
     for instruction in sequence:
         earlier = before[instruction]
         if len(earlier) == 1 and earlier[0] not in marks:
-            found[instruction] = found[earlier[0]]  # most hand on what they are given
+            found[instruction] = found[earlier[0]]  # the common case: share the set instead of copying it
             continue
         merged: dict[Mark, None] = {}
         for b in earlier:

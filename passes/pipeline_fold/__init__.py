@@ -1,4 +1,4 @@
-"""The U layout and the W schedule, and the other pipeline schedules: data, checks and costs. Start at `schedule.py`."""
+"""Pipeline schedules as data: layouts, the W schedule and others, checks, and costs. Start reading at `schedule.py`."""
 
 from dhelix.passes.pipeline_fold.evaluation import Evaluation, evaluate, evaluate_programs
 from dhelix.passes.pipeline_fold.layouts import (

@@ -1,14 +1,15 @@
-"""What a schedule costs: the time of a step, how much of it is bubble, how many residuals and parameters a stage holds.
+"""The cost of a schedule: step time, bubble, and the residuals and parameters that each stage holds.
 
-Two ways of running a schedule take different times, and each is timed as it runs:
+The two kinds of schedules are timed as they run:
 
-    lockstep        a tick lasts until its slowest stage is done: stages compute along, chunks are as long as the
-                    longest one, and messages have to arrive before the next tick
-    not lockstep    a stage waits for its own order and for messages only (`simulation.makespan`), as the literature
-                    counts; or, as the executor's program does, for who takes its messages, too (`message_times.py`)
+    lockstep        A tick lasts until its slowest stage is done. Stages without work compute along, all chunks are as
+                    long as the longest one, and messages must arrive before the next tick.
+    not lockstep    A stage waits only for its own order and for messages, as the literature counts
+                    (`simulation.makespan`). In the executor's program it also waits for the receivers of its messages
+                    (`message_times.py`).
 
-The bubble is idle over ideal time, when co-execution shortens nothing: for W and 1F1B with equal chunks (P - 1) / M,
-whatever a forward and a backward cost. `idle_share` says it of the step that co-execution has shortened.
+The bubble is idle time over ideal time, without the gain of co-execution. For W and 1F1B with equal chunks it is (P -
+1) / M, whatever a forward and a backward cost. `idle_share` is the idle fraction of the step with co-execution.
 
 All times are exact fractions in the unit of the costs; `float(...)` makes them printable.
 """
@@ -27,16 +28,17 @@ from dhelix.passes.pipeline_fold.transfers import transfers
 
 @dataclass(frozen=True)
 class Evaluation:
-    """
+    """The cost of a schedule; times in the unit of the costs.
+
     Attributes:
       step_time: with co-execution.
-      ideal_time: work of a stage, on average, without co-execution: the step if nobody ever waited.
-      bubble_fraction: idle over ideal time, without co-execution.
-      idle_share: idle time over `step_time`, both with co-execution; what computing along takes counts as idle.
-      co_executed_share: share of ticks, on average over the stages, that are SI blocks. Ticks without work count.
-      peak_residual_slots: by stage, of how many chunks residuals lie there at the worst time.
-      peak_residual_layers: the same in layers, each of one micro-batch.
-      stage_layers: by stage, layers whose parameters it holds.
+      ideal_time: average work of a stage without co-execution: the step time if no stage ever waited.
+      bubble_fraction: idle time over ideal time, without co-execution.
+      idle_share: idle time over `step_time`, both with co-execution. Computing along counts as idle.
+      co_executed_share: fraction of ticks that are SI blocks, averaged over the stages. Ticks without work count, too.
+      peak_residual_slots: by stage, the largest number of chunks whose residuals are live at once.
+      peak_residual_layers: the same in layers, each for one micro-batch.
+      stage_layers: by stage, the number of layers whose parameters it holds.
     """
 
     name: str
@@ -53,11 +55,11 @@ class Evaluation:
 def evaluate(
     schedule: Schedule, costs: PipelineCosts, *, meetings: bool = False, sends_beside: bool = False
 ) -> Evaluation:
-    """Costs of a valid schedule (`validation.validate`).
+    """The cost of a valid schedule (`validation.validate`).
 
     Args:
-      meetings: whether senders wait for receivers, as in the executor's program. In lockstep all wait anyway.
-      sends_beside: whether messages of that program travel beside loops over layers (`meetings.meeting_time`).
+      meetings: senders wait for receivers, as in the executor's program. In lockstep they always do.
+      sends_beside: messages of that program overlap with loops over layers (`message_times.meeting_time`).
     """
 
     def timed(costs: PipelineCosts) -> tuple[StagePrograms, Fraction]:
@@ -74,10 +76,10 @@ def evaluate(
 
 
 def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: PipelineCosts) -> Evaluation:
-    """Costs of a pipeline that is no `Schedule`: `bidirectional.bidirectional`, `zero_bubble_v.zero_bubble_v`.
+    """The cost of a pipeline that is no `Schedule`: `bidirectional.bidirectional` or `zero_bubble_v.zero_bubble_v`.
 
     Args:
-      plain: the same, made with costs `without_gain`.
+      plain: the same pipeline, made with `costs.without_gain()`.
     """
     step = makespan(programs, Fraction(costs.send)) + programs.shared
     plain_step = step if plain is programs else makespan(plain, Fraction(costs.send)) + plain.shared
@@ -85,7 +87,7 @@ def evaluate_programs(programs: StagePrograms, plain: StagePrograms, costs: Pipe
 
 
 def programs_of(schedule: Schedule, costs: PipelineCosts) -> StagePrograms:
-    """What each stage does, in order, with the times of `costs`: its own layers and no others."""
+    """The tasks of each stage in order, with the times of `costs`. Each stage runs only its own layers."""
     layout, stages = schedule.layout, range(schedule.layout.stages)
     return StagePrograms(
         schedule.name,
@@ -106,7 +108,7 @@ def _task(layout: Layout, cell: Cell, costs: PipelineCosts) -> Task:
 
 
 def _lockstep_time(schedule: Schedule, costs: PipelineCosts) -> Fraction:
-    """Each tick does what any stage does in it, with as many layers as the longest chunk has; the others wait."""
+    """Every tick costs what any stage does in it, with as many layers as the longest chunk."""
     layers = schedule.layout.padded
     total = Fraction(0) if costs.shared_ends else costs.of_ends(schedule.microbatches)
     for number, tick in enumerate(schedule.ticks):

@@ -1,20 +1,20 @@
-"""Which layers lie on which stage: the linear, the interleaved and the folded (U) layout, and the order of storage.
+"""Which layers are on which stage: the linear, the interleaved and the folded (U) layout, and the storage order.
 
     8 layers, 2 stages      stage 0          stage 1
     linear                  0 1 2 3          4 5 6 7            chunk c on stage c
     interleaved, 2 each     0 1 | 4 5        2 3 | 6 7          chunk c on stage c mod P
     fold (U)                0 1 | 6 7        2 3 | 4 5          chunk c on stage min(c, 2P - 1 - c)
 
-Contract: chunks cover the model's layers in order, each layer once; all stages hold equally many chunks; chunk lengths
-differ by one at most. Where the layers do not divide, the last chunks are the longer ones. In each of these layouts
-they lie on different stages until every stage has one, so stages differ by one layer at most; and residuals of late
-chunks live shortest, so the additional layers cost the least memory.
+Contract: chunks cover the model's layers in order, each layer once. All stages hold equally many chunks. Chunk lengths
+differ by at most one. If the number of chunks does not divide the number of layers, the last chunks are the longer
+ones. Longer chunks go to different stages until every stage has one, so stages differ by at most one layer. Residuals
+of late chunks live shortest, so the extra layers cost the least memory there.
 
-Parameters of a model that is a scan over layers are stacked, [layers, ...]. A pipeline stores them stage by stage,
-[stages, chunks of a stage, padded layers of a chunk, ...]: `storage_order` and `model_order` are the two permutations.
-No layer is stored twice; places that no layer fills hold padding, which computes the identity.
+A model that scans over layers has stacked parameters, [layers, ...]. A pipeline stores them stage by stage, [stages,
+chunks of a stage, padded layers of a chunk, ...]. `storage_order` and `model_order` are the two permutations. No layer
+is stored twice. Places without a layer hold padding, which computes the identity.
 
-DHelix paper, section 4.1 and figure 7.
+DHelix section 4.1 and figure 7 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dhelix.passes.pipeline_fold.schedule import Layout
 
 
 def linear_layout(layers: int, stages: int) -> Layout:
-    """One chunk on each stage. Raises DhelixError where there are more stages than layers."""
+    """One chunk on each stage. Raises DhelixError if there are more stages than layers."""
     return interleaved_layout(layers, stages, 1)
 
 
 def interleaved_layout(layers: int, stages: int, chunks_per_stage: int) -> Layout:
-    """Chunk c on stage c mod P, the layout of interleaved 1F1B. Raises DhelixError where a chunk would be empty."""
+    """Chunk c on stage c mod P, the layout of interleaved 1F1B. Raises DhelixError if a chunk would be empty."""
     if chunks_per_stage < 1:
         raise DhelixError(f"{chunks_per_stage} chunks on each stage: a stage needs at least one")
     chunks = stages * chunks_per_stage
@@ -39,7 +39,7 @@ def interleaved_layout(layers: int, stages: int, chunks_per_stage: int) -> Layou
 
 
 def fold_layout(layers: int, stages: int) -> Layout:
-    """The U: chunks d and 2P - 1 - d on stage d. Raises DhelixError where there are more than `layers` chunks."""
+    """The U: chunks d and 2P - 1 - d on stage d. Raises DhelixError if there are more chunks than layers."""
     chunks = 2 * stages
     return Layout(
         stages, _chunk_layers(layers, stages, chunks), tuple(min(chunk, chunks - 1 - chunk) for chunk in range(chunks))
@@ -47,13 +47,13 @@ def fold_layout(layers: int, stages: int) -> Layout:
 
 
 def check_folded(layout: Layout) -> None:
-    """Raises DhelixError where `layout` is not a U."""
+    """Raises DhelixError if `layout` is not a U."""
     if layout.stage_of != tuple(min(chunk, 2 * layout.stages - 1 - chunk) for chunk in range(2 * layout.stages)):
         raise DhelixError("this schedule needs the folded layout: make it with fold_layout(layers, stages)")
 
 
 def storage_order(layout: Layout) -> np.ndarray:
-    """The model's layer at each place of storage, int32[stages, chunks of a stage, padded]; -1: padding."""
+    """The model's layer at each storage place, int32[stages, chunks of a stage, padded]; -1 is padding."""
     order = np.full((layout.stages, layout.chunks // layout.stages, layout.padded), -1, np.int32)
     for chunk, stage in enumerate(layout.stage_of):
         layers = layout.layers_of(chunk)
@@ -62,7 +62,8 @@ def storage_order(layout: Layout) -> np.ndarray:
 
 
 def model_order(layout: Layout) -> np.ndarray:
-    """The place of each layer in the flattened `storage_order`, int32[layers]: taking these places undoes it."""
+    """The place of each layer in the flattened `storage_order`, int32[layers]. Indexing with it undoes the storage
+    order."""
     flat = storage_order(layout).reshape(-1)
     places = np.flatnonzero(flat >= 0)
     return places[np.argsort(flat[places])].astype(np.int32)

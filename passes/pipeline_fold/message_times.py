@@ -1,19 +1,19 @@
-"""When the executor's program of a schedule is done: every message is a meeting of who sends it and who receives it.
+"""When the executor's program of a schedule is done: every message is a rendezvous of its sender and its receiver.
 
-A collective-permute ends on a stage when those that it sends to, and receives from, have come to it, too: in every tick
-that holds it (`phases.py`), whether there is anything to say or not. Who is no part of it goes on. So a stage that goes
-forward waits for a neighbour that goes backward, where a runtime that buffers messages (`simulation.makespan`) would
-let it go on:
+A collective-permute ends on a stage when the stages that it sends to and receives from have reached it, too. That holds
+in every tick that contains it (`phases.py`), even if there is nothing to send. Stages that it does not name go on. So a
+stage that goes forward waits for a neighbour that goes backward. A runtime that buffers messages
+(`simulation.makespan`) would let it go on:
 
     stage 0   F F F F             stage 0   F   F   F   F
-    stage 1     B   B   B   B     stage 1     B   B   B   B       meetings after each of stage 1's
-              messages wait                 stage 0 waits
+    stage 1     B   B   B   B     stage 1     B   B   B   B       rendezvous after each of stage 1's
+              buffered                        stage 0 waits
 
-An exchange that leaves beside a tick (`phases.Messages`) is over when that tick ends, or before it begins: XLA puts the
-loop over layers between start and end of a collective-permute if that loop holds no other collectives.
+A late exchange (`phases.Messages`) ends when the next tick ends, or before that tick begins. XLA puts the loop over
+layers between start and done of a collective-permute if that loop holds no other collectives.
 
-Ends that are shared join all stages each time; others keep their own stage. Lockstep schedules are timed by
-`evaluation.evaluate`, all of whose ticks are meetings of all.
+Shared ends (embedding, head) synchronize all stages each time; otherwise they occupy only their own stage. Lockstep
+schedules are timed by `evaluation.evaluate`, because every tick is a rendezvous of all stages.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Times = list[Fraction]
 
 
 def meeting_time(schedule: Schedule, costs: PipelineCosts, beside: bool = False) -> Fraction:
-    """From the first task's start to the last one's end, embedding and head included.
+    """Time from the first task's start to the last one's end, embedding and head included.
 
     Args:
       schedule: not lockstep.
-      beside: whether exchanges that leave beside a tick take place during its loops over layers.
+      beside: whether late exchanges overlap with the loops over layers of the next tick.
     """
     stages = _Stages(schedule, costs, beside)
     for pattern, cells in zip(patterns(schedule), schedule.ticks, strict=True):
@@ -67,14 +67,14 @@ class _Stages:
         self.clock = self._exchanged(pattern.cotangents.now, self.clock)
 
     def _end(self, here: Sequence[bool], time: Fraction) -> None:
-        """One of the model's ends, computed for the stage that it is `here` for."""
+        """Runs embedding or head for the stages marked in `here`."""
         if self.costs.shared_ends and any(here) and time:
             self.clock = [max(self.clock) + time / len(here)] * len(here)
         if not self.costs.shared_ends:
             self.clock = [now + time * mine for now, mine in zip(self.clock, here, strict=True)]
 
     def _exchanged(self, ways: Sequence[Hop], arrivals: Times) -> Times:
-        """When each stage has ended an exchange over `ways` that it comes to at its time of `arrivals`."""
+        """When each stage ends an exchange over `ways`, given its time of arrival."""
         ends = list(arrivals)
         for sender, receiver in ways:
             meeting = max(arrivals[sender], arrivals[receiver])

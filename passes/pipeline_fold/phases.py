@@ -1,4 +1,4 @@
-"""A schedule's ticks as few loops over ticks that look alike: what the executor compiles, and the evaluator times.
+"""Groups a schedule's ticks into few loops over similar ticks, for the executor and the evaluator.
 
     ticks of W, P = 2, M = 4      0 1 2 3 | 4 5 6 7 8 9 | 10 | 11 12 13
     goes                             F    |  F and B    |  B |    B
@@ -7,19 +7,20 @@
     head                                    x   x   x     x
     embedding, backward                           x   x        x     x
 
-A phase is a loop whose body holds `period` ticks. In its ticks of one place in the body every stage does the same kind
-of work, and messages travel the same ways: one collective-permute, over the ways of all of them together. So each
-phase costs what its ticks cost: a warm-up tick computes no backward pass, and only ticks that need the head hold it.
+A phase is a loop whose body holds up to `LONGEST_PERIOD` runs of ticks. In ticks at the same place of the body, every
+stage does the same kind of work. Their messages travel the same ways: one collective-permute over the union of all
+their ways. So each phase costs what its ticks cost: a warm-up tick computes no backward pass, and only ticks that need
+the head hold it.
 
-In lockstep, ticks in a row that hold the same may be one run, a loop within that loop: interleaved SI needs the head in
-P ticks, then in none for (v - 1) P, and so on. That is done where it leaves less to compile.
+In lockstep, consecutive ticks with the same content may form one run, a loop within that loop. For example, interleaved
+SI needs the head in P ticks, then in none for (v - 1) P, and so on. Runs are used if they leave less to compile.
 
-A collective-permute is a meeting of the pairs that it names, in every tick that holds it (`message_times.py`). Who has
-nothing to say to a neighbour must not meet it, so a loop of a schedule that is not lockstep holds a way only where that
-costs less than it saves compiling.
+A collective-permute is a rendezvous of the pairs that it names, in every tick that holds it (`message_times.py`).
+Neighbours without messages should not rendezvous. So a loop of a schedule that is not lockstep holds an extra way only
+if that costs less than it saves compiling.
 
-Messages leave at the end of their tick. Where the next one goes the other way on all stages, nobody needs them yet, and
-they leave beside it:
+Messages leave at the end of their tick. If all stages go the other way in the next tick, nobody needs the messages yet.
+They are then late, and overlap with the next tick:
 
     interleaved 1F1B      F               B               F               B
     exchanges                     activations     cotangents      activations
@@ -41,9 +42,10 @@ class Messages:
     """Messages of one kind in one tick; ways are (from stage, to stage) pairs.
 
     Attributes:
-      ways: of what the tick makes.
-      late: whether that leaves beside the next tick; None if there is nothing to leave, or to stay.
-      before: ways of what the tick before made, if it was late.
+      ways: of the messages that the tick makes.
+      late: whether they overlap with the next tick instead of leaving at the end of this one; None if the tick makes
+        none.
+      before: ways of the previous tick's messages, if they were late.
     """
 
     ways: tuple[Hop, ...] = ()
@@ -52,11 +54,11 @@ class Messages:
 
     @property
     def now(self) -> tuple[Hop, ...]:
-        """The ways at the end of the tick."""
+        """The ways of the exchange at the end of the tick."""
         return () if self.late else self.ways
 
     def joined(self, other: Messages) -> Messages | None:
-        """What serves both, if one collective-permute does."""
+        """Messages that serve both, or None if one collective-permute cannot."""
         ways, before = _joined_ways(self.ways, other.ways), _joined_ways(self.before, other.before)
         if ways is None or before is None or {self.late, other.late} >= {True, False}:
             return None
@@ -65,10 +67,11 @@ class Messages:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What the ticks at one place of a phase's body hold.
+    """The content of the ticks at one place of a phase's body.
 
     Attributes:
-      forward, backward: whether stages go one way alone, both: whether they go both ways, in one loop over layers.
+      forward, backward: whether some stages go only that way.
+      both: whether some stages go both ways, in one loop over layers.
       embed, head, embed_backward: whether the ends are computed.
     """
 
@@ -83,7 +86,7 @@ class Pattern:
 
     @property
     def exchanges(self) -> int:
-        """Messages of all stages."""
+        """Number of messages of all stages."""
         return sum(len(ways) for kind in (self.activations, self.cotangents) for ways in (kind.now, kind.before))
 
     @property
@@ -95,13 +98,13 @@ class Pattern:
         return self.backward or self.both
 
 
-# A pattern, and how many ticks in a row hold it.
+# (pattern, number of consecutive ticks that hold it)
 type Run = tuple[Pattern, int]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`rounds` times the runs of ticks, from tick `first` on."""
+    """`rounds` repetitions of `runs`, starting at tick `first`."""
 
     first: int
     rounds: int
@@ -109,7 +112,7 @@ class Phase:
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:
-        """Of the ticks of one round."""
+        """The patterns of the ticks of one round."""
         return tuple(pattern for pattern, ticks in self.runs for _ in range(ticks))
 
 
@@ -129,14 +132,14 @@ def phases(schedule: Schedule) -> tuple[Phase, ...]:
 
 
 def patterns(schedule: Schedule) -> tuple[Pattern, ...]:
-    """What each tick holds, in the loops of `phases`."""
+    """The pattern of each tick, as compiled in the loops of `phases`."""
     return tuple(pattern for phase in phases(schedule) for pattern in phase.patterns * phase.rounds)
 
 
 def _with_common_ways(ticks: Sequence[Pattern]) -> list[Pattern]:
-    """Where one exchange serves every tick of a lockstep schedule, all that send hold it.
+    """If one exchange can serve all ticks of a lockstep schedule, every tick that sends gets it.
 
-    In lockstep one more way costs nothing, and two stages that swap in each tick may do it by an all-gather.
+    In lockstep an extra way costs nothing, and two stages that swap in each tick may use an all-gather.
     """
 
     def common(kind: str) -> tuple[Hop, ...] | None:
@@ -154,7 +157,7 @@ def _bodies(loops: Sequence[Phase]) -> int:
 
 
 def _runs(ticks: Sequence[Pattern]) -> list[Run]:
-    """Ticks of a lockstep schedule in as few runs as hold nothing in vain."""
+    """Ticks of a lockstep schedule in as few runs as possible, without ends that a tick does not need."""
     runs = [(ticks[0], 1)]
     for tick in ticks[1:]:
         pattern, length = runs[-1]
@@ -164,7 +167,7 @@ def _runs(ticks: Sequence[Pattern]) -> list[Run]:
 
 
 def _loops(runs: Sequence[Run], tick: int, lockstep: bool) -> Iterator[Phase]:
-    """Loops over `runs`, the first of which begins with `tick`."""
+    """Loops over `runs`, the first of which begins at `tick`."""
     while runs:
         candidates = [_longest(runs, period, lockstep) for period in range(1, LONGEST_PERIOD + 1)]
         worth = [_worth(runs, body, rounds, lockstep) for body, rounds in candidates]
@@ -179,11 +182,11 @@ def _loops(runs: Sequence[Run], tick: int, lockstep: bool) -> Iterator[Phase]:
 
 
 def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool) -> float:
-    """Runs that the loop saves compiling; in a schedule that is not lockstep, less what the sends that it adds cost.
+    """Number of runs that the loop saves compiling; if not lockstep, minus the cost of the sends that it adds.
 
-    Who takes part in a send waits for the other side: neighbours that have nothing to say must not meet, or a stage
-    that goes forward would wait in each tick for one that goes backward, twice as long. Where all go the same way they
-    are as long under way, and one more way costs nothing where there is an exchange anyway. In lockstep all wait.
+    Both sides of a send wait for each other. Neighbours without messages must not do that: a stage that goes forward
+    would wait in each tick for one that goes backward and takes twice as long. If all stages go the same way, they take
+    equally long, and an extra way costs nothing when there is an exchange anyway. In lockstep all stages wait anyway.
     """
     covered = rounds * len(body)
     if lockstep:
@@ -200,7 +203,7 @@ def _worth(runs: Sequence[Run], body: Sequence[Run], rounds: int, lockstep: bool
 
 
 def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run], int]:
-    """The body of a loop of `period` runs that covers as many of the first runs as it can, and its rounds."""
+    """The body of a loop of `period` runs that covers as many of the first runs as possible, and its rounds."""
     body, covered = list(runs[:period]), 1
     for start in range(period, len(runs) - period + 1, period):
         joined = [_join_runs(a, b, lockstep) for a, b in zip(body, runs[start : start + period], strict=True)]
@@ -211,7 +214,7 @@ def _longest(runs: Sequence[Run], period: int, lockstep: bool) -> tuple[list[Run
 
 
 def _join_runs(a: Run, b: Run, lockstep: bool) -> Run | None:
-    """One run that serves both, or None. A longer one holds no end in vain."""
+    """One run that serves both, or None. A run of several ticks holds no end that a tick does not need."""
     (first, ticks), (second, others) = a, b
     if ticks != others or (ticks > 1 and _ends(first) != _ends(second)):
         return None
@@ -226,9 +229,10 @@ def _ends(pattern: Pattern) -> tuple[bool, bool, bool]:
 def _join(a: Pattern, b: Pattern, lockstep: bool) -> Pattern | None:
     """One pattern that serves both, or None.
 
-    In lockstep a head that only one of them needs would cost the other; so would another end, which the first and last
-    SI blocks bear, since a body of them takes long to compile. In other schedules each tick would have a loop over
-    layers, of no round, for what only the other one does: one of them has to hold all that the other one does.
+    In lockstep the head costs every tick that holds it, so both need it or neither. The same holds for the embedding,
+    except in SI blocks: there the first and last ones accept the extra embedding, because each further body takes long
+    to compile. If not lockstep, each tick would have a loop over layers with no rounds for work that only the other one
+    has. So one pattern must include all kinds of work of the other.
     """
     activations, cotangents = a.activations.joined(b.activations), a.cotangents.joined(b.cotangents)
     if lockstep:
@@ -288,7 +292,7 @@ def _messages(schedule: Schedule, tick: int, direction: Direction) -> Messages:
         return tuple(sorted(hop for hop in handed_over(schedule, tick, direction) if hop[0] != hop[1]))
 
     def late(tick: int) -> bool | None:
-        """What stays on all stages is not sent, and so never late."""
+        """Messages that stay on their stages are not sent, and so never late."""
         if not handed_over(schedule, tick, direction):
             return None
         return bool(ways(tick)) and not schedule.lockstep and not _goes(schedule, tick + 1, direction)

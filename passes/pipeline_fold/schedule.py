@@ -1,20 +1,20 @@
-"""A pipeline schedule as data: who computes what in which tick, and where residuals lie.
+"""A pipeline schedule as data: which stage computes what in which tick, and where residuals are.
 
-A model of L layers is cut into chunks of equal length; chunk c + 1 reads what chunk c makes. A stage is one place on
-the mesh's pipeline axis; it holds one chunk or several. In a tick a stage computes at most one chunk of one micro-batch
-forward and one backward. What a tick makes, the neighbour reads in the next one.
+A model of L layers is cut into chunks of equal length; chunk c + 1 reads the output of chunk c. A stage is one place on
+the mesh's pipeline axis and holds one or more chunks. In a tick a stage computes at most one chunk of one micro-batch
+forward and one backward. Results of a tick are available to the neighbour in the next one.
 
     tick            0     1     2     3     4     5    ...
     stage 0        F0.0              F1.0        B..        F1.0: micro-batch 1, chunk 0, forward
     stage 1              F0.1
 
-Residuals, what the backward pass of a chunk needs of its forward pass, lie in the stage's ring of slots: from the tick
-of the forward until the tick of the backward a slot belongs to one chunk of one micro-batch. In the same tick a forward
-may take over the slot which the backward frees: layer by layer it writes where the backward has just read. The backward
-walks the layers the other way round, so the new residuals lie in the slot in reverse order; `Work.reversed` says so.
+Residuals are the values that a chunk's backward needs from its forward. They are in the stage's ring of slots. A slot
+belongs to one chunk of one micro-batch from the tick of its forward to the tick of its backward. In the same tick a
+forward may take over the slot that the backward frees: layer by layer it writes where the backward has just read. The
+backward runs through the layers in reverse, so the new residuals are in reverse order (`Work.reversed`).
 
-A schedule is made by one of the functions beside this file, checked by `validation.validate`, timed by
-`evaluation.evaluate` and executed by `dhelix.runtime.pipeline`.
+The functions in `schedules/` make a schedule, `validation.validate` checks it, `evaluation.evaluate` times it, and
+`dhelix.runtime.pipeline` executes it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Which layers lie where.
+    """Which layers are on which stage.
 
     Attributes:
       stages: P, the size of the pipeline axis.
-      chunk_layers: how many of the model's layers each chunk holds, in chunk order; they differ by one at most.
+      chunk_layers: number of the model's layers in each chunk, in chunk order; they differ by at most one.
       stage_of: the stage of each chunk.
     """
 
@@ -42,12 +42,12 @@ class Layout:
 
     @property
     def layers(self) -> int:
-        """Layers of the model, without padding."""
+        """Number of layers of the model, without padding."""
         return sum(self.chunk_layers)
 
     @property
     def padded(self) -> int:
-        """Layers that a chunk is stored and computed with: the longest chunk's. The others are padded with identity."""
+        """Stored and computed layers of every chunk: the longest chunk's number. Shorter chunks get identity layers."""
         return max(self.chunk_layers)
 
     def layers_of(self, chunk: int) -> range:
@@ -56,11 +56,11 @@ class Layout:
         return range(first, first + self.chunk_layers[chunk])
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """The chunks on `stage`, in chunk order: the order in which the stage stores them."""
+        """The chunks on `stage`, in chunk order, which is their storage order."""
         return tuple(chunk for chunk, place in enumerate(self.stage_of) if place == stage)
 
     def place_of(self, chunk: int) -> int:
-        """Which of its stage's chunks `chunk` is, from 0."""
+        """Index of `chunk` among the chunks of its stage."""
         return self.chunks_of(self.stage_of[chunk]).index(chunk)
 
 
@@ -69,8 +69,8 @@ class Work:
     """One chunk of one micro-batch, forward or backward.
 
     Attributes:
-      slot: of the stage's ring, where the forward leaves its residuals and the backward finds them.
-      reversed: whether those of the chunk's layer l lie at place `padded - 1 - l` of the slot, and not at l.
+      slot: slot of the stage's ring to which the forward writes its residuals, and from which the backward reads them.
+      reversed: whether the residuals of the chunk's layer l are at place `padded - 1 - l` of the slot instead of l.
     """
 
     microbatch: int
@@ -81,7 +81,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cell:
-    """What one stage does in one tick. Both: an SI block, the two are co-executed."""
+    """The work of one stage in one tick. A cell with both is an SI block: the two are co-executed."""
 
     forward: Work | None = None
     backward: Work | None = None
@@ -89,13 +89,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Schedule:
-    """
+    """A pipeline schedule.
+
     Attributes:
-      name: of `catalogue.SCHEDULES`.
-      ticks: the cells of each tick, stage by stage.
-      slots: how many residual slots a stage's ring has; the same on every stage, since they run one program.
+      name: one of `catalogue.SCHEDULES`.
+      ticks: the cells of each tick, by stage.
+      slots: number of residual slots of each stage's ring, the same on all stages because they run one program.
       lockstep: whether the program needs no branches: if any stage goes forward in a tick, all do, and the same for
-        backward. A stage without such work computes along, and what it makes is masked; each tick costs what it does.
+        backward. A stage without such work computes along, and its results are masked.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""When the stages of a pipeline are done, if each does its tasks in order and waits for nothing but messages.
+"""When the stages of a pipeline are done, if each runs its tasks in order and waits only for messages.
 
-A task starts as soon as its stage has ended the task before it, and what it reads is there: at once if the stage has
-made that itself, else a `send` after the other stage has.
+A task starts as soon as its stage has ended the previous task and its inputs are there. An input from the same stage is
+there at once, an input from another stage a `send` after that stage has made it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dhelix.passes.pipeline_fold.tasks import Label, StagePrograms
 
 
 def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
-    """From the first task's start to the last one's end. Raises DhelixError where stages wait for one another."""
+    """Time from the first task's start to the last one's end. Raises DhelixError if the stages deadlock."""
     orders = programs.orders
-    # Exact as fractions, and many times as fast: all times are whole multiples of 1 / unit.
+    # Integers, in multiples of 1 / unit, are as exact as fractions and much faster.
     unit = math.lcm(send.denominator, *{task.time.denominator for order in orders for task in order})
     delay = int(send * unit)
     made: dict[Label, tuple[int, int]] = {}
@@ -41,12 +41,12 @@ def makespan(programs: StagePrograms, send: Fraction) -> Fraction:
 
 
 def busy_times(programs: StagePrograms) -> list[Fraction]:
-    """How long each stage computes."""
+    """The time for which each stage computes."""
     return [sum((task.time for task in order), Fraction(0)) for order in programs.orders]
 
 
 def peak_residuals(programs: StagePrograms, stage: int, weights: Sequence[int]) -> int:
-    """The largest sum of `weights` (by chunk) over the residuals that lie on `stage` at one time."""
+    """The largest sum of `weights` (by chunk) over the residuals that are live on `stage` at once."""
     live = peak = 0
     for task in programs.orders[stage]:
         takes = 0 if task.takes is None else weights[task.takes]

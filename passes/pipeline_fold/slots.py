@@ -1,17 +1,16 @@
-"""Residual slots: which one of its stage each chunk of each micro-batch uses, and which ones idle work may spoil.
+"""Assigns residual slots: the slot of each chunk of each micro-batch, and the slots that masked work may overwrite.
 
-Input is a timetable: who goes forward and backward in which tick, as (micro-batch, chunk) pairs. A chunk of a
+The input is a timetable: the (micro-batch, chunk) that each stage runs forward and backward in each tick. A chunk of a
 micro-batch holds one slot of its stage from its forward tick to its backward tick. A forward takes the lowest free
-slot, in order; where none is free, and reuse within a tick is allowed, the one that the backward of the same tick
-frees:
+slot. If none is free and reuse within a tick is allowed, it takes the slot that the backward of the same tick frees:
 
     iteration l of the tick's loop     backward: layer padded - 1 - l, reads its place p     forward: layer l, writes p
 
-so the new residuals lie the other way round than the old ones did: `reversed` flips each time a slot is handed over.
+So the new residuals are in the reverse order of the old ones: `reversed` flips at each hand-over.
 
-In a lockstep schedule a stage without a forward of its own computes along in every tick in which another one goes
-forward. What it writes must spoil nothing: `scratch` names a slot that is dead then. `with_slots` makes the ring large
-enough that there is one in each such tick; for the W schedule this never takes more than its 2P slots (tests).
+In a lockstep schedule a stage without a forward computes along in every tick in which another stage goes forward. Its
+writes must not overwrite live residuals: `scratch` names a slot that is dead then. `with_slots` makes the ring large
+enough for such a slot in each of these ticks. The W schedule never needs more than its 2P slots for that (tests).
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from dhelix.errors import DhelixError
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 
-# Micro-batch and chunk.
+# (micro-batch, chunk)
 Item = tuple[int, int]
-# By tick and stage: what goes forward, what goes backward.
+# By tick and stage: (forward, backward).
 Timetable = Sequence[Sequence[tuple[Item | None, Item | None]]]
 
 
@@ -36,7 +35,7 @@ def with_slots(
     lockstep: bool,
     reuse_within_tick: bool = True,
 ) -> Schedule:
-    """The schedule of `timetable`, with the smallest ring of slots that serves every stage."""
+    """The schedule of `timetable`, with the smallest ring of slots that is enough for every stage."""
     masked = [lockstep and any(forward is not None for forward, _ in tick) for tick in timetable]
     slots = max(_needed(timetable, stage, masked, reuse_within_tick) for stage in range(layout.stages))
     columns = [list(_cells(timetable, stage, slots)) for stage in range(layout.stages)]
@@ -44,18 +43,20 @@ def with_slots(
 
 
 def scratch(schedule: Schedule) -> tuple[tuple[tuple[int, bool] | None, ...], ...]:
-    """By tick and stage: (slot, reversed) that a masked forward may write, or None where there is none to write.
+    """By tick and stage: the (slot, reversed) that a masked forward may write, or None if no masked forward runs.
 
-    There is one for each stage without a forward in a tick in which another stage goes forward: a slot that is free
-    during the tick or, in the order of a hand-over, the one that the backward of the tick frees.
-    Raises DhelixError where a stage has no such slot.
+    A masked forward runs on each stage without a forward in a tick in which another stage goes forward. It writes a
+    slot that is free during the tick, or takes over the slot that the backward of the tick frees.
+
+    Raises:
+      DhelixError: a stage has no such slot.
     """
     columns = [list(_scratch(schedule, stage)) for stage in range(schedule.layout.stages)]
     return tuple(zip(*columns, strict=True))
 
 
 def _needed(timetable: Timetable, stage: int, masked: Sequence[bool], reuse_within_tick: bool) -> int:
-    """Slots that `stage` needs. `masked`: by tick, whether a stage without a forward of its own computes along."""
+    """Number of slots that `stage` needs. `masked`: by tick, whether a stage without a forward computes along."""
     live, needed = 0, 1
     for tick, along in zip(timetable, masked, strict=True):
         forward, backward = tick[stage]

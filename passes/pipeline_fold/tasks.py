@@ -1,7 +1,7 @@
-"""What the evaluator sees of a pipeline: tasks of each stage, in order, and how long they take.
+"""The evaluator's view of a pipeline: the tasks of each stage in order, and their times.
 
-Wider than `schedule.Schedule`: a backward may be split in two, the model may lie on the stages twice. Times are exact
-fractions of the unit that the caller's costs are in, so that results can be compared for equality.
+It is more general than `schedule.Schedule`: a backward may be split in two, and the stages may hold the model twice.
+Times are exact fractions in the unit of the caller's costs, so results can be compared for equality.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class PipelineCosts:
 
     Attributes:
       forward, backward: of one layer and one micro-batch on a stage.
-      co_executed: of a layer forward beside another one backward (SI block); None: their sum.
-      weight_gradient: the part of `backward` that makes gradients of weights; None: half. Zero-bubble V alone asks.
-      embedding, head: of one micro-batch, forward and backward, if one stage does all of it.
-      shared_ends: whether all stages do their share of embedding and head (sharded over the pipeline axis), and not the
-        stages of the first and the last chunk all of it.
+      co_executed: of one layer forward overlapping with another layer backward (SI block); None: their sum.
+      weight_gradient: the part of `backward` for gradients of weights; None: half. Only zero-bubble V uses it.
+      embedding, head: of one micro-batch, forward and backward, if one stage computes all of it.
+      shared_ends: whether all stages share embedding and head equally (sharded over the pipeline axis). If not, the
+        stages of the first and the last chunk compute them.
       send: of one message, from the end of the task to its arrival.
     """
 
@@ -49,16 +49,16 @@ class PipelineCosts:
             raise DhelixError("pipeline costs: weight_gradient is a part of backward and cannot be more than it")
 
     def of_pair(self, forward_layers: int, backward_layers: int) -> Fraction:
-        """Time of a cell that goes so many layers forward and so many backward, as many as possible side by side."""
+        """Time of a cell with so many layers forward and backward; as many as possible are co-executed."""
         return _pair_time(self, forward_layers, backward_layers)
 
     def without_gain(self) -> PipelineCosts:
-        """The same where co-execution gains nothing: these costs themselves, if it does not in them."""
+        """The same costs without a gain from co-execution; returns `self` if there is no gain anyway."""
         plain = replace(self, co_executed=None)
         return self if self.of_pair(1, 1) == plain.of_pair(1, 1) else plain
 
     def of_ends(self, microbatches: int) -> Fraction:
-        """Time of embedding and head, all of it, for a step."""
+        """Total time of embedding and head for a step."""
         return microbatches * (Fraction(self.embedding) + Fraction(self.head))
 
 
@@ -70,18 +70,19 @@ def _pair_time(costs: PipelineCosts, forward_layers: int, backward_layers: int) 
     return pairs * pair + (forward_layers - pairs) * forward + (backward_layers - pairs) * backward
 
 
-# What tasks make and read: which kind of result, of which micro-batch, of which chunk.
+# A result of a task: (kind, micro-batch, chunk).
 Label = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a stage does at one go.
+    """A unit of work of a stage, without interruption.
 
     Attributes:
-      reads, makes: results. Each is made by one task.
-      takes: the chunk whose residuals it leaves, frees: the chunk whose residuals nobody needs afterwards.
-      hands_over: whether it takes layer by layer the place that it frees, so that the two never lie side by side.
+      reads, makes: results. One task makes each result.
+      takes: the chunk whose residuals it stores; None if none.
+      frees: the chunk whose residuals it frees; None if none.
+      hands_over: whether it overwrites, layer by layer, the residuals that it frees, so both are never live in full.
     """
 
     time: Fraction
@@ -98,13 +99,13 @@ class Task:
 
 @dataclass(frozen=True)
 class StagePrograms:
-    """A pipeline: what each stage does, in order.
+    """A pipeline: the tasks of each stage in order.
 
     Attributes:
       chunk_layers: layers of each chunk.
       stage_layers: layers whose parameters each stage holds.
       orders: the tasks of each stage.
-      shared: time of what all stages do together, beside their tasks.
+      shared: time of the work that all stages do together, in addition to their tasks.
     """
 
     name: str
@@ -117,7 +118,7 @@ class StagePrograms:
 def task(
     chunk_layers: Sequence[int], forward: Item | None, backward: Item | None, costs: PipelineCosts, hands_over: bool
 ) -> Task:
-    """One chunk forward, or one backward, or both side by side: (micro-batch, chunk) each."""
+    """One chunk forward, one chunk backward, or both co-executed; each is (micro-batch, chunk)."""
     last = len(chunk_layers) - 1
     reads, makes = list[Label](), list[Label]()
     time = costs.of_pair(chunk_layers[forward[1]] if forward else 0, chunk_layers[backward[1]] if backward else 0)

@@ -1,16 +1,17 @@
-"""From the order in which each stage works to ticks: every cell as early as its inputs and its stage allow.
+"""Turns the work order of each stage into ticks: every cell runs as early as its inputs and its stage allow.
 
-The schedules of the literature are given as an order of work for each stage; when it happens follows from the messages:
+Schedules in the literature are an order of work for each stage. The times follow from the messages:
 
     stage 0: F0 F1 B0 B1         tick      0    1    2    3    4    5
     stage 1: F0 B0 F1 B1   ->    stage 0   F0   F1        B0        B1
                                  stage 1        F0   B0   F1   B1
 
-A cell takes one tick and needs what earlier ticks made. A stage takes one activation and one cotangent a tick, from
-itself or another: of two cells that would hand it the same kind in one tick, the one on the earlier stage waits.
+A cell takes one tick and needs results of earlier ticks. A stage receives at most one activation and one cotangent per
+tick, from itself or another stage. If two cells would send it the same kind in one tick, the cell on the earlier stage
+waits.
 
-Ticks are of equal length on paper alone. Where neighbours meet at the end of each, a forward beside a backward waits.
-`one_way` keeps them apart, after a tick forward one backward, as far as there is work for it:
+Ticks do not really have equal length. If neighbours rendezvous at the end of each tick, a forward next to a backward
+waits. `one_way` separates them: forward and backward ticks alternate as long as there is work for the other direction:
 
     stage 0: F0 F1 F2 B0 F3 B1      tick      0    1    2    3    4    5    6
     stage 1: F0 B0 F1 B1 F2 B2      stage 0   F0   F1        F2   B0   F3   B1
@@ -25,16 +26,16 @@ from dhelix.errors import DhelixError
 from dhelix.passes.pipeline_fold.schedule import Layout
 from dhelix.passes.pipeline_fold.slots import Item
 
-# What goes forward, what goes backward: the cell without its slots.
+# (forward, backward): a cell without its slots.
 Pair = tuple[Item | None, Item | None]
 _IDLE: Pair = (None, None)
 
 
 def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool = False) -> list[list[Pair]]:
-    """By tick, what each stage does, from what each does in order. Raises DhelixError where the orders deadlock.
+    """The work of each stage by tick, from its order. Raises DhelixError if the orders deadlock.
 
     Args:
-      one_way: whether all stages go the same way in a tick, forward and backward by turns; no cell does both.
+      one_way: all stages go the same way in a tick, alternately forward and backward. No cell may do both.
     """
     position = [0] * layout.stages
     made: set[tuple[str, Item]] = set()
@@ -60,7 +61,7 @@ def in_ticks(layout: Layout, orders: Sequence[Sequence[Pair]], *, one_way: bool 
 
 
 def _row(layout: Layout, pairs: Sequence[Pair], made: set[tuple[str, Item]]) -> list[Pair]:
-    """Which of `pairs`, the next of each stage, can run in one tick, after all that was `made`."""
+    """The cells of `pairs`, the next of each stage, that can run in one tick once `made` is done."""
     row: list[Pair] = [_IDLE] * layout.stages
     receivers: set[tuple[str, int]] = set()
     for stage, pair in reversed([*enumerate(pairs)]):
@@ -72,7 +73,7 @@ def _row(layout: Layout, pairs: Sequence[Pair], made: set[tuple[str, Item]]) -> 
 
 
 def of_first(microbatches: int, orders: Sequence[Sequence[Pair]]) -> list[list[Pair]]:
-    """`orders` without the work of later micro-batches: what a schedule does that was made for more than there are."""
+    """`orders` without the work of padding micro-batches, whose numbers start at `microbatches`."""
 
     def kept(item: Item | None) -> Item | None:
         return item if item is not None and item[0] < microbatches else None
@@ -83,7 +84,7 @@ def of_first(microbatches: int, orders: Sequence[Sequence[Pair]]) -> list[list[P
 
 
 def _reads(layout: Layout, pair: Pair) -> set[tuple[str, Item]]:
-    """What has to be made before `pair` can start."""
+    """The results that `pair` needs before it can start."""
     forward, backward = pair
     needs: set[tuple[str, Item]] = set()
     if forward is not None and forward[1] > 0:
@@ -96,7 +97,7 @@ def _reads(layout: Layout, pair: Pair) -> set[tuple[str, Item]]:
 
 
 def _sent(layout: Layout, pair: Pair) -> set[tuple[str, int]]:
-    """Kind and receiver of what `pair` hands over."""
+    """(kind, receiver) of the messages of `pair`."""
     sent = set()
     for kind, item, step in (("activation", pair[0], 1), ("cotangent", pair[1], -1)):
         reader = -1 if item is None else item[1] + step

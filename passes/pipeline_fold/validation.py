@@ -1,14 +1,14 @@
-"""Checks a schedule before anything runs it: raises `DhelixError` that names tick, stage and what is wrong there.
+"""Checks a schedule before it runs. Raises `DhelixError` that names the tick, the stage and the fault.
 
-    shape          as many cells in each tick as stages; equally many chunks on each stage, at least one layer in each
-    work           every chunk of every micro-batch goes forward once and backward once, on the stage that holds it
-    dependencies   what a chunk reads was made in an earlier tick, on a neighbour or on the same stage
-    slots          in range; never overwritten before the backward that needs them, except by the forward of that very
-                   tick, which must walk the slot the other way round; the backward finds its forward's slot and order
-    messages       in one tick a stage gets one activation and one cotangent at most, from itself or another
-    lockstep       what the word promises, see `_check_lockstep`
+    shape          as many cells in each tick as stages; equally many chunks on each stage; at least one layer in each
+    work           every chunk of every micro-batch runs forward once and backward once, on the stage that holds it
+    dependencies   the input of a chunk was produced in an earlier tick
+    slots          in range; never overwritten before the backward that needs them, except by a forward of the same
+                   tick, which must use the reverse order; the backward has its forward's slot and order
+    messages       a stage gets at most one activation and one cotangent per tick, from itself or another stage
+    lockstep       see `_check_lockstep`
 
-That a cell holds at most one forward and one backward, and a stage thus sends one message of a kind, its type says.
+The type `Cell` ensures at most one forward and one backward per cell, and so at most one sent message of each kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dhelix.passes.pipeline_fold.transfers import handed_over
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises DhelixError for the first thing that is wrong with `schedule`."""
+    """Raises DhelixError for the first fault in `schedule`."""
     _check_layout(schedule.layout)
     for number, tick in enumerate(schedule.ticks):
         if len(tick) != schedule.layout.stages:
@@ -47,7 +47,7 @@ def _check_layout(layout: Layout) -> None:
 
 
 def _works(schedule: Schedule, direction: str) -> Iterator[tuple[int, int, Work]]:
-    """(tick, stage, work) of all that goes `direction`."""
+    """(tick, stage, work) of all work in `direction`."""
     for number, tick in enumerate(schedule.ticks):
         for stage, cell in enumerate(tick):
             work = cell.forward if direction == "forward" else cell.backward
@@ -56,7 +56,7 @@ def _works(schedule: Schedule, direction: str) -> Iterator[tuple[int, int, Work]
 
 
 def _check_work(schedule: Schedule, direction: str) -> dict[tuple[int, int], int]:
-    """The tick of each (micro-batch, chunk)."""
+    """The tick of each (micro-batch, chunk). Raises DhelixError for wrong, repeated or missing work."""
     layout, ticks = schedule.layout, dict[tuple[int, int], int]()
     for tick, stage, work in _works(schedule, direction):
         where, item = f"tick {tick}, stage {stage}: {direction} of {_name(work)}", (work.microbatch, work.chunk)
@@ -129,11 +129,13 @@ def _check_messages(schedule: Schedule) -> None:
 def _check_lockstep(
     schedule: Schedule, forwards: dict[tuple[int, int], int], backwards: dict[tuple[int, int], int]
 ) -> None:
-    """Whether the schedule runs without branches, every stage computing along in whatever a tick does on any stage.
+    """Checks that the schedule runs without branches, with stages computing along if they have no work in a tick.
 
-    Ticks go forward only, then both ways, then backward only. A message is used in the very next tick, since the one
-    of that tick takes its place. A stage that computes along has a slot to write to. And it does so for P - 1
-    micro-batches at most, the bubble of 1F1B: beyond that a schedule is faster with branches and should say so.
+    - Ticks go forward only, then both ways, then backward only.
+    - A message is used in the very next tick, because the next message replaces it.
+    - A stage that computes along has a slot to write to (`scratch`).
+    - A stage computes along for at most P - 1 micro-batches, the bubble of 1F1B. A schedule above that limit would be
+      faster with branches.
     """
     layout = schedule.layout
     forward_ticks = sorted({tick for tick, _, _ in _works(schedule, "forward")})

@@ -1,1 +1,1 @@
-"""Pairing plans: their data and JSON, making one of a schedule, and carrying one out."""
+"""Pairing plans: their data and JSON, making one from a schedule, and carrying one out."""

@@ -1,22 +1,23 @@
-"""A plan as data: how a step is to run, as it was decided before, in sections.
+"""A plan as data: the decisions about how a step runs, in sections.
 
     plan = plan_files.load("plan.json")  # `dhelix plan --out plan.json` writes one; people read and edit it
     strand_interleave(plan=plan)         # runs it
 
-    section        says                                                         carried out by
-    target         GPUs, launch setting: what it was decided for                checked where the step is lowered
-    collectives    what stands in place of collectives                          passes of `communication/`
-    order          what runs with what, in which order, within which limits     planned_order.py
+    section        says                                                        carried out by
+    target         the GPUs and the launch setting that it was made for        checked where the step is lowered
+    collectives    which collectives are replaced or split                     passes of `communication/`
+    order          which operators run together, their order, its limits       planned_order.py
 
-*The order* holds the computations whose order was decided, its bodies. A body is a row of segments: the collectives
-that are launched together and the operators that run with them, until the next collective is launched (DHelix figure
-10). The order of operators in a segment, and of segments, is the order of launch; nothing else in a plan decides about
-order.
+*The order* holds bodies: the computations whose order was decided. A body is a sequence of segments. A segment holds
+the collectives that are launched together, and the operators that run with them until the next collective is launched
+(DHelix figure 10). The order of segments, and of operators in a segment, is the launch order. Nothing else in a plan
+decides the order.
 
-Operators have names for people, unique in their body, such as `beta all-gather 2`. A table says which operator of the
-program that is: the second one with a certain *operator key* (`plan_operators.py`). XLA's names of instructions
-change with versions and with unrelated parts of the program; keys do not. A body's fingerprint is that of the keys of
-its collectives, matrix products and attention: so a plan of 4 layers and 4 micro-batches fits 40 layers and 16.
+Operators have readable names, unique in their body, such as `beta all-gather 2`. A table maps each name to an operator
+of the program: its *operator key* and its occurrence, for example the second one (`plan_operators.py`). XLA's
+instruction names change with versions and with unrelated parts of the program; keys do not. A body's fingerprint is
+computed from the keys of its collectives, matrix products and attention. So a plan for 4 layers and 4 micro-batches
+also fits 40 layers and 16 micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FINALLY = "finally"
 
 
 class PlanError(DhelixError):
-    """A file is no plan, or a plan cannot be carried out."""
+    """A file is not a plan, or a plan cannot be carried out."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class PlanOperator:
     """An operator of a body.
 
     Attributes:
-      name: for people, such as `alpha attention backward`; unique in its body.
-      key: as text; control flow, which has none in a profile, is called by its opcode and what is inside.
-      occurrence: which of the operators with this key, from 1.
+      name: readable, such as `alpha attention backward`; unique in its body.
+      key: the operator key as text. Control flow has opcode and digest of its contents instead.
+      occurrence: number among the operators with this key, from 1.
     """
 
     name: str
@@ -52,13 +53,13 @@ class PlanOperator:
 
 @dataclass(frozen=True)
 class PlanSegment:
-    """What runs together.
+    """Operators that run together.
 
     Attributes:
-      run: names of operators, in the order of their launch.
-      predicted_us: until the next segment begins; collectives may go on beneath that.
-      measured_us: the same in a trace, once there is one.
-      guessed: share of the operators' time alone that no measurement stands behind.
+      run: names of operators, in launch order.
+      predicted_us: time until the next segment begins; collectives may still be in flight then.
+      measured_us: the same time in a trace, if there is one.
+      guessed: fraction of the operators' stand-alone time that rests on no measurement.
     """
 
     run: tuple[str, ...]
@@ -72,12 +73,13 @@ class PlanBody:
     """One computation.
 
     Attributes:
-      name: for people.
-      fingerprint: of what it runs; finds it in a program.
+      name: readable.
+      fingerprint: digest of its operators; identifies the computation in a program.
       runs: how often a step runs it, in the program that the plan was made for.
-      operators: those that segments name, each once.
-      small: what takes microseconds and is no operator: by the operator that it runs before (`FINALLY`: after all), its
-        keys and occurrences. What is not ready by then waits until it is, so it follows where operators are moved to.
+      operators: the operators that the segments name, each once.
+      small: instructions of a few microseconds that are not operators, as (operator that they run before, or `FINALLY`
+        for the end; keys and occurrences). An instruction that is not ready there waits until it is, so it follows
+        operators that are moved.
     """
 
     name: str
@@ -89,29 +91,30 @@ class PlanBody:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of all operators in the order of their launch."""
+        """Names of all operators in launch order."""
         return tuple(name for segment in self.segments for name in segment.run)
 
     @property
     def predicted_us(self) -> float:
+        """Predicted time of one execution, in microseconds."""
         return sum(segment.predicted_us for segment in self.segments)
 
     @property
     def measured_us(self) -> float | None:
-        """None where a segment was not measured."""
+        """Measured time of one execution, in microseconds; None if a segment was not measured."""
         taken = [segment.measured_us for segment in self.segments if segment.measured_us is not None]
         return sum(taken) if taken and len(taken) == len(self.segments) else None
 
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """What a plan was made for, and how the process must be started to get it.
+    """The machine that a plan was made for, and the launch setting that the process needs.
 
     Attributes:
-      hardware, link, setting: of the profile that it rests on.
+      hardware, link, setting: those of the profile that the plan was made with.
       implementation: how collectives run (`profiles.keys.IMPLEMENTATIONS`).
-      environment, xla_flags: the setting, spelled out.
-      gpus_per_node: 0: as many as nodes of such GPUs usually have.
+      environment, xla_flags: the environment variables and XLA flags of the setting.
+      gpus_per_node: 0: the usual number for this hardware.
     """
 
     hardware: str = "H200"
@@ -124,7 +127,7 @@ class PlanTarget:
 
     @classmethod
     def of(cls, hardware: str, link: str, setting: str, gpus_per_node: int = 0) -> PlanTarget:
-        """Under one of `profile.SETTINGS`."""
+        """A target with one of `profile.SETTINGS`."""
         known: LaunchSetting = SETTINGS[setting]
         environment = tuple(sorted(known.environment.items()))
         return cls(hardware, link, setting, known.implementation, environment, known.training_flags, gpus_per_node)
@@ -132,14 +135,14 @@ class PlanTarget:
 
 @dataclass(frozen=True)
 class CollectivesSection:
-    """What stands in place of collectives.
+    """Which collectives are replaced or split.
 
     Attributes:
-      decomposed: collectives that others take the place of (`exchange.INSTEAD`).
-      row_parts: parts that chains from a gather to a scatter are computed in where one strand runs
-        (`passes/communication/row_partition.py`); 0: whole.
-      reduced: 1: gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`); 0: as the program
-        has it.
+      decomposed: collectives that another kind replaces (`exchange.INSTEAD`).
+      row_parts: number of parts of each chain from an all-gather to a reduce-scatter, where one strand runs
+        (`passes/communication/row_partition.py`). 0: chains stay whole.
+      reduced: 1: gradients are reduced layer by layer (`passes/communication/gradient_reduction.py`). 0: as in the
+        program.
     """
 
     decomposed: tuple[CollectiveKey, ...] = ()
@@ -149,13 +152,13 @@ class CollectivesSection:
 
 @dataclass(frozen=True)
 class OrderSection:
-    """What runs with what.
+    """The order of operators and its limits.
 
     Attributes:
       bodies: computations whose order was decided.
-      skew: layers that the strands are apart.
-      max_in_flight: collectives of one lane that may be between their start and their end; 0: as many as are fastest.
-      memory_limit: bytes on a GPU that were allowed, arguments and all; 0: what XLA's order needs, and 3 %.
+      skew: number of layers between the strands.
+      max_in_flight: limit of collectives in flight per lane; 0: no limit.
+      memory_limit: limit in bytes per GPU, arguments included. 0: memory of XLA's order plus 3 % (`MEMORY_SLACK`).
     """
 
     bodies: tuple[PlanBody, ...] = ()
@@ -166,10 +169,14 @@ class OrderSection:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step. `hidden_fraction`: share of the communication, as it runs, that lies under compute;
-    `guessed_fraction`: share of all operators' time alone that no measurement stands behind;
-    `guessed_overlap_fraction`: share of the time in which collectives run beside compute for which none says how much
-    they slow each other down (`timeline.guessed_overlap`)."""
+    """The predicted times of one step, in microseconds.
+
+    Attributes:
+      hidden_fraction: fraction of the communication time that compute hides.
+      guessed_fraction: fraction of all operators' stand-alone time that rests on no measurement.
+      guessed_overlap_fraction: fraction of the overlapped time for which no measured pair says how much collective and
+        compute slow each other down (`timeline.guessed_overlap`).
+    """
 
     makespan_us: float = 0.0
     compute_us: float = 0.0
@@ -181,7 +188,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan for one program. `program` is for people; what it fits is said by the bodies' fingerprints."""
+    """A plan for one program. `program` is a readable name; the bodies' fingerprints decide which programs it fits."""
 
     program: str
     target: PlanTarget = PlanTarget()
@@ -191,18 +198,20 @@ class Plan:
 
     @property
     def bodies(self) -> tuple[PlanBody, ...]:
+        """The bodies of the order section."""
         return self.order.bodies
 
     def with_bodies(self, bodies: Iterable[PlanBody]) -> Plan:
+        """This plan with other bodies."""
         return replace(self, order=replace(self.order, bodies=tuple(bodies)))
 
     def body(self, fingerprint: str) -> PlanBody:
-        """Raises KeyError if there is none."""
+        """The body with this fingerprint. Raises KeyError if there is none."""
         for body in self.bodies:
             if body.fingerprint == fingerprint:
                 return body
         raise KeyError(fingerprint)
 
     def with_body(self, changed: PlanBody) -> Plan:
-        """With `changed` in the place of the body of its fingerprint."""
+        """This plan with `changed` in place of the body with the same fingerprint."""
         return self.with_bodies(changed if b.fingerprint == changed.fingerprint else b for b in self.bodies)

@@ -1,4 +1,4 @@
-"""The text of a plan's file: JSON for people to read and to edit, one fact a line.
+"""Reads and writes plan files: JSON for people to read and edit, one fact per line.
 
     {
     "schema": 2,
@@ -33,9 +33,9 @@
     }
     }
 
-To edit is to move names within `run`, and from one segment's `run` to another's; every operator stands there once.
-`small` is what takes microseconds, with the operator that it runs before; leave it as it is. Times are for reading.
-Equal plans give equal text. Unknown fields are errors, so that a slip of the pen is noticed.
+To edit a plan, move names within a segment's `run` or from one `run` to another; each operator must appear once.
+`small` lists instructions of a few microseconds by the operator that they run before; do not edit it. Times are
+informational. Equal plans give equal text. Unknown fields are errors, so that typing errors are noticed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SCHEMA = 2
 
 _KIND = Kind("plan", "make it again with `dhelix plan`", PlanError)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
-_Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # of a whole step
+_Microseconds = Annotated[float, Meta(ge=0, le=1e12)]  # at most a whole step
 
 
 class _Target(Struct, forbid_unknown_fields=True):
@@ -135,7 +135,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 def load(path: str | Path) -> Plan:
-    """The plan in a file. Raises PlanError for all that is not a sound plan, with the line or the field."""
+    """Reads the plan in a file. Raises PlanError, with the line or the field, if it is not a valid plan."""
     path = Path(path)
     try:
         return loads(path.read_text(encoding="utf-8"), str(path))
@@ -146,7 +146,7 @@ def load(path: str | Path) -> Plan:
 
 
 def save(plan: Plan, path: str | Path) -> None:
-    """Writes the file. Raises PlanError where that is not possible."""
+    """Writes a plan to a file. Raises PlanError if the file cannot be written or `loads` would reject the plan."""
     text = dumps(plan)
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -155,7 +155,7 @@ def save(plan: Plan, path: str | Path) -> None:
 
 
 def dumps(plan: Plan) -> str:
-    """The text of a file. Raises PlanError for a plan that `loads` would not take."""
+    """The text of a plan's file. Raises PlanError if `loads` would reject it."""
     target, collectives, order = plan.target, plan.collectives, plan.order
     predicted = {name: _rounded(value) for name, value in vars(plan.predicted).items()}
     decomposed = list(map(str, collectives.decomposed))
@@ -176,7 +176,7 @@ def dumps(plan: Plan) -> str:
 
 
 def _lines(*fields: str) -> str:
-    """An object, one field a line."""
+    """A JSON object with one field per line."""
     return "{\n" + ",\n".join(fields) + "\n}"
 
 
@@ -200,15 +200,20 @@ def _segment_text(segment: PlanSegment) -> str:
 
 
 def _rounded(value: float) -> float | int:
-    """Six digits, which is more than any of these numbers is good for."""
+    """Rounds to six digits, which exceeds the precision of these numbers; whole numbers become integers."""
     short = float(f"{value:.6g}") if math.isfinite(value) else value
     return int(short) if math.isfinite(short) and short == int(short) else short
 
 
 def loads(text: str, origin: str) -> Plan:
-    """The plan in the text of a file; errors call the text `origin`.
+    """The plan in the text of a file.
 
-    Raises PlanError for all that is not a sound plan of a known schema.
+    Args:
+      text: the file's text.
+      origin: name of the text in error messages.
+
+    Raises:
+      PlanError: `text` is not a valid plan of a known schema.
     """
     file = codec.decode(text, _File, origin, SCHEMA, _KIND, oldest=SCHEMA)
     taken: dict[str, int] = {}
@@ -290,7 +295,7 @@ def _operators(rows: Mapping[str, _Identity], place: str, origin: str) -> dict[s
 def _segments(
     rows: list[_Segment], operators: Mapping[str, PlanOperator], place: str, origin: str
 ) -> tuple[PlanSegment, ...]:
-    """Segments, in which each operator must run once."""
+    """Reads segments. Raises PlanError unless each operator runs exactly once."""
     seen: dict[str, str] = {}
     for n, row in enumerate(rows):
         for k, name in enumerate(row.run):

@@ -1,12 +1,12 @@
-"""Makes a plan of a schedule: any scheduled program, whoever decided its order, as data for people and for `plan=`.
+"""Makes a plan from any scheduled program, whoever decided its order: data for people and for `plan=`.
 
     schedule = dict(module.schedule)                  # XLA's
     StrandPairing(model=model).run(module, context)   # or another scheduler
     plan = make_plan(module, schedule, model, Plan("llama-8b, 8 layers", target))
 
-Bodies are the computations with two strands and those whose order is not XLA's; what is left out keeps XLA's order.
-First come those with two strands, of several that which takes most of the step. Ends of collectives are operators of a
-plan only where they come earlier than they must, which is how a schedule keeps memory down.
+The plan's bodies are the computations with two strands and those whose order is not XLA's. Other computations keep
+XLA's order. Bodies with two strands come first, then those that take more of the step. The end of a collective is an
+operator of the plan only if it comes earlier than it must; a schedule ends collectives early to save memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,12 +41,15 @@ Schedule = Mapping[Computation, Sequence[Instruction]]
 
 
 def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Plan) -> Plan:
-    """The plan that the module's schedule is: first bodies of both strands, and of these what itself takes longest.
+    """Makes the plan that reproduces the module's schedule.
+
+    Bodies with two strands come first, then bodies with more time of their own per step.
 
     Args:
+      module: a scheduled module.
       original: XLA's schedule of the same module.
-      model: costs, for predictions and for what is an operator.
-      like: a plan without an order: what it is made for, and its other sections.
+      model: costs, for predictions and to tell which instructions are operators.
+      like: a plan without an order; provides the target and the other sections.
     """
     costs = settled(module, model.costs())
     limits = Limits(costs.hardware, 0, Memory(module), {})
@@ -70,8 +73,10 @@ def make_plan(module: HloModule, original: Schedule, model: CostModel, like: Pla
 
 
 def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
-    """Of computations that are alike one body with the runs of all, as plans are carried out: such as the layers of
-    several ticks that a pipeline's loop holds. The first one's order is for all."""
+    """Merges bodies with equal fingerprints into the first one, with the sum of their runs.
+
+    A plan applies a body to all such computations: the layers of several ticks in a pipeline's loop, for example.
+    """
     runs: dict[str, int] = {}
     for body in bodies:
         runs[body.fingerprint] = runs.get(body.fingerprint, 0) + body.runs
@@ -80,7 +85,7 @@ def _alike_once(bodies: Sequence[PlanBody]) -> tuple[PlanBody, ...]:
 
 
 def prediction(timeline: Timeline, module: HloModule, costs: Costs) -> Prediction:
-    """Of the step that the timeline plays."""
+    """The prediction for the step that `timeline` simulated."""
     return Prediction(
         1e6 * timeline.seconds,
         1e6 * timeline.compute,
@@ -98,14 +103,14 @@ def _early_ends(
     segments: Sequence[PlannedSegment],
     memory: Memory,
 ) -> set[Instruction]:
-    """Ends of collectives that stand before more operators in `sequence` than they must."""
+    """Ends of collectives that come after fewer operators in `sequence` than they could."""
     heads = {o.head: "" for segment in segments for o in segment.operators}
     late = _heads_before(planned_sequence(computation, original, heads, memory), heads)
     return {end for end, count in _heads_before(sequence, heads).items() if count < late[end]}
 
 
 def _heads_before(sequence: Sequence[Instruction], heads: Collection[Instruction]) -> dict[Instruction, int]:
-    """How many of `heads` stand before each end of one of them."""
+    """How many of `heads` come before the end of each collective among them."""
     found: dict[Instruction, int] = {}
     count = 0
     for instruction in sequence:
@@ -137,7 +142,7 @@ def _body(
 def _small(
     operators: PlanOperators, sequence: Sequence[Instruction], names: Mapping[Instruction, str]
 ) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
-    """What takes time and is no operator, with the one that it runs before."""
+    """Instructions that take time and are not operators, grouped by the operator that they run before."""
     found: list[tuple[str, tuple[tuple[str, int], ...]]] = []
     since: list[tuple[str, int]] = []
     for instruction in sequence:

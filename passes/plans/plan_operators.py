@@ -1,18 +1,17 @@
-"""Which instruction an operator of a plan is, and the reverse: operators by key and occurrence, with names for people.
+"""Maps operators of a plan to instructions and back, by key and occurrence, and gives them readable names.
 
-A plan outlives the program it was made from: XLA names instructions anew in each version, schedules them in another
-order where other costs count, and tries on each card which library's kernel a product gets. What stays is what the
-program computes. So an operator is called by
+A plan outlives the program it was made from. XLA renames instructions in each version, schedules them differently when
+costs differ, and autotunes on each GPU which library computes a product. The computation itself stays the same, so an
+operator is identified by
 
-  - its key (`passes/evaluation/operator_keys.py`); of a product types of the operands, layout and sizes, whichever
-    library has it and whatever that does beside. Control flow has no key in a profile, and is called by its opcode and
-    a digest of the collectives, products and attentions inside; kernels that wait for their peers by their site and
-    form;
-  - its occurrence among the instructions of its computation with that key, counted by how many operators its data
-    comes through, then by JAX's name, then as XLA wrote them down. The schedule plays no part in it.
+  - its key (`passes/evaluation/operator_keys.py`). For a product, the key keeps operand types, layout and sizes, and
+    drops library and epilogue. Control flow has no profile key: its opcode and a digest of the collectives, products
+    and attentions inside identify it. Kernels that wait for their peers are identified by site and form;
+  - its occurrence among the instructions of its computation with that key. They are sorted by the number of operators
+    that their data passes through, then by JAX's name, then by their order in the module. The schedule does not count.
 
-Names for people say the strand, what the operator does, and a number where there are several: `beta all-gather 2`. The
-end of a collective, where compute waits for it, is called by its start: `beta end of all-gather 2`.
+A readable name has the strand, what the operator does, and a number if there are several: `beta all-gather 2`. The end
+of a collective, where compute waits for it, is named after its start: `beta end of all-gather 2`.
 """
 
 from collections import Counter
@@ -36,7 +35,7 @@ _WORK = {"gemm": "product", "grouped-gemm": "product", "attention": "attention",
 _COMPUTED = {
     "gemm": 2,
     "grouped-gemm": 3,
-}  # parts of a family that say what is computed: types, what is grouped, layout
+}  # leading parts of a family that say what is computed: types, grouping, layout
 _STRANDS = {"strand_alpha/": "alpha", "strand_beta/": "beta"}
 
 
@@ -44,8 +43,8 @@ class PlanOperators:
     """The operators of one computation.
 
     Attributes:
-      identities: key and occurrence, from 1, of all that takes time, and of ends of collectives.
-      instructions: by these.
+      identities: (key, occurrence from 1) of each instruction that takes time, and of each end of a collective.
+      instructions: instruction by identity.
     """
 
     def __init__(self, computation: Computation, keys: OperatorKeys) -> None:
@@ -65,13 +64,15 @@ class PlanOperators:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the collectives, products and attentions, and of loops that hold some, whatever their order
-        and whatever else runs."""
+        """16 hex digits that identify the collectives, products and attentions, and control flow that holds some.
+
+        Neither their order nor other instructions change it.
+        """
         counts = Counter(text for i, text in self._texts.items() if self._is_work(i) or self._holds_work(i))
         return blake2b(repr(sorted(counts.items())).encode(), digest_size=8).hexdigest()
 
     def describe(self) -> str:
-        """What runs, in a few words: `both strands: 8 collectives, 18 products, 2 attentions`."""
+        """A short description: `both strands: 8 collectives, 18 products, 2 attentions`."""
         found = [i for i in self._texts if self._is_work(i)]
         strands = {strand for i in found if (strand := _strand_in_name(i))}
         kinds = Counter(_kind(_key(i, self._keys)) for i in found)
@@ -80,7 +81,7 @@ class PlanOperators:
         return f"{who}: {', '.join(parts)}"
 
     def names(self, heads: Sequence[Instruction]) -> dict[Instruction, str]:
-        """A name for each of `heads`, unique among them and the starts of those that are ends."""
+        """A unique name for each of `heads`. An end of a collective is named after its start."""
         ends = {head: start_of(head) for head in heads if is_done(head)}
         ordered = sorted({head for head in heads if head not in ends} | set(ends.values()), key=self._rank.__getitem__)
         plain = {head: " ".join(filter(None, (self.strand(head), self._label(head)))) for head in ordered}
@@ -95,19 +96,19 @@ class PlanOperators:
         return names
 
     def takes_time(self, instruction: Instruction) -> bool:
-        """Whether it has a key, or is control flow with something inside."""
+        """Whether it has a key, or is control flow that runs something with a key."""
         return instruction in self._texts
 
     def strand(self, instruction: Instruction) -> str:
-        """`alpha`, `beta`, or empty where neither name nor users say.
+        """`alpha`, `beta`, or "" if neither its name nor its users say.
 
-        What moves memory (slices of weights that both strands read) belongs to whoever uses it.
+        An instruction that only moves memory belongs to the strand of its users if all are of one strand.
         """
         users = set() if self._is_work(instruction) else self._strands_of_users[instruction]
         return next(iter(users)) if len(users) == 1 else _strand_in_name(instruction)
 
     def _in_order(self) -> list[Instruction]:
-        """All that has a key, by depth, JAX's name, and place in the module."""
+        """The instructions with a key, by depth, JAX's name, and place in the module."""
         depth: dict[Instruction, int] = {}
         for instruction in self.computation.instructions:
             above = max((depth[o] for o in instruction.operands), default=0)
@@ -121,7 +122,7 @@ class PlanOperators:
 
     @cached_property
     def _strands_of_users(self) -> Mapping[Instruction, set[str]]:
-        """Strands of the work that reads a value, through what is none."""
+        """Strands of the collectives, products and attentions that read a value, also through other instructions."""
         found: dict[Instruction, set[str]] = {i: set() for i in self.computation.instructions}
         for instruction in reversed(self.computation.instructions):
             strands = {_strand_in_name(instruction)} if self._is_work(instruction) else found[instruction]
@@ -131,7 +132,7 @@ class PlanOperators:
 
     @cached_property
     def _feeds_work(self) -> set[Instruction]:
-        """Instructions whose result a collective, a product or attention needs."""
+        """Instructions whose result a collective, a product or attention depends on."""
         found: set[Instruction] = set()
         for instruction in reversed(self.computation.instructions):
             if instruction in found or self._is_work(instruction):
@@ -165,7 +166,7 @@ class PlanOperators:
 
 
 def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
-    """The key of `instruction` as text; empty where it takes no time of its own."""
+    """The key of `instruction` as text; "" if it takes no time of its own."""
     if is_done(instruction):
         return ""
     if instruction.opcode in CONTROL_FLOW:
@@ -177,7 +178,7 @@ def operator_text(instruction: Instruction, keys: OperatorKeys) -> str:
 
 
 def _as_computed(key: Key) -> Key:
-    """Of a product the key without what compiler and autotuner choose: library, epilogue, type of the result."""
+    """A product's key without the choices of compiler and autotuner: library, epilogue, result type. Others stay."""
     parts = _COMPUTED.get(key.kind)
     if parts is None or not isinstance(key, OperatorKey):
         return key
@@ -190,28 +191,28 @@ def _key(instruction: Instruction, keys: OperatorKeys) -> Key | None:
 
 
 def is_work(text: str) -> bool:
-    """Whether `operator_text` is that of a collective, a product, attention, or control flow: no fusion and no copy."""
+    """Whether `text` is the key of a collective, a product, attention or control flow, not of a fusion or a copy."""
     kind, _, rest = text.partition(" ")
     known = kind in _WORK or kind in COLLECTIVE_KINDS or kind.partition(":")[0] in CONTROL_FLOW
     return known or rest.startswith(FAMILY)
 
 
 def _inside(instruction: Instruction, keys: OperatorKeys) -> Counter[str]:
-    """What control flow runs, in texts; conditions of loops apart."""
+    """Counts the keys of the instructions that control flow runs, without loop conditions."""
     found = Counter(operator_text(i, keys) for c in entered(instruction) for i in c.instructions)
     del found[""]
     return found
 
 
 def _kind(key: Key | None) -> str:
-    """`collective`, `product` or `attention`; empty for what only moves memory."""
+    """`collective`, `product` or `attention`; "" for other instructions."""
     if key is None or isinstance(key, CollectiveKey):
         return "" if key is None else "collective"
     return "product" if key.family.startswith(FAMILY) else _WORK.get(key.kind, "")
 
 
 def _strand_in_name(instruction: Instruction) -> str:
-    """The strand in JAX's name of an instruction, or of what it fuses, results first."""
+    """The strand in JAX's name of an instruction, or of the instructions that it fuses, results first; "" if none."""
     return next((s for mark, s in _STRANDS.items() if mark in _op_name(instruction)), "")
 
 

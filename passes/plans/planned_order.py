@@ -1,24 +1,25 @@
-"""Planned order: the schedule that a plan says, in a program that the plan fits.
-
-Matches: scheduled computations whose collectives, products and attentions are those of a body of the plan
-(`PlanOperators.fingerprint`), each of which stands for every computation with these operators. The first body must be
-there; a program with more layers lacks others, whose operators have other sizes, and those keep XLA's order.
-
-Makes of it: the instructions in another order. Operators come in the plan's order, and what takes microseconds before
-the operator that the plan says, if it can run by then. What the plan does not name comes where an operator needs it, so
-ends of collectives stand as late as possible; or, if none does, as soon as it can, so that nothing lives longer than it
-must:
+"""Planned order: gives a program the schedule of a plan that fits it.
 
     plan    beta all-gather 1, alpha wgrad 1, beta gemm
     order   slice, all-gather-start, wgrad, dynamic-update-slice (of wgrad), all-gather-done, gemm
 
-Nothing is searched and no costs are asked for: the same plan gives the same order whatever a profile says by then.
+Contract
+    Consumes  scheduled computations with the fingerprint of a body of the plan (`PlanOperators.fingerprint`). A body
+              applies to every such computation. The first body must be present. Others may be missing: in a program
+              with more layers, some operators have other sizes.
+    Makes     the same instructions in another order. Operators follow the plan. Small instructions come before the
+              operator that the plan says, or as soon as they are ready. Other instructions come right before an
+              operator that needs them, so collectives end as late as possible. An instruction that no operator needs
+              comes as early as possible, so that its operands do not live longer than necessary.
+    Leaves    other computations in XLA's order. If the plan is refused, the whole module keeps XLA's order; with
+              `strict` the pass raises.
 
-Legal: data flow, control dependencies, the order of side effects and of accesses to each shared buffer are kept
-(`orders.dependencies`); a plan that contradicts them is refused, as is one over the memory limit. Of several
-computations of a body one has to have the plan's order; in others, whose buffers are shared otherwise, what must come
-first does, and a note says so. Where a plan is refused, XLA's order stays; with `strict` it raises. Linear in
-instructions.
+Legal: data flow, control dependencies, the order of side effects and of accesses to shared buffers are kept
+(`order_rules.dependencies`). A plan that contradicts them or exceeds the memory limit is refused. At least one
+computation of each body must follow the plan exactly. In others, whose buffers may be shared differently, operators
+move forward where they must, and a note says so.
+
+Cost: linear in instructions. The pass searches nothing and reads no costs, so one plan always gives the same order.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,8 +47,10 @@ class PlannedOrder:
     """Carries out a plan.
 
     Attributes:
-      memory_limit: bytes, arguments and all; more is refused. None: what the plan was allowed when it was made, or what
-        XLA's order needs and `memory_slack` of what that is beside the arguments, whichever is more.
+      plan: the plan.
+      memory_limit: limit in bytes, arguments included; a plan that needs more is refused. None: the plan's own limit
+        or the memory of XLA's order with `memory_slack`, whichever is more.
+      memory_slack: extra memory allowed, as a fraction of what XLA's order needs in addition to the arguments.
     """
 
     plan: Plan
@@ -87,8 +90,11 @@ class PlannedOrder:
         context: PassContext,
         refusal: PassRefusal | None = None,
     ) -> Collection[str]:
-        """Orders one computation. With the `refusal` of its exact order, as others of the body have it, what must come
-        first there comes first. Returns the names of its operators. Raises PassRefusal without it."""
+        """Orders one computation and returns the names of its operators.
+
+        Without `refusal`, raises PassRefusal if the plan's exact order is illegal here. With the `refusal` of the exact
+        order, operators move forward where they must.
+        """
         heads, sequence = heads_of(body, operators), module.schedule[computation]
         small = _small(body, operators)
         ordered = planned_sequence(computation, sequence, heads, memory, small, exactly=refusal is None)
@@ -102,7 +108,7 @@ class PlannedOrder:
         return heads.values()
 
     def _check_complete(self, heads: Mapping[str, Collection[str]], context: PassContext) -> None:
-        """Says what of the plan the program does not have: `heads` are names of operators that were found, by body."""
+        """Notes bodies and operators that the program lacks; raises under `strict`. `heads`: names found, by body."""
         bodies = [body.name for body in self.plan.bodies if body.fingerprint not in heads]
         operators = [
             name for b in self.plan.bodies for name in b.order if name not in heads.get(b.fingerprint, b.order)
@@ -126,7 +132,7 @@ class PlannedOrder:
 
 
 def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computation, PlanOperators]]:
-    """Where the bodies of a plan are in a scheduled module. Raises PassRefusal if the first is not there."""
+    """The computations of a scheduled module that match bodies of a plan. Raises PassRefusal if the first has none."""
     target = plan.target
     hardware = describe(target.hardware, target.link, target.gpus_per_node)
     keys = OperatorKeys(hardware.gpus_per_node, target.implementation)
@@ -145,12 +151,13 @@ def find_bodies(plan: Plan, module: HloModule) -> list[tuple[PlanBody, Computati
 
 
 def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]:
-    """The instructions that the body's operators are, in its order, and what it calls them.
+    """The instructions of the body's operators, in the body's order, with their names in the plan.
 
-    Fusions and copies that the program does not have are left out: their sizes, and what XLA fuses, depend on the
-    number of layers and on the compiler.
+    Fusions and copies that the program lacks are left out, because their sizes and XLA's fusion decisions depend on
+    the number of layers and on the compiler.
 
-    Raises PassRefusal if the program lacks another operator.
+    Raises:
+      PassRefusal: the program lacks another operator.
     """
     of_name = {o.name: o for o in body.operators}
     heads = {}
@@ -170,7 +177,7 @@ def heads_of(body: PlanBody, operators: PlanOperators) -> dict[Instruction, str]
 
 
 def _small(body: PlanBody, operators: PlanOperators) -> dict[str, list[Instruction]]:
-    """What the program has of the body's small ones; another compiler may fuse them otherwise."""
+    """The body's small instructions that the program has; another compiler may fuse them differently."""
     found = {}
     for name, identities in body.small:
         instructions = (operators.instructions.get(identity) for identity in identities)
@@ -186,15 +193,19 @@ def planned_sequence(
     small: Mapping[str, Sequence[Instruction]] = MappingProxyType({}),
     exactly: bool = True,
 ) -> list[Instruction]:
-    """All instructions of `computation`, with `heads` in this order.
+    """All instructions of `computation`, with `heads` in their given order.
 
     Args:
-      sequence: a legal order of them.
-      heads: operators with their names in the plan.
-      small: what runs before each, by its name, or later if it is not ready; what is left out, when it is needed.
-      exactly: False lays what must come before one of `heads` there, be it one of them.
+      computation: a scheduled computation.
+      sequence: a legal order of all its instructions.
+      heads: operators in the wanted order, with their names in the plan.
+      memory: the module's buffers.
+      small: instructions to place before an operator, by its name, or later if they are not ready. Instructions that
+        are in no group come when they are needed.
+      exactly: False: an operator that must come before an earlier one moves forward instead of a refusal.
 
-    Raises PassRefusal if one of `heads` must come before another that stands before it.
+    Raises:
+      PassRefusal: an operator must come before one that precedes it in `heads`.
     """
     before = predecessors(computation, sequence, memory)
     placed = {i for instructions in small.values() for i in instructions}
@@ -221,7 +232,7 @@ def planned_sequence(
 def _needs(
     sequence: Sequence[Instruction], before: Mapping[Instruction, Sequence[Instruction]], heads: Collection[Instruction]
 ) -> dict[Instruction, frozenset[Instruction]]:
-    """Operators that come before each instruction, through what is none."""
+    """The operators that each instruction waits for, directly or through instructions that are not operators."""
     found: dict[Instruction, frozenset[Instruction]] = {}
     for instruction in sequence:
         direct = (frozenset((b,)) if b in heads else found[b] for b in before[instruction])
@@ -232,7 +243,7 @@ def _needs(
 def _trailing(
     sequence: Sequence[Instruction], before: dict[Instruction, list[Instruction]], heads: Iterable[Instruction]
 ) -> set[Instruction]:
-    """What no operator waits for, ends of collectives apart."""
+    """Instructions that no operator waits for, without ends of collectives."""
     needed = set(heads)
     for instruction in reversed(sequence):
         if instruction in needed:
@@ -241,7 +252,7 @@ def _trailing(
 
 
 class _Layer:
-    """Lays instructions down, each after what must come before it; what trails follows as soon as it can."""
+    """Places instructions, each after its predecessors. Trailing ones follow as soon as they are ready."""
 
     def __init__(self, before: dict[Instruction, list[Instruction]], trailing: set[Instruction]) -> None:
         self.before, self.trailing = before, trailing
@@ -254,7 +265,7 @@ class _Layer:
                     self.followers.setdefault(earlier, []).append(instruction)
 
     def lay(self, instruction: Instruction) -> list[Instruction]:
-        """What was laid on the way to `instruction`, this among them; nothing if it was laid before."""
+        """Places `instruction` after its missing predecessors. Returns the newly placed instructions."""
         stack, new = [instruction], []
         while stack:
             current = stack[-1]
@@ -266,7 +277,7 @@ class _Layer:
         return new
 
     def _place(self, instruction: Instruction) -> list[Instruction]:
-        """Lays `instruction`, and what only waited for it."""
+        """Places `instruction` and the trailing instructions that waited only for it."""
         placed = [instruction]
         for current in placed:
             self.laid[current] = None

@@ -1,1 +1,1 @@
-"""Collective matmuls in place of collectives beside matrix products: finding sites, choosing forms, splicing."""
+"""Replaces collectives next to matrix products by collective matmuls: finding sites, choosing forms, splicing."""

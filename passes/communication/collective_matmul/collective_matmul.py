@@ -1,28 +1,28 @@
-"""Puts collective matmuls in the place of collectives that stand beside matrix products.
+"""Replaces collectives next to matrix products by collective matmuls.
 
-Before:                                      After, where a ring pays:
+Before:                                      After, if a ring pays:
     g = bf16[8192,4096] all-gather(x)            p = collective-permute(x)
     y = bf16[8192,3584] dot(g, w)                y0 = dot(x, w)
     z = bf16[8192,3584] dot(g, v)                ... dot(p, w) while the next part travels, and so on
                                                  y, z: their parts, put together
 
 Contract
-    Consumes  a partitioned program: plain collectives, before they are asynchronous. PRE_SCHEDULER is the place on
-              GPUs: after partitioner and simplifiers, before layouts and fusion. At LOWERED, on any backend, it is the
-              collectives of shard_map alone.
-    Makes     of each match (`sites.py`) for which `forms` chooses another form than the
-              monolithic one the program that it has for it, spliced in (`splicing.py`).
-    Leaves    everything else, with one note for each reason. Where nothing is replaced, the module is untouched.
+    Consumes  a partitioned program with plain collectives, before they become asynchronous. On GPUs this is
+              PRE_SCHEDULER: after partitioner and simplifiers, before layouts and fusion. At LOWERED, on any backend,
+              only collectives of shard_map are there.
+    Makes     the program of the form that `forms` chooses for a match (`sites.py`), spliced in (`splicing.py`), unless
+              the form is the monolithic one.
+    Leaves    everything else, with one note for each reason. If nothing is replaced, the module is unchanged.
 
-Why it is legal: the replacement computes the same products of the same rows; sums over devices may be rounded in
-another order. What else read the gathered array reads the one that the replacement has put together. Nothing but data
-flow ties what is replaced: collectives and products that the program orders otherwise are left.
+Why it is legal: the replacement computes the same products of the same rows; sums over devices may round in another
+order. Other users of the gathered array read the copy that the replacement assembles. Collectives and products with
+control predecessors are left alone.
 
-What is made carries `collective_matmul` in its name stack, and what carries that is never matched: not in a second run,
-nor what the user wrote with `dhelix.runtime.collective_matmul`.
+New instructions have `collective_matmul` in their name stack, and the pass never matches such instructions. So a second
+run changes nothing, and matmuls that the user wrote with `dhelix.runtime.collective_matmul` stay.
 
-Cost: one lowering by JAX for each pattern and form that differ. MegaScale section 3.2 and DistFuse section 3 say what
-such forms are; docs/collective_matmul.md when they pay.
+Cost: one lowering by JAX for each distinct pattern and form. MegaScale ("Scaling Large Language Model Training to More
+Than 10,000 GPUs") section 3.2 and DistFuse section 3 describe the forms; docs/collective_matmul.md says when they pay.
 """
 
 from __future__ import annotations
@@ -49,30 +49,31 @@ PARTLY_MANUAL = "the program is partly sharded by the compiler, and not partitio
 
 
 class Forms(Protocol):
-    """Which form a collective matmul takes, and what it is in HLO. A frozen dataclass, for it is an option of a pass.
+    """Chooses the form of a collective matmul and makes its HLO.
 
-    Both methods raise DhelixError where a form cannot be had.
+    Implementations are frozen dataclasses, because they are options of a pass. Both methods raise DhelixError if a form
+    is not available.
     """
 
     def choose(self, placed: Placed) -> Form:
-        """The form that takes the place of collective and matmul; the monolithic one leaves them as they are."""
+        """The form that replaces collective and matmul. The monolithic form leaves them unchanged."""
         ...
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:
-        """A module for one device, prepared by `splicing.prepare`; it may be the same object for the same arguments.
+        """A module for one device, prepared by `splicing.prepare`; equal arguments may return the same object.
 
-        Its entry takes x and w of each product, one after the other, for a gather x once and each w; it returns a tuple
-        with the result of each weight, and the gathered x where the pattern wants it.
+        Its entry takes x and w of each product in turn; for a gather, x once and then each w. It returns a tuple with
+        the result of each weight, and the gathered x if `pattern.gathered`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class CollectiveMatmul:
-    """Collective matmuls in place of collective and matmul.
+    """Replaces collective and matmul by collective matmuls.
 
     Attributes:
-      forms: says which form each site takes, and makes it (`dhelix.runtime.step.collective_matmuls.jax_forms`).
+      forms: chooses and makes the form of each site (`dhelix.runtime.step.collective_matmuls.jax_forms`).
       stage: PRE_SCHEDULER, or LOWERED for programs under shard_map.
     """
 
@@ -106,10 +107,10 @@ class CollectiveMatmul:
     def _program(
         self, placed: Placed, left: Counter[str], made: Counter[tuple[str, str]], strict: bool
     ) -> tuple[Form, HloModule] | None:
-        """What takes the place of a pattern's matches; None where nothing does, and why not is counted."""
+        """The form that replaces a pattern's matches, with its program; None, with the reason counted, if they stay."""
         try:
             form = self.forms.choose(placed)
-        except DhelixError as error:  # not every site can have the form that was asked for
+        except DhelixError as error:  # the requested form may not be available at every site
             left[str(error)] += 1
             return None
         if form.name == MONOLITHIC.name:
@@ -127,9 +128,9 @@ class CollectiveMatmul:
 
 
 def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computation, list[tuple[Match, Placed]]]]:
-    """Computations that run, and what of each could be replaced at once; why the rest could not is counted in `left`.
+    """Executed computations, each with the matches that can be replaced together. Counts in `left` why others cannot.
 
-    A computation may be changed when the next one is asked for.
+    The caller may change a computation before it asks for the next one.
     """
     for computation in list(executed(module.entry)):
         found = list(find(computation))
@@ -140,16 +141,16 @@ def find_all(module: HloModule, left: Counter[str]) -> Iterator[tuple[Computatio
 
 
 def executed(entry: Computation) -> Iterator[Computation]:
-    """The computations whose instructions run one by one, each once: not those of composites."""
+    """The computations whose instructions run one by one, each once. Callees of composites are not included."""
     for visit in visits(entry, once(lambda control: () if control.proto.is_composite else entered(control))):
         yield visit.computation
 
 
 def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
-    """The matches, gathers first, without those that hold a product of one before."""
+    """The matches, gathers first, without those that share a product with an earlier match."""
     taken: list[Match] = []
     used: set[Instruction] = set()
-    for match in sorted(matches, key=lambda m: m.collective.opcode):  # all-gather is the first of the alphabet
+    for match in sorted(matches, key=lambda m: m.collective.opcode):  # "all-gather" sorts first
         dots = {p.dot for p in match.products}
         if used & dots:
             left["its product belongs to another one"] += 1
@@ -160,7 +161,7 @@ def _without_overlap(matches: list[Match], left: Counter[str]) -> list[Match]:
 
 
 def _splice(match: Match, form: Form, program: HloModule, splicer: Splicer) -> dict[Instruction, Instruction]:
-    """Appends `program` on the operands of `match`. Returns what stands for each instruction that is replaced."""
+    """Appends `program` on the operands of `match`. Returns the replacement of each replaced instruction."""
     computation = match.collective.computation
     builder = Builder(computation)
     start = len(computation.instructions)
@@ -180,7 +181,7 @@ def _splice(match: Match, form: Form, program: HloModule, splicer: Splicer) -> d
 
 
 def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Instruction]) -> None:
-    """Whatever reads or waits for the keys, what was spliced in too, does so with what stands for them; they go."""
+    """Replaces operands and control predecessors by their values in `stands_for`, and removes the keys."""
     for instruction in computation.instructions:
         predecessors = instruction.control_predecessors
         if any(p in stands_for for p in predecessors):
@@ -190,7 +191,7 @@ def _put_in_place(computation: Computation, stands_for: Mapping[Instruction, Ins
 
 
 def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
-    """x of a product, of the type that is multiplied; of a gather what it gathers."""
+    """x of a product in the type that is multiplied; for a gather, the gather's operand."""
     if match.collective.opcode == "all-gather":
         value = match.collective.operands[0]
     else:
@@ -201,7 +202,7 @@ def _operand(builder: Builder, match: Match, product: Product) -> Instruction:
 
 
 def _is_partly_manual(module: HloModule) -> bool:
-    """Whether a shard_map leaves axes to the compiler: devices then hold parts of what they seem to hold."""
+    """Whether a shard_map leaves axes to the compiler: its local shapes are then larger than the devices' own."""
     attributes = module.proto.frontend_attributes.map
     axes = set(re.findall(r'"([^"]+)"=\d+', attributes.get("xla.sdy.meshes", "")))
     manual = (i.proto.frontend_attributes.map.get("xla.sdy.manual_axes") for i in graph.walk(module.entry))

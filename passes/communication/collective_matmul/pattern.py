@@ -1,11 +1,10 @@
-"""A collective matmul that stands in a program: what it computes (`Pattern`) and where it stands (`Match`).
+"""A possible collective matmul in a program: its computation (`Pattern`) and its instructions (`Match`).
 
     x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
 
-A `Pattern` is all that decides what takes the place of a match, besides the form: matches that are alike have one, so
-that it is lowered once. Whether it pays depends on what could run beside its collective as well, so matches of one
-pattern are decided for by place (`Placed`). `sites.py` finds matches; what is here tells which
-collectives and which products may be part of one.
+A `Pattern` and a form together determine the replacement of a match. Equal matches share one pattern, so it is lowered
+once. Whether a replacement pays also depends on what could overlap with the collective. So one decision covers a
+pattern at one place (`Placed`). `sites.py` finds matches; this module checks which collectives and products qualify.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ _DEFAULT_PRECISIONS = (b"", b"\n\x02\0\0")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A collective matmul as a program of its own: everything that decides what takes its place but the form.
+    """A collective matmul as a program of its own, without the choice of a form.
 
-    Its operands are x [batch, m, K] and w [K, columns] and its results [batch, m, columns], where m is `rows` of one
-    device on the side that is gathered or scattered, and the whole group's on the other.
+    Its operands are x [batch, m, K] and w [K, columns], its results [batch, m, columns]. On the gathered or scattered
+    side, m is the number of rows of one device; on the other side it is the number of rows of the whole group.
 
     Attributes:
-      site: what costs go by. Its contraction and columns are sums.
+      site: the key for costs. Its contraction and columns are sums over the products.
       batch: leading dimension that the collective does not touch.
-      contractions: K of each product; several are summed.
-      columns: of each weight; several share the gathered x.
+      contractions: K of each product; the results of several products are summed.
+      columns: columns of each weight; several weights share the gathered x.
       gathered: whether the gathered x is a result too, the last one.
-      transposed: weights come as [columns, K], all of them.
-      axis: how device ids count: (groups that differ in what is outside of the axis, its size, inside of it).
+      transposed: whether all weights come as [columns, K].
+      axis: sizes (outside, axis, inside) of the row-major mesh of device ids.
     """
 
     site: Site
@@ -55,10 +54,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Placed:
-    """Matches that one decision is for: those of a pattern at a place.
+    """A pattern at a place; one decision covers all its matches.
 
     Attributes:
-      co_executed: they stand where two strands run (`co_executes`), so the other one could hide their collectives.
+      co_executed: both strands run there (`co_executes`), so the other strand could hide the collectives.
     """
 
     pattern: Pattern
@@ -66,20 +65,21 @@ class Placed:
 
     @property
     def key(self) -> str:
-        """The site's key, with the place where that is not the usual one of a program without strands."""
+        """The site's key, with ", co-executed" if both strands run there."""
         return self.pattern.site.key + ", co-executed" * self.co_executed
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A dot of a match: which operand is x, and how both come into order.
+    """A dot of a match, with the rearrangements of its operands.
 
     Attributes:
-      result: what the pattern's result stands for: the dot, or of a gather's what narrows it to the type of x.
-      x: 0 or 1, the operand that is x; the other one is w.
-      order_x: to [batch, rows, K].
-      order_w: to [K, columns].
-      turned_w: to [columns, K].
+      result: the instruction that the pattern's result replaces: the dot, or, behind a gather, the conversion that
+        narrows the dot to the type of x.
+      x: 0 or 1, the operand number of x; the other operand is w.
+      order_x: rearranges x to [batch, rows, K].
+      order_w: rearranges w to [K, columns].
+      turned_w: rearranges w to [columns, K].
     """
 
     dot: Instruction
@@ -107,9 +107,9 @@ class Match:
     """A collective with its products.
 
     Attributes:
-      results: how each result of the pattern, in its order, becomes what the program has: one for each product of a
-        gather and, if it is wanted, the gathered array; one in all for other kinds.
-      kind: element type that is multiplied, as HLO numbers it.
+      results: rearranges each result of the pattern to the program's array. For a gather: one for each product and, if
+        `pattern.gathered`, one for the gathered array. For other kinds: one in all.
+      kind: HLO number of the element type that is multiplied.
     """
 
     collective: Instruction
@@ -120,28 +120,28 @@ class Match:
 
     @property
     def replaced(self) -> list[Instruction]:
-        """The instructions that the results stand for."""
+        """The instructions that the results replace, in the order of `results`."""
         if self.collective.opcode != "all-gather":
             return [self.collective]
         return [p.result for p in self.products] + [self.collective] * self.pattern.gathered
 
 
 def co_executes(computation: Computation) -> bool:
-    """Whether products of both strands stand in a computation itself, as in the loop over layers where they meet.
+    """Whether a computation itself contains products of both strands, as the merged loop over layers does.
 
-    Not so in the first forward and the last backward pass, in the head, nor in the body of the loop over micro-batches,
-    where what multiplies is called: there, products of one strand are all that could hide a collective.
+    False for the first forward pass, the last backward pass and the head: only products of one strand could hide a
+    collective there. Also False for the body of the loop over micro-batches, whose products are in callees.
     """
     names = [i.op_name for i in computation.instructions if i.opcode == "dot"]
     return all(any(f"{strand}/" in name for name in names) for strand in (ALPHA, BETA))
 
 
 class Unfit(Exception):
-    """Why a collective is left alone."""
+    """Says why a collective is left alone."""
 
 
 def row_major_axis(groups: Groups) -> tuple[int, int, int] | None:
-    """The sizes (outside, axis, inside) of the row-major mesh in which `groups` are one axis; None if there is none."""
+    """Sizes (outside, axis, inside) of the row-major mesh in which `groups` are one axis; None if there is none."""
     size, count = len(groups[0]), sum(map(len, groups))
     if size < 2 or any(len(group) != size for group in groups):
         return None
@@ -154,7 +154,7 @@ def row_major_axis(groups: Groups) -> tuple[int, int, int] | None:
 
 
 def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
-    """The mesh axis of a collective. Raises Unfit for a collective that no program of its own could stand for."""
+    """`row_major_axis` of a collective. Raises Unfit if no separate program can replace the collective."""
     if len(collective.operands) != 1 or shapes.is_tuple(collective.shape):
         raise Unfit("several arrays at once")
     if _kind_name(collective) not in _DTYPES:
@@ -180,13 +180,13 @@ def mesh_axis(collective: Instruction) -> tuple[int, int, int]:
 
 
 def is_marked(instruction: Instruction) -> bool:
-    """Whether it belongs to a collective matmul already; a derivative's name is `.../transpose(jvp(MARK))/...`."""
+    """Whether it is part of a collective matmul already. A derivative's name is `.../transpose(jvp(MARK))/...`."""
     parts = instruction.op_name.split("/")
     return any(part.rstrip(")").rpartition("(")[2] == MARK and "jit(" not in part for part in parts)
 
 
 def only_moves(instruction: Instruction) -> bool:
-    """Whether it moves or narrows the values of its one operand, and no more."""
+    """Whether it only moves the values of its one operand, or narrows them from float32."""
     if instruction.control_predecessors or instruction.opcode not in ("reshape", "transpose", "copy", "convert"):
         return False
     if instruction.opcode != "convert":
@@ -196,7 +196,7 @@ def only_moves(instruction: Instruction) -> bool:
 
 
 def is_product(dot: Instruction) -> bool:
-    """Whether it is a product of two matrices, however spread, that cuBLAS or a kernel may compute as it likes."""
+    """Whether `dot` is a product of two matrices, of any number of dimensions, with default precision."""
     if dot.opcode != "dot" or dot.control_predecessors or is_marked(dot):
         return False
     kinds = {o.shape.element_type for o in dot.operands}
@@ -208,16 +208,19 @@ def is_product(dot: Instruction) -> bool:
 
 
 def contracted(dot: Instruction, side: int) -> list[int]:
+    """Contracting dimensions of operand `side`."""
     numbers = dot.proto.dot_dimension_numbers
     return list(numbers.rhs_contracting_dimensions if side else numbers.lhs_contracting_dimensions)
 
 
 def batched(dot: Instruction, side: int) -> list[int]:
+    """Batch dimensions of operand `side`."""
     numbers = dot.proto.dot_dimension_numbers
     return list(numbers.rhs_batch_dimensions if side else numbers.lhs_batch_dimensions)
 
 
 def is_sum(collective: Instruction) -> bool:
+    """Whether a reduction adds."""
     root = collective.called[0].root
     return root.opcode == "add" and all(o.opcode == "parameter" for o in root.operands)
 
@@ -227,4 +230,5 @@ def _kind_name(instruction: Instruction) -> str:
 
 
 def dtype_name(kind: int) -> str:
+    """NumPy's name of an HLO element type, such as `bfloat16`."""
     return _DTYPES[shapes.type_name(shapes.scalar(kind))]

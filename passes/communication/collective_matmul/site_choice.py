@@ -1,32 +1,33 @@
-"""Beside strands: a collective matmul, or a collective that the other strand's compute hides, by pattern and place.
+"""Chooses between collective matmuls and hidden collectives in programs with two strands, by pattern and place.
 
     forward     | product             | product, attention    |          | KERNEL (gathers)       | product, attention
     backward    | all-gather          | product               |          |          | product     |
-                  hidden: costs little, and slows the product            no all-gather, but nothing runs beside it
+                  hidden: costs little, and slows the product            no all-gather, but nothing overlaps with it
 
-A collective matmul is taken for what it saves alone where a program has one strand. With two, what it saves may be
-hidden anyhow, and while it runs nothing else can: its kernel holds the whole GPU
-(`passes/ordering/exclusive_kernels.py`). So here the evaluator decides, by what it says of the whole step when the
-orders are searched anew.
+In a program with one strand, a collective matmul is chosen if it is faster on its own. With two strands, the other
+strand may hide the collective anyway, and nothing can overlap with the collective matmul, because its kernel occupies
+the whole GPU (`passes/ordering/exclusive_kernels.py`). So the predicted time of the whole step decides, with a new
+search for orders.
 
     F(0)           one strand        KERNEL products  KERNEL products ...    nothing would hide the collectives
-    B(i-1), F(i)   co-executed       products beside collectives ...         the other strand does
-    B(M-1)         one strand        one or the other                        products for gradients of weights may
+    B(i-1), F(i)   co-executed       products overlap with collectives       the other strand hides them
+    B(M-1)         one strand        one or the other                        wgrad products may hide them
 
-The same pattern stands in both places, and is decided for in each (`Placed`).
+A pattern that occurs at both places is decided for each place (`Placed`).
 
-1. `mark` (PRE_SCHEDULER): sites that a form would be taken for. Their numbers become part of the names of collectives
-   and products, since names are what survives until the module is scheduled.
-2. `Trial` (POST_SCHEDULER, the same program, all collectives in place): what the step takes if the sites of some
-   patterns were collective matmuls: the last of the products takes what the form takes, as a kernel that nothing runs
-   beside, and the collective nothing. So no program is made for a choice; what a form copies is left out.
-3. `choose`: patterns flip one by one while the prediction falls. First, where one strand runs, from all of them and by
-   the search for orders, which hides collectives there that a quick order leaves bare. Then, where two do, by a quick
-   order, since the search takes long there: from none and from all. The places are computations of their own, so
-   neither changes what is best in the other.
+1. `mark` (PRE_SCHEDULER) finds the sites for which a form would be chosen. It appends their numbers to the names of
+   collectives and products, because names survive until the module is scheduled.
+2. `Trial` (POST_SCHEDULER, same program, all collectives in place) predicts the step's time with collective matmuls at
+   the sites of some patterns. The last product of such a site takes the form's time, as a kernel that overlaps with
+   nothing; its collective and other products take none. So no program is built for a choice, and copies that a form
+   makes are not counted.
+3. `choose` flips patterns one by one while the prediction improves. Patterns where one strand runs come first: from all
+   of them, with the order search, which hides collectives that a quick order leaves exposed. Patterns where two strands
+   run come next: from none and from all, with a quick order, because the search takes long there. The two places are
+   separate computations, so one does not change what is best in the other.
 
-Nothing is changed here. It costs at most MOST evaluations by a quick order, and a third as many and five by the search,
-8 to 15 s for a step of 8 layers in a loop, and is deterministic.
+No program is changed, except for the names. Cost: at most MOST evaluations with a quick order, and MOST / 3 + 5 with
+the order search. The choice is deterministic.
 """
 
 from __future__ import annotations
@@ -53,33 +54,38 @@ from dhelix.passes.ordering.order_rules import MEMORY_SLACK, MemoryRefusal, Sche
 from dhelix.profiles.collective_matmul.sites import MONOLITHIC, Form, Site
 
 MOST = 48
-"""Evaluations of a step by the quick order; fewer of a long one."""
-_PLAYED = 60_000  # instructions, over all of these evaluations
+"""Maximum of evaluations of a step with the quick order; long steps get fewer (`_PLAYED`)."""
+_PLAYED = 60_000  # maximum of simulated instructions over these evaluations
 MARGIN = 0.005
-"""Share of the time that collective matmuls must save beside strands: of the step's where any is co-executed, else of
-what the rest is of it. Of three programs that were measured the predicted ratios are within 0.4 %."""
-_GAIN = 1e-4  # share of the same time that a flip must save
+"""Fraction of the step's time that collective matmuls must save. If none is co-executed, it is scaled by the fraction
+of the sites' communication that is not co-executed. Exceeds the error of predicted ratios in measured programs."""
+_GAIN = 1e-4  # fraction of the step's time that one flip must save; scaled in the same way
 _SITE = "dhelix_site_"
 _NUMBER = re.compile(rf"/{_SITE}(\d+)")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A site of a program, and what could take its place."""
+    """A site of a program, and the form that could replace it."""
 
     placed: Placed
     form: Form
 
 
+# Step 1: mark the sites.
+
+
 def mark(module: HloModule, forms: Forms) -> list[Candidate]:
-    """The sites of a module that another form than the monolithic one would be taken for. Their numbers in this list
-    become part of the names of their collectives and products."""
+    """Finds the sites of a module for which a form other than the monolithic one would be chosen.
+
+    Appends each site's number in the returned list to the names of its collective and products.
+    """
     found: list[Candidate] = []
     for _, matches in find_all(module, Counter()):
         for match, placed in matches:
             try:
                 form = forms.choose(placed)
-            except DhelixError:  # the pass will leave it, too
+            except DhelixError:  # the pass will leave it alone too
                 continue
             if form == MONOLITHIC:
                 continue
@@ -87,6 +93,9 @@ def mark(module: HloModule, forms: Forms) -> list[Candidate]:
                 instruction.proto.metadata.op_name += f"/{_SITE}{len(found)}"
             found.append(Candidate(placed, form))
     return found
+
+
+# Step 2: predict the step for a choice of sites.
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +108,12 @@ class _Scheduled:
 
 
 class Trial:
-    """A scheduled program with all collectives in place, whose sites are weighed.
+    """A scheduled program with all collectives in place, for predictions with collective matmuls at some sites.
 
     Attributes:
-      placed: of sites that were found again, in the order of their keys.
-      most: quick evaluations that it is worth.
-      alone: share of the sites' communication that is not co-executed.
+      placed: pattern and place of the sites found in the scheduled program, sorted.
+      most: maximum of evaluations with the quick order.
+      alone: fraction of the sites' communication that is not co-executed.
     """
 
     def __init__(
@@ -130,7 +139,7 @@ class Trial:
         self.alone = self._share_alone()
 
     def _share_alone(self) -> float:
-        """Plays the step once, after which what does not change is known."""
+        """Simulates the step once and returns `alone`. Later evaluations reuse the costs that this computes."""
         step = simulate_module(self._module, self._costs.hardware, self._costs)
         times = {one.instruction: one.alone for one in step.collectives}
         seconds = {True: 0.0, False: 0.0}
@@ -139,8 +148,8 @@ class Trial:
         return seconds[False] / (sum(seconds.values()) or 1.0)
 
     def seconds(self, taken: Collection[Placed], order: Scheduler) -> float:
-        """What the step is predicted to take with collective matmuls at the sites of `taken`; infinite if no order of
-        that keeps within memory."""
+        """Predicted seconds of the step with collective matmuls at the sites of `taken`; infinite if no order fits into
+        memory."""
         instead: dict[Instruction, Kernel] = {}
         for site, kernel in self._kernels.items():
             if site.candidate.placed in taken:
@@ -156,7 +165,7 @@ class Trial:
             self._module.schedule.update(self._original)
 
     def _remembered(self, order: Scheduler, instead: Collection[Instruction]) -> Scheduler:
-        """`order`, asked once about a computation with the same kernels in it; what it calls may have others."""
+        """Caches `order` by computation and the kernels in it. Kernels in callees do not count."""
 
         def remembered(computation: Computation, *arguments: Any) -> list[Instruction]:
             asked = order, computation, frozenset(i for i in instead if i.computation is computation)
@@ -168,7 +177,7 @@ class Trial:
 
 
 def _scheduled(module: HloModule, candidates: Sequence[Candidate]) -> Iterator[_Scheduled]:
-    """Where the sites stand in a scheduled module. Left out are those that cannot be told: combined with others."""
+    """The sites in a scheduled module, without sites that cannot be identified, such as combined collectives."""
     collectives: dict[int, list[Instruction]] = {}
     products: dict[int, list[Instruction]] = {}
     for computation in executed(module.entry):
@@ -187,7 +196,7 @@ def _in_order(placed: Placed) -> tuple[Site, str]:
 
 
 def _numbers(instruction: Instruction) -> list[int]:
-    """The sites in the name of an instruction, and of what it holds."""
+    """Numbers of the sites in the names of an instruction and of the instructions that it contains."""
     inside = (i for called in instruction.called for i in called.instructions)
     found = (_NUMBER.findall(i.op_name) for i in (instruction, *inside))
     return sorted({int(number) for numbers in found for number in numbers})
@@ -195,13 +204,15 @@ def _numbers(instruction: Instruction) -> list[int]:
 
 @dataclass(frozen=True)
 class Weighed:
-    """What was decided.
+    """A decision.
 
     Attributes:
-      taken: patterns and places whose sites are to be collective matmuls; `paired`: those that are not.
-      seconds: that the step is predicted to take with collectives at all sites, `seconds_all` with collective matmuls
-        at all, and `seconds_taken` with them where they are taken.
-      alone: share of the sites' communication that is not co-executed.
+      taken: patterns and places whose sites become collective matmuls.
+      paired: the others.
+      seconds: predicted seconds of the step with collectives at all sites.
+      seconds_all: predicted seconds with collective matmuls at all sites.
+      seconds_taken: predicted seconds with collective matmuls at the sites of `taken`.
+      alone: fraction of the sites' communication that is not co-executed.
     """
 
     taken: tuple[Placed, ...]
@@ -212,7 +223,7 @@ class Weighed:
     alone: float
 
     def checked(self, seconds: float) -> Weighed:
-        """The same, if a step that is predicted to take `seconds` as decided is worth it; else nothing is taken."""
+        """This decision if the predicted `seconds` save enough (`MARGIN`), else the decision that takes nothing."""
         differs = 1.0 if any(placed.co_executed for placed in self.taken) else self.alone
         if not self.taken or seconds < (1.0 - MARGIN * differs) * self.seconds:
             return replace(self, seconds_taken=seconds)
@@ -226,15 +237,20 @@ class Weighed:
         return f"{said}: collective matmuls: {taken}. Collectives: {stay}"
 
 
+# Step 3: choose.
+
+
 def choose(trial: Trial, quick: Scheduler, searched: Scheduler) -> Weighed:
-    """Which patterns are predicted to pay as collective matmuls, at which places.
+    """Decides which patterns become collective matmuls, and at which places.
 
     Args:
-      quick: the orders that choices are compared by where two strands run; `searched`: elsewhere, and at last.
+      trial: the scheduled program.
+      quick: the scheduler that compares choices where two strands run.
+      searched: the scheduler that compares choices elsewhere, and the final ones.
     """
     none, every = frozenset[Placed](), frozenset(trial.placed)
     timed = {none: trial.seconds(none, searched)}
-    if math.isinf(timed[none]):  # no order keeps within memory, and the step will not run like this
+    if math.isinf(timed[none]):  # no order fits into memory, so the step cannot run like this
         return Weighed((), trial.placed, math.inf, math.inf, math.inf, trial.alone)
     alone, together = ([p for p in trial.placed if p.co_executed is co_executed] for co_executed in (False, True))
     start = _descended(frozenset(alone), alone, _GAIN * trial.alone, _asked_once(trial, searched, trial.most // 3))
@@ -246,11 +262,11 @@ def choose(trial: Trial, quick: Scheduler, searched: Scheduler) -> Weighed:
         parts = [tuple(p for p in trial.placed if (p in best) is inside) for inside in (True, False)]
         times = timed[none], timed[every], timed[best]
         decided.append(Weighed(parts[0], parts[1], *times, trial.alone).checked(timed[best]))
-    return next((found for found in decided if found.taken), decided[0])  # what is fastest may not be worth it
+    return next((found for found in decided if found.taken), decided[0])  # the fastest may fail MARGIN
 
 
 def _asked_once(trial: Trial, order: Scheduler, most: int) -> Callable[[frozenset[Placed]], float]:
-    """What a choice takes by `order`; infinite beyond `most` choices."""
+    """A cached `Trial.seconds` with `order`; infinite after `most` choices."""
     known: dict[frozenset[Placed], float] = {}
 
     def seconds(taken: frozenset[Placed]) -> float:
@@ -264,7 +280,7 @@ def _asked_once(trial: Trial, order: Scheduler, most: int) -> Callable[[frozense
 def _descended(
     taken: frozenset[Placed], free: Sequence[Placed], gain: float, seconds: Callable[[frozenset[Placed]], float]
 ) -> frozenset[Placed]:
-    """From `taken`, one of `free` more or less as long as that saves a share of `gain`, in turn until none has."""
+    """Flips one of `free` at a time, in turn, while a flip saves a fraction `gain`. Returns the best choice."""
     best, tried = seconds(taken), 0
     for placed in cycle(free):
         if tried == len(free):

@@ -1,23 +1,22 @@
-"""Which collectives of an HLO computation stand beside matrix products that could be done together with them.
+"""Finds collectives of an HLO computation that a collective matmul could replace together with their products.
 
-    all_gather_matmul        gather -> dot, dot, ...       all products that contract what is not gathered
+    all_gather_matmul        gather -> dot, dot, ...       all products that contract another dimension
     matmul_reduce_scatter    dot + dot + ... -> scatter    a sum of products, such as the gradient of several weights
     matmul_all_reduce        dot + dot + ... -> all-reduce
 
-Between the two may stand what only moves values (reshape, transpose, copy) and a conversion to a narrower type. A
-product of 16-bit numbers whose result is float32 is one of them where nothing reads it but what narrows it again: forms
-sum in float32 and round once, too.
-`passes/analysis/dimension_factors.py` follows dimensions through it, so rows, contraction and columns are known however
-they are spread; a `Match` says how to bring operands and results into one order:
+Between collective and product only moves (reshape, transpose, copy) and a conversion to a narrower type are allowed. A
+product of 16-bit numbers with a float32 result also qualifies, if its only user narrows it again. Forms sum in float32
+and round once as well. `passes/analysis/dimension_factors.py` follows dimensions through the moves, so rows,
+contraction and columns are known in any arrangement. A `Match` rearranges operands and results into one order:
 
     x [batch, rows of a device or all, K]     w [K, columns]     result [batch, rows, columns]
 
-A gathered array that others read too (a gradient of the weight contracts the gathered rows; a stack of residuals) is
-wanted as a second result. What XLA's partitioner puts between the two is moved out of the way before
-(`passes/communication/collective_canonicalization.py`).
+A gathered array may have other users: the weight's gradient contracts the gathered rows, or a stack holds residuals.
+Then it is a second result. `passes/communication/collective_canonicalization.py` first moves operations of XLA's
+partitioner out of the way.
 
-`find` only looks; what it finds is correct to replace, not faster. Reasons to leave a collective alone are one line
-each and the same for all that they apply to.
+`find` changes nothing. Replacing its matches is correct, but not always faster. A reason to leave a collective is one
+line, the same for all collectives that it applies to.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ Users = dict[Instruction, list[Instruction]]
 
 
 def find(computation: Computation) -> Iterator[Match | str]:
-    """Every collective of the kinds above: how it could be replaced, or why it is left alone."""
+    """For every collective of these kinds, its `Match`, or the reason why it is left alone."""
     users = computation.users()
     ordered = {p for i in computation.instructions for p in i.control_predecessors}
     position = {i: n for n, i in enumerate(computation.instructions)}
@@ -84,8 +83,8 @@ class _Reader:
 
     Attributes:
       kind: element type that is multiplied.
-      order: dimensions of the gathered array as x has them: rows, then K.
-      result: where the product stands in the pattern's result.
+      order: dimensions of the gathered array in the order of x: rows, then K.
+      result: rearranges the pattern's result to the shape of the dot.
     """
 
     product: Product
@@ -126,7 +125,7 @@ def _match_gather(gather: Instruction, users: Users, position: Mapping[Instructi
 
 
 def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction, int]) -> bool:
-    """Whether `value` needs `on`. What stands before `on` does not, so weights are told in a few steps."""
+    """Whether `value` depends on `on`. Skips instructions before `on`, so for weights it takes only a few steps."""
     pending, seen = [value], {value}
     while pending:
         top = pending.pop()
@@ -142,9 +141,9 @@ def _depends(value: Instruction, on: Instruction, position: Mapping[Instruction,
 def _readers(
     gather: Instruction, source: list[Factors], users: Users
 ) -> Iterator[tuple[Instruction | None, Instruction, list[Factors]]]:
-    """What reads the gathered array through moves: (reader, value that it reads, factors of that).
+    """Readers of the gathered array through moves: (reader, value that it reads, factors of the value).
 
-    The reader is None where the value leaves the computation.
+    The reader is None if the value is the result of the computation.
     """
     pending = [(gather, source)]
     while pending:
@@ -160,7 +159,7 @@ def _readers(
 
 
 def _follow(user: Instruction, factors: list[Factors]) -> list[Factors] | None:
-    """The factors behind an instruction that only moves values or narrows them; None for another."""
+    """The factors after an instruction that only moves or narrows values; None for other instructions."""
     if not only_moves(user):
         return None
     if user.opcode == "reshape":
@@ -169,7 +168,7 @@ def _follow(user: Instruction, factors: list[Factors]) -> list[Factors] | None:
 
 
 def _result(dot: Instruction, value: Instruction, users: Users) -> Instruction | None:
-    """A product of `value` in the type that is multiplied: itself, or what alone reads it, and narrows it."""
+    """A product in the type of `value`: the dot itself, or its only user if that narrows it; else None."""
     kind, computation = value.shape.element_type, dot.computation
     if dot.shape.element_type == kind:
         return dot
@@ -182,7 +181,7 @@ def _result(dot: Instruction, value: Instruction, users: Users) -> Instruction |
 def _reader(
     dot: Instruction, value: Instruction, factors: list[Factors], gather: Instruction, users: Users
 ) -> _Reader | str | None:
-    """`dot` as a product of what is gathered, of which `value` is a view; None where it is none, or WIDER."""
+    """`dot` as a product of `value`, a view of the gathered array; None if it is none, WIDER if its type is wider."""
     if dot.operands.count(value) != 1 or not is_product(dot):
         return None
     x, own = dot.operands.index(value), gather.operands[0].shape.dimensions
@@ -236,7 +235,7 @@ def _match_reduction(collective: Instruction, users: Users) -> Match:
 
 
 def _is_sliced(value: Instruction, users: Users) -> bool:
-    """Whether an all-reduce's sum is cut up after nothing but moves and additions."""
+    """Whether a dynamic-slice cuts an all-reduce's sum, after moves and additions only."""
     pending, seen = [value], {value}
     while pending:
         for user in users[pending.pop()]:
@@ -251,7 +250,7 @@ def _is_sliced(value: Instruction, users: Users) -> bool:
 def _terms(
     value: Instruction, factors: list[Factors], users: Users, kind: int
 ) -> Iterator[tuple[Instruction, list[Factors]]]:
-    """The products of operands of a `kind` that `value` is the sum of, with the factors of their results."""
+    """The products whose sum is `value`, with the factors of their results; operands must have type `kind`."""
     if len(users[value]) != 1 or value is value.computation.root:
         raise Unfit("the product is read by others too")
     if value.opcode == "add" and not value.control_predecessors and value.operands[0] is not value.operands[1]:
@@ -276,7 +275,7 @@ def _terms(
 
 
 def _sides(dot: Instruction, factors: list[Factors]) -> tuple[dict[int, Factors], dict[int, Factors]]:
-    """The factors of a product's free dimensions, by the operand's number of the dimension."""
+    """For both operands of a product, the factors of their free dimensions, by dimension number."""
     sides = []
     position = len(dot.proto.dot_dimension_numbers.lhs_batch_dimensions)
     for side in (0, 1):
@@ -288,7 +287,7 @@ def _sides(dot: Instruction, factors: list[Factors]) -> tuple[dict[int, Factors]
 
 
 def _x_dimensions(dot: Instruction, factors: list[Factors], scattered: int | None) -> set[int]:
-    """The dimensions of the sum that are rows: those of the side that is scattered, else of the left one."""
+    """The dimensions of the sum that are rows: those of the scattered side, or of the left operand."""
     of = [{f.dimension for group in side.values() for f in group} for side in _sides(dot, factors)]
     if of[0] & of[1]:
         raise Unfit(MIXED)
@@ -316,7 +315,7 @@ def _term(
     return _product(dot, dot, x, (held[0], [*rows, *k]), (batch, product(rows) // batch), (held[1], k, columns))
 
 
-# What both have in common
+# Shared by both directions
 
 
 def _product(
@@ -327,7 +326,16 @@ def _product(
     rows: tuple[int, int],
     order_w: tuple[list[Factor], list[Factor], list[Factor]],
 ) -> Product:
-    """A product whose x is held and wanted in these orders of factors, whose w in this one, and its K and columns."""
+    """A `Product` from factors.
+
+    Args:
+      dot: the product.
+      result: the instruction that the pattern's result replaces.
+      x: operand number of x.
+      order_x: factors of x as they are, and as the pattern wants them.
+      rows: (batch, rows) of x.
+      order_w: factors of w as they are, of K, and of the columns.
+    """
     held, k, columns = order_w
     sizes = product(k), product(columns)
     to_x = _rearrangement(*order_x, (*rows, sizes[0]))
@@ -359,7 +367,7 @@ def _match(
 
 
 def _parts(dimension: int, size: int, parts: int) -> Factors:
-    """A dimension that is gathered or scattered: which device, and where there."""
+    """The factors of a gathered or scattered dimension: device, and position on the device."""
     return tuple(f for f in Factor(dimension, 1, size).split(parts) if f.size > 1)
 
 

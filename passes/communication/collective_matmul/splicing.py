@@ -1,4 +1,4 @@
-"""Puts the entry of one module in the place of instructions of another.
+"""Splices the entry of one module into a computation of another.
 
     module A                              module B                         A after
       p, q                                  entry(x, w)                      p, q
@@ -6,15 +6,15 @@
       s = tanh(r)                             ROOT tuple(dot(t, w))          dot.7 = dot(t.3, q)
                                                                              s = tanh(dot.7)
 
-`Splicer.import_entry` copies what B's entry does behind the instructions of a computation of A, with the computations
-that it calls, and returns what B's entry returns. Names are made unique, every collective gets a channel of its own and
-lists its groups (B's mesh is not A's), and of B's metadata only the name stack stays, under one that the caller gives:
-stack frames and source lines count in B's tables.
+`Splicer.import_entry` appends copies of the entry's instructions and callees of B to a computation of A, and returns
+the results of B's entry. Names become unique. Every collective gets its own channel and lists its groups explicitly,
+because B's mesh is not A's. Of B's metadata only the name stack stays, below a stack that the caller gives: stack
+frames and source lines are indices into B's tables.
 
-`canonical_dots` writes products the way that XLA's simplifier leaves them (one row, one column and one contracting
-dimension), which is what its compiler expects of a module that has passed it.
+`canonical_dots` gives products the form that XLA's simplifier leaves (one row, one column and one contracting
+dimension). XLA expects it of a module that has passed the simplifier.
 
-Legal: B was lowered for one device of the mesh that A is partitioned for, so device numbers mean the same in both.
+Why it is legal: B was lowered for one device of the mesh that A is partitioned for, so both use the same device ids.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from dhelix.passes.hlo import Builder, Computation, HloModule, Instruction, edit
 from dhelix.passes.hlo.edit import inline_calls, replace_uses
 
 _GROUP = "_collectives_group"
-_FOREIGN = ("xla.sdy.", "Sharding", "SPMD")  # custom calls that the partitioner would have to see
+_FOREIGN = ("xla.sdy.", "Sharding", "SPMD")  # custom calls that only the partitioner can process
 
 
 def prepare(module: HloModule) -> HloModule:
-    """Inlines the calls of a module that is to be spliced in, and makes its dots canonical.
+    """Inlines the calls of a module that will be spliced in, and makes its dots canonical. Returns the module.
 
-    Raises DhelixError for what must not stand in a partitioned module.
+    Raises:
+      DhelixError: the module contains a custom call that a partitioned module must not contain.
     """
     inline_calls(module.entry, keep=_is_group)
     edit.drop_dead(module.entry)
-    module.to_bytes()  # drops what was inlined
+    module.to_bytes()  # drops the inlined computations
     for computation in module.computations:
         for instruction in computation.instructions:
             if instruction.proto.custom_call_target.startswith(_FOREIGN):
@@ -50,12 +51,12 @@ def prepare(module: HloModule) -> HloModule:
 
 
 def _is_group(call: Instruction) -> bool:
-    """Whether a call holds collectives that XLA is to run as one."""
+    """Whether a call holds collectives that XLA runs as one group."""
     return _GROUP in call.proto.frontend_attributes.map
 
 
 class Splicer:
-    """Copies what other modules do into `module`, which nobody else gives channels to meanwhile."""
+    """Copies other modules into `module`. Nothing else may assign channels in `module` while it is in use."""
 
     def __init__(self, module: HloModule) -> None:
         self.module = module
@@ -64,12 +65,16 @@ class Splicer:
     def import_entry(
         self, source: HloModule, computation: Computation, arguments: Sequence[Instruction], stack: str
     ) -> list[Instruction]:
-        """Appends what the entry of `source` does to `computation`, and returns its results, the elements of its tuple.
+        """Appends copies of the instructions of `source`'s entry to `computation`.
 
         Args:
-          source: a module that was prepared by `prepare`; it stays as it is.
-          arguments: what stands for the entry's parameters.
-          stack: name stack of the copies, before their own.
+          source: a module from `prepare`; it is not changed.
+          computation: the computation to extend.
+          arguments: values for the entry's parameters.
+          stack: name stack to put in front of the copies' own.
+
+        Returns:
+          The results of the entry: the elements of its tuple, or its one value.
 
         Raises:
           DhelixError: the arguments do not fit.
@@ -92,7 +97,7 @@ class Splicer:
         stack: str,
         known: dict[Computation, Computation],
     ) -> None:
-        """Copies the instructions of `source` that `values` does not map yet, with what they call: each once."""
+        """Copies the instructions of `source` that are not in `values`, and their callees, each callee once."""
         made = [i for i in source.instructions if i not in values]
         for instruction in made:
             for called in instruction.called:
@@ -108,7 +113,7 @@ class Splicer:
             values[instruction].control_predecessors = [values[p] for p in instruction.control_predecessors]
 
     def _clean(self, copy: Instruction, stack: str) -> None:
-        """What counts or names something of the other module."""
+        """Clears fields of a copy that refer to the other module."""
         name = copy.op_name
         copy.proto.metadata.Clear()
         copy.proto.metadata.op_name = f"{stack}/{name}" if name else stack
@@ -126,9 +131,9 @@ class Splicer:
 
 
 def canonical_dots(computation: Computation) -> None:
-    """Gives each dot without batch dimensions one row, one column and one contracting dimension, by reshapes.
+    """Reshapes each dot without batch dimensions to one row, one column and one contracting dimension.
 
-    Dots whose dimensions are not side by side stay as they are.
+    Dots whose contracting dimensions are not adjacent at one end of an operand stay unchanged.
     """
     for dot in [i for i in computation.instructions if i.opcode == "dot"]:
         numbers = dot.proto.dot_dimension_numbers
@@ -147,7 +152,7 @@ def canonical_dots(computation: Computation) -> None:
 
 
 def _two_dimensions(dimensions: Sequence[int], contracted: list[int]) -> tuple[list[int], int] | None:
-    """(sizes, contracting dimension) of an operand as a matrix; None where a transpose would be needed."""
+    """(sizes, contracting dimension) of an operand as a matrix; None if it would need a transpose."""
     count, k = len(dimensions), len(contracted)
     depth = math.prod(dimensions[n] for n in contracted)
     rest = math.prod(dimensions) // depth if depth else 0

@@ -1,1 +1,1 @@
-"""Orders that no other order beats, and bounds that say so: the checks of the search."""
+"""Optimal orders of small bodies and lower bounds on the time of any order, to check the search."""

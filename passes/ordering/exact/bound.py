@@ -1,23 +1,25 @@
-"""The bound of the exact model, one order of collectives at a time.
+"""The bound of the exact model, for one order of the collectives at a time.
 
-What hides what depends first of all on the order in which collectives use their lane. Left open, that is where the
-relaxation of `model.Overlap` cheats: a half of each order is no order. Layers have few orders, since most of
-their collectives need one another: two strands of four collectives have 70. So each order is bounded by itself, with
-constraints that hold in that order alone, and the least of these bounds counts:
+Which compute hides which collective depends mainly on the order of the collectives on their lane. If that order is left
+open, the relaxation `model.Overlap` mixes several orders in fractions, which weakens its bound. Layers have few orders,
+since most of their collectives depend on one another: two strands of four collectives have 70. So each order gets its
+own bound, with constraints that hold in that order only. The least of these bounds counts.
 
     lane         | gather a |   | gather b | scatter c |
     compute      x     | y       | z                      | w
 
-x begins before a is done and ends after, y ends before b is done: for each end of a collective it is said what compute
-has begun by then and what has ended after it. From that follows what can meet what: compute meets a collective only if
-it ends after the one before it is done and begins before this one is; what needs y begins after y ended; what began
-before a was done and ends after b is done has b within itself; and a collective begins while compute runs only if the
-one before it on the lane ends there.
+In the picture, x begins before a is done and ends after; y ends before b is done. For the end of each collective,
+variables tell which compute has begun by then and which ends after it. Constraints on them:
 
-*The bound is valid*: every legal order of instructions has one order of collectives per lane, and times of begin and
-end from which these variables follow; all constraints are statements about such times. An order of collectives in which
-nothing beats the best known order adds nothing. CP-SAT's effort goes first to all orders alike, then always to the one
-whose bound is the least.
+- Compute meets a collective only if it ends after the previous one is done and begins before this one is done.
+- Compute that needs y begins after y has ended.
+- If compute begins before a is done and ends after b is done, b lies completely within it.
+- A collective begins while compute runs only if the previous one on the lane ends during that compute.
+
+*The bound is valid.* Every legal order of instructions has one order of collectives per lane. Its begin and end times
+define these variables, and all constraints are true statements about such times. If nothing in an order of collectives
+beats the best known order, that order does not lower the bound. CP-SAT's effort first goes to all orders equally, then
+always to the order with the least bound.
 """
 
 import itertools
@@ -28,15 +30,15 @@ from typing import Any
 from dhelix.passes.ordering.exact.model import NANO, Overlap
 from dhelix.passes.ordering.exact.problem import Problem
 
-_MOST = 250  # orders of collectives; where there are more, the order is left open
-_ENOUGH = 0.02  # share of the best known time; where the bound with an open order leaves no more, it is enough
-_OPEN, _FIRST = 0.18, 0.68  # shares of the effort: for the open order, for all orders alike; the rest for the worst
-_AGAIN = 1.5  # how many times as long the worst is bounded each time
-_LEAST = 1e-3  # effort that a bound counts as, so that an end comes
+_MOST = 250  # orders of collectives; if there are more, the order is left open
+_ENOUGH = 0.02  # fraction of the best known time; a smaller gap with an open order is good enough
+_OPEN, _FIRST = 0.18, 0.68  # fractions of the effort: open order, all orders equally; the rest is for the least bound
+_AGAIN = 1.5  # growth of the effort each time the order with the least bound is solved again
+_LEAST = 1e-3  # effort that each bound costs at least, so that the loop ends
 
 
 class OrderedOverlap(Overlap):
-    """`Overlap` where the collectives of each of `lanes` run in this order."""
+    """`Overlap` with the collectives of each of `lanes` in the given order."""
 
     def __init__(self, cp_sat: Any, problem: Problem, horizon: float, lanes: Sequence[Sequence[int]]) -> None:
         super().__init__(cp_sat, problem, horizon)
@@ -45,7 +47,7 @@ class OrderedOverlap(Overlap):
         for lane in lanes:
             for one, other in itertools.pairwise(lane):
                 self.model.add(self.earlier[one, other] == 1)
-            # By compute and collective of the lane: whether it begins when that is done, and ends after that is done.
+            # By compute and collective: whether the compute begins, and whether it ends, after the collective is done.
             begins, ends = ([[self.model.new_bool_var("") for _ in lane] for _ in compute] for _ in range(2))
             for x in compute:
                 self._place(x, lane, begins[x], ends[x])
@@ -54,7 +56,7 @@ class OrderedOverlap(Overlap):
                         self.model.add(end <= begin)
 
     def _place(self, x: int, lane: Sequence[int], begins: Sequence[Any], ends: Sequence[Any]) -> None:
-        """What follows for compute x from when it begins and ends."""
+        """Constraints on compute `x` from where it begins and ends in the lane's order."""
         model, compute = self.model, self.problem.compute[x]
         for n, c in enumerate(lane):
             ways = self.met.get((x, c), ())
@@ -79,7 +81,7 @@ class OrderedOverlap(Overlap):
 
 
 def least_makespan(cp_sat: Any, problem: Problem, horizon: float, effort: float) -> int:
-    """Nanoseconds that no order takes less than, or `horizon` seconds if nothing is faster than that."""
+    """A lower bound of every order's time in nanoseconds; `horizon` (seconds) if nothing is faster than that."""
     bounds = _Bounds(cp_sat, effort)
     bound, solved = bounds.find(Overlap(cp_sat, problem, horizon), _OPEN * effort, 0)
     orders = list(itertools.islice(_orders(problem), _MOST + 1))
@@ -105,12 +107,12 @@ class _Bounds:
         self.cp_sat, self.left = cp_sat, effort
 
     def find(self, model: Overlap, effort: float, known: int) -> tuple[int, bool]:
-        """Nanoseconds that the makespan is not below, `known` or more, and whether more effort cannot raise them."""
+        """A lower bound of the makespan in nanoseconds, at least `known`, and whether more effort cannot raise it."""
         solver = self.cp_sat.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.linearization_level = 2
         solver.parameters.random_seed = 0
-        solver.parameters.optimize_with_lb_tree_search = True  # raises the bound, and looks for no solution
+        solver.parameters.optimize_with_lb_tree_search = True  # raises the bound instead of looking for solutions
         solver.parameters.max_deterministic_time = max(min(effort, self.left), 0.0)
         status = solver.solve(model.model)
         self.left -= max(solver.deterministic_time, _LEAST)
@@ -120,7 +122,7 @@ class _Bounds:
 
 
 def _orders(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every order of the collectives of each lane that keeps the order in which they must be launched."""
+    """Every order of the collectives of each lane that keeps the required launch order."""
     lanes: dict[Any, list[int]] = {}
     for n, collective in enumerate(problem.collectives):
         lanes.setdefault(collective.lane, []).append(n)

@@ -1,12 +1,14 @@
-"""The integer programs of `order.py`, in nanoseconds; what their constraints mean stands there.
+"""The integer programs of `order.py`, in nanoseconds. `order.py` explains their constraints.
 
-    Overlap     which compute meets which collective, how, and for how long; no times
-    Schedule    that, and when everything begins and ends
+    Overlap     which compute meets (overlaps with) which collective, in which way and for how long; no times
+    Schedule    the same, and when everything begins and ends
 
-The first is a relaxation of the second, and much smaller; `bound.py` adds what holds in one order of collectives.
+`Overlap` is a relaxation of `Schedule` and much smaller. `bound.py` adds constraints that hold for one order of the
+collectives.
 
-Rounding keeps the bound: a legal order's numbers, times rounded down, meet every constraint. So each constraint gives
-back what rounding its terms may lose, and rates are whole thousandths, rounded to the side that allows more.
+Rounding keeps the bound valid: the numbers of a legal order, with times rounded down, satisfy every constraint. To
+ensure that, each constraint is loosened by what rounding its terms may lose. Rates are whole thousandths, rounded to
+the looser side.
 """
 
 import itertools
@@ -25,7 +27,13 @@ _SCALE = 1000
 
 @dataclass(frozen=True)
 class Way:
-    """Compute and a collective that may meet: whether they do so in this way, nanoseconds beside each other, rates."""
+    """One way in which compute and a collective may meet.
+
+    Attributes:
+      so: variable: whether they meet in this way.
+      beside: variable: nanoseconds for which they overlap.
+      of_compute, of_collective: their rates while they overlap.
+    """
 
     meeting: Meeting
     so: Any
@@ -35,15 +43,17 @@ class Way:
 
 
 class Overlap:
-    """What hides what.
+    """Which compute hides which collective, without times.
 
     Attributes:
-      length: of each compute instruction, with its pause; `flight`: of each collective from its begin to its end.
-      waiting, paused: nanoseconds of each collective under which compute waits, and pauses.
+      length: duration of each compute instruction, its pause included.
+      flight: duration of each collective from its begin to its end.
+      waiting, paused: nanoseconds of each collective during which compute waits, and during which it pauses.
       launches: nanoseconds for which compute pauses before each collective.
-      met: by compute and collective; `last`: whether the collective is done while that compute runs.
+      met: the ways to meet, by compute and collective.
+      last: whether the collective is done while that compute runs.
       earlier: of two collectives of a lane, whether the first one runs before the second.
-      slack: nanoseconds by which rounding may have made the makespan longer.
+      slack: nanoseconds by which rounding may have lengthened the makespan.
     """
 
     def __init__(self, cp_sat: Any, problem: Problem, horizon: float) -> None:
@@ -94,13 +104,13 @@ class Overlap:
         return tuple(ways)
 
     def _slowest(self, x: int) -> float:
-        """The least rate of compute beside any collective: one of another lane may run at the same time."""
+        """The lowest rate of compute overlapping any collective; one of another lane may run at the same time."""
         compute = self.problem.compute[x]
         met = [c for c in self.problem.collectives if self.problem.free(compute, c)]
         return min(self.problem.rates(compute, c, meeting)[0] for c in met for meeting in Meeting)
 
     def _in_turn(self, lane: Sequence[int]) -> None:
-        """The order of a lane, and what each collective can still meet, or meet already, in that order."""
+        """The order of the collectives of a lane, and which compute each of them can meet in that order."""
         model, problem = self.model, self.problem
         for one, other in itertools.combinations(lane, 2):
             so = self.earlier[one, other] = model.new_bool_var("")
@@ -119,7 +129,7 @@ class Overlap:
                 model.add(self.earlier[earlier, c] == 1)
 
     def _collective(self, c: int, lane: Sequence[int]) -> None:
-        """Its work, its length, and how it begins."""
+        """Work and length of collective `c`, and which compute it begins or overlaps with."""
         model = self.model
         met = {x: ways for (x, other), ways in self.met.items() if other == c}
         ways = [way for found in met.values() for way in found]
@@ -134,21 +144,21 @@ class Overlap:
         others = sum(self.launches) - self.launches[c]
         model.add(self.paused[c] <= (int(pause * NANO) + 1) * sum(way.so for way in ways) + others)
         model.add_at_most_one(self.last[x, c] for x in met)
-        for x, (running, first, _) in met.items():  # what it outlasts lies beside it from its beginning to its end
+        for x, (running, first, _) in met.items():  # compute that ends before the collective overlaps it completely
             for way in () if self.problem.compute[x].loop else (running, first):
                 whole = int(self.problem.compute[x].seconds / way.of_compute * NANO) - 1
                 model.add(way.beside >= whole * way.so - whole * self.last[x, c])
         opening = [way.so for way in ways if way.meeting is not Meeting.RUNNING]
         model.add_at_most_one(opening)
         for x, (running, _, second) in met.items():
-            if len(self.lanes) == 1 and not others:  # else compute waits when it begins, and so until it ends
+            if len(self.lanes) == 1 and not others:  # otherwise it may begin while compute waits or pauses
                 model.add(running.so <= sum(opening))
-            if not self.problem.compute[x].loop:  # it begins while x runs because one that was there before x ends then
+            if not self.problem.compute[x].loop:  # it begins while x runs only because an earlier collective ends then
                 there = [way.so for o in lane if o != c for way in self.met.get((x, o), ())[:2]]
                 model.add(second.so <= sum(there))
 
     def _compute(self, x: int, lane: Sequence[int]) -> None:
-        """Its length, as far as collectives of this lane decide it."""
+        """Length of compute `x`, as far as collectives of this lane decide it."""
         model, compute = self.model, self.problem.compute[x]
         ways = [way for c in lane for way in self.met.get((x, c), ())]
         alone = int(_SCALE * NANO * (compute.seconds + compute.pause))
@@ -162,7 +172,10 @@ class Overlap:
             model.add_at_most_one(way.so for way in ways if way.meeting is not Meeting.SECOND)
 
     def _chains(self) -> None:
-        """Compute that meets a collective runs after its launch, so after all that is done before that."""
+        """Compute meets at most one of two collectives if one must be done before the other starts.
+
+        Such compute runs after the launch of the later one, so the earlier one is done.
+        """
         for c, collective in enumerate(self.problem.collectives):
             for earlier in self.problem.done_before(collective):
                 for x in range(len(self.problem.compute)):
@@ -181,11 +194,12 @@ class Overlap:
 
 
 class Schedule(Overlap):
-    """What hides what, and when.
+    """Which compute hides which collective, and when.
 
     Attributes:
-      begin, end: of each compute instruction, with its pause; `issue`, `done`: of each collective.
-      launch: of each collective, which begins then or when its lane becomes free.
+      begin, end: times of each compute instruction, its pause included.
+      issue, done: begin and end of each collective.
+      launch: when each collective is launched; it begins then or when its lane becomes free.
     """
 
     def __init__(self, cp_sat: Any, problem: Problem, horizon: float) -> None:
@@ -222,7 +236,7 @@ class Schedule(Overlap):
             self.model.add(issue >= launch)
 
     def _meet(self, x: int, c: int) -> None:
-        """One before the other, or in one of the ways to meet."""
+        """Compute `x` and collective `c`: one before the other, or one of the ways to meet."""
         model, (running, first, second) = self.model, self.met[x, c]
         begin, end, issue, done = self.begin[x], self.end[x], self.issue[c], self.done[c]
         before, after = model.new_bool_var(""), model.new_bool_var("")
@@ -234,7 +248,7 @@ class Schedule(Overlap):
         model.add(issue <= begin).only_enforce_if(running.so)
         model.add(issue == begin).only_enforce_if(first.so)
         model.add(issue >= begin).only_enforce_if(second.so)
-        within = model.new_bool_var("")  # c is done before x; what ends first ends their time together
+        within = model.new_bool_var("")  # c is done before x ends; their overlap ends with the first of the two
         model.add(done <= end).only_enforce_if(within)
         model.add(done >= end).only_enforce_if(~within)
         pause = int(self.problem.compute[x].pause * NANO) + 2
@@ -246,7 +260,7 @@ class Schedule(Overlap):
             model.add_implication(within, self.last[x, c]).only_enforce_if(way.so)
 
     def hint(self, timeline: Timeline) -> None:
-        """Where the search begins: what the evaluator says of an order."""
+        """Starts the solver's search at the evaluator's timeline of a known order."""
         problem, spans = self.problem, {i.instruction: i for i in timeline.intervals}
         under = {c.instruction: dict(c.under) for c in timeline.collectives}
         compute, flights = ([spans[o.instruction.name] for o in of] for of in (problem.compute, problem.collectives))

@@ -1,40 +1,46 @@
-"""The exact model of a small body: an order by OR-tools' CP-SAT, and a time that no order can beat.
+"""The exact model of a small body: an order found by OR-tools' CP-SAT, and a lower bound on the time of any order.
 
-A search says how fast its order is, and not how much faster another one could be. Here all legal orders of a
-computation's instructions are one integer program, whose relaxation bounds them from below:
+A search tells how fast its order is, but not how much faster another order could be. Here one integer program covers
+all legal orders of a computation's instructions. Its relaxation gives the lower bound:
 
     found = exact_order(computation, sequence, costs, limits)
-    found.seconds        # 6.41e-3: what the evaluator says of found.order
-    found.bound          # 6.33e-3: what it says of no order less than; found.gap is 1.2 %
+    found.seconds        # 6.41e-3: the evaluator's time of found.order
+    found.bound          # 6.33e-3: no order is faster by the evaluator; found.gap is 1.2 %
 
-On bodies of a hundred instructions. No pass schedules with it: `dhelix plan --bound` says by it how much any order
-could still gain.
+It suits bodies of a hundred instructions. No pass uses it for scheduling; `dhelix plan --bound` reports how much any
+order could still gain.
 
-The model has one interval for each instruction that takes time (`problem.py`). Of compute x and collective c,
-x ends before c begins, begins after c is done, or meets it: running, launched first, or launched second. With y seconds
-beside each other at rates r_x and r_c (of that way to meet), T + w seconds of c alone and a pause of p before x
+The model has one interval for each instruction that takes time (`problem.py`). Compute x and collective c do not
+overlap, or they meet in one of three ways: c was running before x began, c began with x ("first"), or c began while x
+ran ("second"). They overlap for y seconds at rates r_x and r_c, which depend on the way. T is the time of either alone,
+w the wait of c for its last GPU, p the pause before x:
 
-    length of x      p + T_x + sum (1 - r_x) y              what collectives cost it
-    e                T + w - sum r_c y - q                  in q of it compute pauses, in e it waits
+    length of x      p + T_x + sum (1 - r_x) y              lengthened by its collectives
+    e                T_c + w - sum r_c y - q                compute pauses for q and waits for e of c's time
     length of c      sum y + q + e
     makespan         at least sum of lengths of x + sum of pauses before c + sum of e of one lane, and every end
 
-and what follows from how orders are played: collectives of a lane take turns; x meets one at most that was there before
-it or began with it, and others only if that one is done meanwhile; c begins beside one x at most, and what it outlasts
-lies beside it as a whole; x that c must wait for meets no collective that comes after c on its lane, and no x that
-waits for c meets an earlier one. Two programs are made of that (`model.py`): one without times, whose bound is
-soon there, and the whole one, whose solutions are orders. Where the first leaves much open, it is bounded for each
-order of the collectives by itself (`bound.py`). The greatest bound counts.
+More constraints follow from how the evaluator works:
 
-*The bound is valid*: every legal order, played by the evaluator, gives numbers that meet all constraints with the
-makespan that the evaluator says. So the least makespan of the model is not above the fastest order's, and a lower bound
-of CP-SAT's is one of both, however early it stops. What the evaluator does and the model does not know makes the set
-of solutions larger, and so the bound only lower: memory; that a collective begins as soon as it can; that beside
-collectives of both lanes the lower of two rates counts (each lane's for itself does); what runs while compute stands
-still for a launch. Loops count as what they compute, and slow nothing. Times are whole nanoseconds; what rounding may
-lose is given back in each constraint.
+- Collectives of a lane run one at a time.
+- x meets at most one collective of a lane that began before it or with it. It meets a second one only if the first ends
+  while x runs.
+- c begins with or during at most one x. If x begins with c or later and ends before c is done, it lies within c.
+- If c must wait for x, x meets no collective after c on its lane. If x must wait for c, x meets none before c.
 
-CP-SAT runs on one thread for a deterministic amount of work and with a fixed seed: the same order on every host.
+There are two programs (`model.py`). The one without times reaches its bound quickly. The complete one yields orders. If
+the first leaves a large gap, it is bounded separately for each order of the collectives (`bound.py`). The greatest
+bound counts.
+
+*The bound is valid.* Every legal order, simulated by the evaluator, gives numbers that satisfy all constraints, with
+the evaluator's makespan. So the least makespan of the model is not above the time of the fastest order. A lower bound
+of CP-SAT is below both, even if it stops early. Effects that the evaluator knows and the model ignores only enlarge the
+set of solutions and lower the bound: memory; that a collective begins as soon as it can; that compute which overlaps
+collectives of both lanes runs at the lower rate (the model applies the rate of each lane separately); what runs while
+compute pauses for a launch. Loops count as their compute and slow nothing. Times are whole nanoseconds, and each
+constraint is loosened by the possible rounding loss.
+
+CP-SAT runs on one thread for a deterministic amount of work and with a fixed seed, so every host finds the same order.
 """
 
 import math
@@ -52,7 +58,7 @@ from dhelix.passes.ordering.exact.problem import Problem
 from dhelix.passes.ordering.order_rules import Limits
 
 _MOST = 250  # instructions that take time; larger models take gigabytes
-_SHARE = 0.85  # of the effort goes to the bound that needs no times
+_SHARE = 0.85  # fraction of the effort for the program without times
 
 
 class TooLargeError(DhelixError):
@@ -61,12 +67,12 @@ class TooLargeError(DhelixError):
 
 @dataclass(frozen=True)
 class ExactOrder:
-    """The best order that was found, and how much is left.
+    """The best order found, and a bound on any other.
 
     Attributes:
-      seconds: of `order`, by the evaluator.
-      bound: seconds that no legal order takes less than, by the evaluator.
-      solved: whether the model was solved to its end; a gap that is left then is the model's.
+      seconds: evaluator's time of `order`.
+      bound: lower bound in seconds on the evaluator's time of every legal order.
+      solved: whether the complete model was solved to optimality; a remaining gap is then due to the model.
     """
 
     order: tuple[Instruction, ...]
@@ -76,7 +82,7 @@ class ExactOrder:
 
     @property
     def gap(self) -> float:
-        """What an order may at most save, as a share of `seconds`."""
+        """The most that another order can save, as a fraction of `seconds`."""
         return 1.0 - self.bound / self.seconds if self.seconds else 0.0
 
 
@@ -88,14 +94,16 @@ def exact_order(
     start: Sequence[Instruction] | None = None,
     effort: float = 60.0,
 ) -> ExactOrder:
-    """The fastest order that the model, `start` and `sequence` lead to and that fits into memory, and the bound.
+    """The fastest order found from the model, `start` and `sequence` that fits into memory, and the bound.
 
     Args:
-      sequence: a legal order; it says in which order instructions meet in shared buffers.
+      sequence: a legal order; it defines the order of accesses to shared buffers.
       start: an order to begin with, such as `pairing_order`'s; by default `sequence`.
-      effort: CP-SAT's deterministic time, about seconds.
+      effort: CP-SAT's deterministic time, roughly seconds.
 
-    Raises TooLargeError for more than 250 instructions that take time, DhelixError where OR-tools is missing.
+    Raises:
+      TooLargeError: more than 250 instructions take time.
+      DhelixError: OR-tools is missing.
     """
     cp_sat = solver()
     problem = Problem(computation, sequence, costs, limits)
@@ -114,10 +122,10 @@ def exact_order(
 
 
 def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[int, bool]:
-    """Nanoseconds that the makespan is not below, and whether it can be that."""
+    """A lower bound of the makespan in nanoseconds, and whether it is reached."""
     engine = cp_sat.CpSolver()
     engine.parameters.num_workers = 1
-    engine.parameters.linearization_level = 2  # ten times faster to a proof on small bodies
+    engine.parameters.linearization_level = 2  # proves small bodies faster
     engine.parameters.random_seed = 0
     engine.parameters.max_deterministic_time = effort
     status = engine.solve(model.model, _callback(cp_sat, model, best))
@@ -128,7 +136,7 @@ def _solve(cp_sat: Any, model: Schedule, effort: float, best: "_Best") -> tuple[
 
 
 def solver() -> Any:
-    """OR-tools' CP-SAT. Raises DhelixError where it is missing."""
+    """OR-tools' CP-SAT. Raises DhelixError if it is missing."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -137,7 +145,7 @@ def solver() -> Any:
 
 
 class _Best:
-    """The fastest order so far that fits into memory; the first one counts even if it does not."""
+    """The fastest order so far that fits into memory. The first one counts even if it does not fit."""
 
     def __init__(self, problem: Problem, costs: Mapping[Instruction, Cost], limits: Limits) -> None:
         self.problem, self.costs, self.limits = problem, costs, limits
@@ -155,7 +163,7 @@ class _Best:
 
 def _callback(cp_sat: Any, model: Schedule, best: _Best) -> Any:
     class Solutions(cp_sat.CpSolverSolutionCallback):
-        """Every solution is an order; how fast it is the evaluator says."""
+        """Turns each solution into orders, which the evaluator times."""
 
         def on_solution_callback(self) -> None:
             times = ([self.value(v) for v in of] for of in (model.begin, model.end, model.issue, model.done))

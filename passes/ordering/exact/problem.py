@@ -1,10 +1,10 @@
-"""What the exact model (`order.py`) is made of: instructions that take time, what must come before what, rates.
+"""Input of the exact model (`order.py`): instructions that take time, their dependencies, and rates.
 
-    compute       what takes the compute lane, a loop as a whole
-    collective    from its start to its done, on a lane of its own; one that is no pair blocks compute
-    free          compute and a collective that may run at the same time in some legal order
+    compute       an instruction on the compute lane; a loop as a whole
+    collective    from its start to its done, on its lane; a synchronous one blocks compute
+    free          compute and a collective that may overlap in some legal order
 
-What takes no time only ties the rest together: relations are followed through it.
+Instructions that take no time only connect the others; dependencies are followed through them.
 """
 
 import enum
@@ -20,7 +20,10 @@ from dhelix.passes.ordering.order_rules import Limits, dependencies
 
 
 class Meeting(enum.Enum):
-    """A collective began before the compute that it meets, or with it, or begins while it runs (`timeline.py`)."""
+    """Ways in which a collective and compute overlap (`timeline.py`).
+
+    The collective began before the compute (RUNNING), with it (FIRST), or begins while it runs (SECOND).
+    """
 
     RUNNING = "running"
     FIRST = "first"
@@ -32,8 +35,9 @@ class Compute:
     """An instruction of the compute lane.
 
     Attributes:
-      place: in the sequence.
-      seconds: alone; of a loop that collectives may lie beside, its compute alone. `pause`: before it.
+      place: index in the sequence.
+      seconds: time alone. For a loop that collectives may overlap with: the time of its compute.
+      pause: seconds of the pause before it.
     """
 
     instruction: Instruction
@@ -43,7 +47,7 @@ class Compute:
 
     @property
     def loop(self) -> bool:
-        """Or a call, or a conditional."""
+        """Whether it is a loop, a call or a conditional."""
         return self.instruction.opcode in CONTROL_FLOW
 
 
@@ -53,9 +57,9 @@ class Collective:
 
     Attributes:
       start, end: places of its start and its done in the sequence.
-      seconds: alone, until the last of its GPUs is done.
-      blocks: compute waits from its start to its end.
-      launch: seconds for which compute stands still before it.
+      seconds: time alone, until the last of its GPUs is done.
+      blocks: whether it is synchronous, so that compute waits from its start to its end.
+      launch: seconds for which compute pauses before it.
     """
 
     instruction: Instruction
@@ -68,7 +72,7 @@ class Collective:
 
 
 class Problem:
-    """One computation; relations are those of `dependencies`, so of the order in which `sequence` meets in buffers."""
+    """One computation. `sequence` fixes the order of accesses to shared buffers (`dependencies`)."""
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class Problem:
         self._direct: list[list[int]] = [[] for _ in self.sequence]
         for earlier, later in dependencies(computation, sequence, limits.memory):
             self._direct[self._place[later]].append(self._place[earlier])
-        self._before: list[int] = []  # of each instruction all that come before it, a bit each
+        self._before: list[int] = []  # for each instruction, a bit mask of all its predecessors
         for places in self._direct:
             self._before.append(_union(self._before[n] | 1 << n for n in places))
         self.collectives = self._find_collectives(costs)
@@ -114,15 +118,15 @@ class Problem:
         return self._may_meet(compute.place, collective)
 
     def precedes(self, compute: Compute, collective: Collective) -> bool:
-        """Whether it comes before the launch of the collective, whatever the order."""
+        """Whether the compute precedes the launch of the collective in every legal order."""
         return bool(self._before[collective.start] >> compute.place & 1)
 
     def follows(self, compute: Compute, collective: Collective) -> bool:
-        """Whether it waits for the collective, whatever the order."""
+        """Whether the compute waits for the collective in every legal order."""
         return bool(self._before[compute.place] >> collective.end & 1)
 
     def compute_before(self, x: int) -> list[int]:
-        """Compute that comes before, whatever the order: the last of it."""
+        """The nearest compute that precedes compute `x` in every legal order."""
         return self.predecessors(self.compute[x].place)[0]
 
     def _may_meet(self, place: int, collective: Collective) -> bool:
@@ -130,7 +134,7 @@ class Problem:
         return not (ordered or collective.blocks)
 
     def rates(self, compute: Compute, collective: Collective, way: Meeting) -> tuple[float, float]:
-        """Of both while they run at the same time; a loop slows nothing and is not slowed."""
+        """Rates of both while they overlap. A loop slows nothing and is not slowed."""
         if compute.loop:
             return 1.0, 1.0
         running = way is Meeting.RUNNING
@@ -138,7 +142,7 @@ class Problem:
         return self._player.rates(compute.instruction, collective.instruction, first, running)
 
     def predecessors(self, place: int) -> tuple[list[int], list[int]]:
-        """Which compute, and which collectives, end before the instruction at `place` can begin: the last ones."""
+        """The nearest compute and collectives that end before the instruction at `place` can begin, as indices."""
         before = self._before[place]
         events = [(c.place, c.place) for c in self.compute] + [(c.end, c.start) for c in self.collectives]
         earlier = _union(self._before[begin] for end, begin in events if before >> end & 1)
@@ -149,22 +153,22 @@ class Problem:
         )
 
     def launched_before(self, collective: Collective) -> list[int]:
-        """Collectives of its lane whose start comes before its own, whatever the order."""
+        """Collectives of the same lane whose start precedes this one's in every legal order."""
         before = self._before[collective.start]
         return [n for n, c in enumerate(self.collectives) if c.lane is collective.lane and before >> c.start & 1]
 
     def done_before(self, collective: Collective) -> list[int]:
-        """Collectives whose done comes before its start, whatever the order."""
+        """Collectives whose done precedes this one's start in every legal order."""
         return [n for n, c in enumerate(self.collectives) if self._before[collective.start] >> c.end & 1]
 
     def orders(
         self, begins: Sequence[int], ends: Sequence[int], issues: Sequence[int], dones: Sequence[int]
     ) -> list[list[Instruction]]:
-        """Legal orders in which compute begins and ends, and collectives begin and are done, about at these times.
+        """Two legal orders that approximate these begin and end times of compute and collectives.
 
-        A collective is launched before the first compute that ends after it begins. Compute that begins when it is
-        done waits for it only if it must, or in any case, which keeps the two apart. Everything else is laid where
-        something needs it.
+        A collective is launched before the first compute that ends after the collective begins. In the first order,
+        compute waits for a collective only if it depends on it. In the second, it also waits for each collective that
+        is done when it begins, which keeps the two apart. All other instructions are placed where they are needed.
         """
         first = [min((b for b, e in zip(begins, ends, strict=True) if e > i), default=i) for i in issues]
         launched = [(at, 1, issue, c.start) for c, at, issue in zip(self.collectives, first, issues, strict=True)]
@@ -181,7 +185,7 @@ class Problem:
         return [self.sequence[place] for place in laid]
 
     def _lay(self, place: int, laid: dict[int, None]) -> None:
-        """What stands at `place`, after what must come before it."""
+        """Adds the instruction at `place`, after all its predecessors."""
         missing = self._before[place] | 1 << place
         for n in range(place + 1):
             if missing >> n & 1 and n not in laid:

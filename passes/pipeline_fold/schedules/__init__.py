@@ -1,1 +1,1 @@
-"""The schedules of pipelines, one module each; `catalogue.py` has them by name."""
+"""The pipeline schedules, one module each; `catalogue.py` lists them by name."""

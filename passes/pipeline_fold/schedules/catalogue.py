@@ -1,4 +1,4 @@
-"""The schedules that can be executed, by name.
+"""The executable schedules by name.
 
 name             layout         chunks of a stage    program
 w                fold           2                    lockstep, both strands on every stage
@@ -30,16 +30,16 @@ _MAKERS = {
 }
 SCHEDULES = tuple(_MAKERS)
 LOCKSTEP = ("w", "interleaved_si")
-"""Schedules with both strands on every stage, whose program has no branches."""
+"""Schedules with both strands on every stage; their programs have no branches."""
 INTERLEAVED = ("interleaved_si", "interleaved")
-"""Schedules for which one may choose how many chunks a stage has."""
+"""Schedules with a free number of chunks per stage."""
 
 
 def layout_of(name: str, layers: int, stages: int, chunks_per_stage: int = 2) -> Layout:
-    """The layout that schedule `name` needs. Raises DhelixError for an unknown name, or where a chunk would be empty.
+    """The layout that schedule `name` needs. Raises DhelixError for an unknown name, or if a chunk would be empty.
 
     Args:
-      chunks_per_stage: of the interleaved schedules; the others have their own.
+      chunks_per_stage: for the interleaved schedules; the others have a fixed number.
     """
     _check(name)
     if name == "1f1b":
@@ -50,7 +50,7 @@ def layout_of(name: str, layers: int, stages: int, chunks_per_stage: int = 2) ->
 
 
 def make_schedule(name: str, layout: Layout, microbatches: int) -> Schedule:
-    """Schedule `name` on its layout (`layout_of`)."""
+    """Schedule `name` on its layout (from `layout_of`)."""
     _check(name)
     return _MAKERS[name](layout, microbatches)
 

@@ -1,6 +1,6 @@
-"""DualPipeV, the V variant of DualPipe on the folded layout: it co-executes forward and backward of opposite direction.
+"""DualPipeV, the V variant of DualPipe on the folded layout: co-executes forward and backward of opposite direction.
 
-Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d does, in order,
+Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d runs, in order,
 
     1   2 (P - 1 - d)       times   F down
     2   d + 1               times   F down, F up
@@ -10,13 +10,14 @@ Each stage holds chunk d, "down", and chunk 2P - 1 - d, "up". Stage d does, in o
     6   d + 1               times   B up, B down
     7   P - 1 - d           times   B down
 
-and in the last stage's first round of step 4 F down and B up stand alone, which shortens the bubble.
-The original splits some backwards into gradients of inputs and of weights, and fills bubbles with the latter; our
-backward makes both, so these bubbles stay. A step of fewer than 2P micro-batches is one of 2P without those missing.
+In the first round of step 4, the last stage runs F down and B up separately, which shortens the bubble. The original
+splits some backwards into gradients of inputs and of weights, and fills bubbles with the latter. Our backward computes
+both at once, so these bubbles stay. A step with fewer than 2P micro-batches uses the schedule for 2P without the
+missing ones.
 
-Against the W schedule: the same layout, and co-execution as well, but a forward and a backward that cross the stages in
-opposite directions. Its bubble is shorter; it holds a chunk more of residuals; and it is not lockstep: where one stage
-co-executes, another goes one way only, so the program needs branches.
+Compared with the W schedule: the layout is the same, and forward and backward are co-executed as well, but they cross
+the stages in opposite directions. The bubble is shorter. Residuals need one chunk more. The schedule is not lockstep:
+one stage may co-execute while another goes one way only, so the program needs branches.
 
 Source: DeepSeek-AI's DualPipe, `dualpipev.py`; Sea AI Lab's "cut in half" of DualPipe.
 """
@@ -36,7 +37,7 @@ DOWN, UP = 0, 1
 
 
 def dual_pipe_v(layout: Layout, microbatches: int) -> Schedule:
-    """DualPipeV on a folded layout (`layouts.fold_layout`). Raises DhelixError on another layout."""
+    """DualPipeV on a folded layout (`layouts.fold_layout`). Raises DhelixError on another layout or no micro-batch."""
     check_folded(layout)
     if microbatches < 1:
         raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
@@ -47,7 +48,7 @@ def dual_pipe_v(layout: Layout, microbatches: int) -> Schedule:
 
 
 def _order(stages: int, microbatches: int, stage: int) -> list[Pair]:
-    """What `stage` does: numbers its steps, which say only forward or backward and down or up."""
+    """The work of `stage`: `_steps` with micro-batch numbers and chunks."""
     chunks = (stage, 2 * stages - 1 - stage)
     forwards, backwards = ([count(), count()] for _ in range(2))
     return [

@@ -1,8 +1,8 @@
-"""Interleaved SI: an SI block in each tick, as under W, on the layout of interleaved 1F1B. Half of W's bubble, or less.
+"""Interleaved SI: SI blocks as in W, on the layout of interleaved 1F1B, with at most half of W's bubble if P divides M.
 
-Micro-batches go through the v chunks of a stage in groups of P, forward and backward, as under interleaved 1F1B. That
-goes one way in each tick; here a stage goes both ways, in lockstep. Micro-batch m starts in tick
-t = vP (m div P) + m mod P; its chunk c goes forward in tick t + c and backward in tick t + 2vP - 1 - c:
+As in interleaved 1F1B, micro-batches run through the v chunks of a stage in groups of P, forward and backward. There a
+stage goes one way per tick; here it goes both ways, in lockstep. Micro-batch m starts in tick t = vP (m div P) + m mod
+P. Its chunk c runs forward in tick t + c and backward in tick t + 2vP - 1 - c:
 
     P = 2, v = 2, M = 4    tick   0    1    2    3    4    5    6    7    8    9   10   11   12
     stage 0, forward            F0.0 F1.0 F0.2 F1.2 F2.0 F3.0 F2.2 F3.2
@@ -10,23 +10,24 @@ t = vP (m div P) + m mod P; its chunk c goes forward in tick t + c and backward 
     stage 1, forward                 F0.1 F1.1 F0.3 F1.3 F2.1 F3.1 F2.3 F3.3
              backward                               B0.3 B1.3 B0.1 B1.1 B2.3 B3.3 B2.1 B3.1
 
-What a tick makes, the stage that needs it uses in the very next tick. Where P does not divide M, the last group is the
-full one without the micro-batches that are not there.
+The results of a tick are used in the very next tick. If P does not divide M, the last group is a full one without the
+missing micro-batches.
 
-Cost: with P | M, vP ticks go forward only, vM + P - 1 - vP do both, vP go backward only. With chunks of equal cost the
-time is (vM + P - 1)(f + b), a stage's own work vM (f + b): the bubble is (P - 1) / (v M), that of interleaved 1F1B, of
-which all but the ends is SI blocks. Where P does not divide M it is W's at most.
+Cost: if P divides M, vP ticks go forward only, vM + P - 1 - vP ticks do both, and vP ticks go backward only. With
+chunks of equal cost the time is (vM + P - 1)(f + b), and a stage's own work is vM (f + b). The bubble is (P - 1) / (v
+M), as in interleaved 1F1B, but everything except the warm-up and cool-down runs as SI blocks. If P does not divide M,
+the bubble is at most W's.
 
-Residuals: forwards are (v + 1) P - 1 ticks ahead of their backwards on average, so stage 0 holds that many chunks of
-1 / (v P) of the model; the others hold fewer, but run the same program. W needs 2P of 1 / (2P):
+Residuals: forwards are (v + 1) P - 1 ticks ahead of their backwards on average. So stage 0 holds that many chunks, each
+1 / (v P) of the model. The other stages hold fewer, but run the same program. W needs 2P chunks of 1 / (2P):
 
     stages              2       4       8
     v = 2           1.25    1.375    1.44     times W's residuals
     v = 4           1.125    1.19    1.22
 
-Messages: v on a stage for each micro-batch and direction where W has two, as each tick ends with one.
+Messages: a stage sends v per micro-batch and direction, because each tick ends with one; W sends two.
 
-Between DHelix section 4.1, whose W it runs without the fold, and interleaved 1F1B (`one_forward_one_backward.py`).
+This schedule combines DHelix section 4.1 (W without the fold) with interleaved 1F1B (`one_forward_one_backward.py`).
 """
 
 from __future__ import annotations

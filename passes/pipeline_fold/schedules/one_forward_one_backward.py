@@ -1,24 +1,24 @@
-"""1F1B and interleaved 1F1B, the schedules of Megatron-LM: the baselines that the fold is compared with.
+"""1F1B and interleaved 1F1B, the schedules of Megatron-LM: the baselines for the fold.
 
-1F1B, linear layout: a stage goes forward for the P - d micro-batches that are under way behind it, then alternates.
-F of micro-batch m is in tick 2m + d of stage d and B in tick 2m + 2P - 1 - d, so one cell holds one or the other:
+1F1B, linear layout: stage d first runs P - d forwards, then alternates. The forward of micro-batch m is in tick 2m + d
+of stage d and its backward in tick 2m + 2P - 1 - d. So each cell holds a forward or a backward:
 
     P = 3, M = 4      0    1    2    3    4    5    6    7    8    9   10   11
     stage 0          F0        F1        F2   B0   F3   B1        B2        B3
     stage 1               F0        F1   B0   F2   B1   F3   B2        B3
     stage 2                    F0   B0   F1   B1   F2   B2   F3   B3
 
-Interleaved 1F1B gives each stage v chunks, which shortens the bubble to (P - 1) / (v M) for more messages and more
-residuals. Micro-batches go through the chunks in groups of P; stage d starts with (v - 1) P + 2 (P - 1 - d) + 1
-forwards. Where P does not divide M, the last group is the full one without the micro-batches that are not there.
+Interleaved 1F1B gives each stage v chunks. This shortens the bubble to (P - 1) / (v M), at the price of more messages
+and more residuals. Micro-batches run through the chunks in groups of P. Stage d starts with (v - 1) P + 2 (P - 1 - d) +
+1 forwards. If P does not divide M, the last group is a full one without the missing micro-batches.
 
-Neither is lockstep: a stage does its own work only. Neighbours wait for each other where they hand over messages, so
-both do equally much between two meetings:
+Neither schedule is lockstep: a stage runs only its own work. Neighbours rendezvous when they exchange messages, so both
+should do equal work between two rendezvous:
 
-    1F1B           meets a neighbour every other tick, after a forward and a backward in either order
-    interleaved    meets in each tick, so all stages go the same way in it, forward and backward by turns
+    1F1B           rendezvous every other tick, after a forward and a backward in either order
+    interleaved    rendezvous in each tick, so all stages go the same way in a tick, alternately forward and backward
 
-With P | M neither ever waits longer than for messages that it needs.
+If P divides M, a stage waits only for messages that it needs.
 
 Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
 """
@@ -32,7 +32,7 @@ from dhelix.passes.pipeline_fold.ticks import Pair, in_ticks, of_first
 
 
 def one_forward_one_backward(layout: Layout, microbatches: int) -> Schedule:
-    """1F1B on a linear layout. Raises DhelixError on another layout."""
+    """1F1B on a linear layout. Raises DhelixError on another layout or without a micro-batch."""
     stages = layout.stages
     if layout.stage_of != tuple(range(stages)):
         raise DhelixError("1F1B needs the linear layout: make it with linear_layout(layers, stages)")
@@ -46,14 +46,14 @@ def one_forward_one_backward(layout: Layout, microbatches: int) -> Schedule:
 
 
 def interleaved_one_forward_one_backward(layout: Layout, microbatches: int) -> Schedule:
-    """Interleaved 1F1B on an interleaved layout. Raises DhelixError on another layout."""
+    """Interleaved 1F1B on an interleaved layout. Raises DhelixError on another layout or without a micro-batch."""
     check_interleaved(layout, microbatches)
     orders = of_first(microbatches, [_order(layout, microbatches, stage) for stage in range(layout.stages)])
     return with_slots("interleaved", layout, microbatches, in_ticks(layout, orders, one_way=True), lockstep=False)
 
 
 def check_interleaved(layout: Layout, microbatches: int) -> None:
-    """Raises DhelixError where `layout` is not an interleaved one, or there is no micro-batch."""
+    """Raises DhelixError if `layout` is not an interleaved one, or if there is no micro-batch."""
     if layout.stage_of != tuple(range(layout.stages)) * (layout.chunks // layout.stages):
         raise DhelixError("an interleaved schedule needs chunk c on stage c mod P: make it with interleaved_layout")
     _check_microbatches(microbatches)
@@ -65,7 +65,7 @@ def _check_microbatches(microbatches: int) -> None:
 
 
 def _order(layout: Layout, microbatches: int, stage: int) -> list[Pair]:
-    """What `stage` does, with the last group of micro-batches filled up."""
+    """The work of `stage` in order, with the last group of micro-batches filled up."""
     stages, chunks = layout.stages, layout.chunks_of(stage)
     groups = range(0, microbatches, stages)
     forwards = [(first + m, chunk) for first in groups for chunk in chunks for m in range(stages)]

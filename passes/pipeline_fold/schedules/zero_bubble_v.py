@@ -1,19 +1,19 @@
-"""ZB-V, zero-bubble V: the folded layout, with each backward in two parts, so that one of them can fill bubbles.
+"""ZB-V (zero-bubble V): the folded layout, with each backward in two parts, so that one of them can fill bubbles.
 
-    D   gradients of a chunk's inputs: the stage before waits for them
-    W   gradients of its weights: nobody waits for them, so they go where the stage would be idle
+    D   gradients of a chunk's inputs: the previous stage waits for them
+    W   gradients of its weights: nobody waits for them, so they run when the stage would be idle
 
-For the evaluator alone: the executor's backward makes both at once. The order of work is found greedily, by simulating
-the stages in time: a stage that is free does the first of these that can start,
+Evaluation only: the executor's backward computes both at once. The order of work is found greedily, by simulating the
+stages in time. A free stage runs the first of these that can start:
 
     1   D of the lowest micro-batch                      others wait for it
-    2   F of the second chunk, then F of the first one   unless P micro-batches lie on the stage, 1F1B's memory
+    2   F of the second chunk, then F of the first one   unless P micro-batches are on the stage, 1F1B's memory
     3   W of the oldest D
 
-Which order that makes depends on the times, and with those of the costs it is not always the shortest: orders made with
-a few other times are tried too, and that of the W schedule, and the best is taken. So the bubble is never more than
-1F1B's, and with F = D = W and P a divisor of M it is (P - 1) / (6 M), the least there can be: the last stage starts
-P - 1 forwards late and is never idle again.
+The order depends on the times, and the greedy order for the given costs is not always the shortest. So orders for a few
+other times and the order of the W schedule are tried, too, and the best is taken. The bubble is therefore never more
+than 1F1B's. With F = D = W and P a divisor of M it is (P - 1) / (6 M), the least possible: the last stage starts P - 1
+forwards late and is never idle again.
 
 A stage frees residuals after W. Qi et al., Pipeline Parallelism with Controllable Memory, section on V-shaped schedules
 (ZB-V), and Qi et al., Zero Bubble Pipeline Parallelism.
@@ -35,7 +35,7 @@ from dhelix.passes.pipeline_fold.schedules.w_schedule import w_schedule
 from dhelix.passes.pipeline_fold.simulation import makespan
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts, StagePrograms, Task
 
-# Times of F, D and W that make good orders for one pipeline or another.
+# Further times of F, D and W to derive orders from; each is good for some pipelines.
 _TRIED = ((1, 1, 1), (2, 2, 1), (2, 3, 2), (3, 4, 2))
 
 
@@ -46,7 +46,7 @@ class _Step(NamedTuple):
 
 
 def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> StagePrograms:
-    """What each stage does; `evaluation.evaluate_programs` tells what it costs. Raises DhelixError if it is no fold."""
+    """The tasks of each stage, for `evaluation.evaluate_programs`. Raises DhelixError if the layout is no fold."""
     check_folded(layout)
     if microbatches < 1:
         raise DhelixError(f"{microbatches} micro-batches: a step needs at least one")
@@ -62,12 +62,12 @@ def zero_bubble_v(layout: Layout, microbatches: int, costs: PipelineCosts) -> St
 
 
 def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[list[_Step]]:
-    """The order of each stage when every F, D and W takes the time that is `tried`."""
+    """The order of each stage if every F, D and W takes the times `tried`."""
     times = dict(zip("FDW", tried, strict=True))
     stages = [_Stage(layout, microbatches, stage) for stage in range(layout.stages)]
     reads = functools.cache(functools.partial(_reads, layout.chunks - 1))
     ends: dict[_Step, int] = {}
-    awake = {0: set(range(layout.stages))}  # at which moment which stages may find something new to do
+    awake = {0: set(range(layout.stages))}  # by time: stages that may find something new to do
     while awake:
         now = min(awake)
         for place in sorted(awake.pop(now)):
@@ -85,7 +85,7 @@ def _orders(layout: Layout, microbatches: int, tried: Sequence[int]) -> list[lis
 
 
 class _Stage:
-    """What a stage has done, in order, until `free_at`."""
+    """The work of a stage so far, in order; it is busy until `free_at`."""
 
     def __init__(self, layout: Layout, microbatches: int, stage: int) -> None:
         self.order: list[_Step] = []
@@ -93,10 +93,10 @@ class _Stage:
         self._room, self._microbatches = layout.stages, microbatches
         self._down, self._up = layout.chunks_of(stage)
         self._begun = Counter[tuple[str, int]]()  # by kind and chunk
-        self._without_w = deque[_Step]()  # each D whose W is still to do
+        self._without_w = deque[_Step]()  # each D whose W has not run yet
 
     def candidates(self) -> Iterator[_Step]:
-        """What the stage may do next, the best first, whether or not its input is there."""
+        """Steps that the stage may run next, best first, even if their inputs are missing."""
         begun, down, up = self._begun, self._down, self._up
         steps = [_Step("D", begun["D", up], up), _Step("D", begun["D", down], down)]
         if steps[1].microbatch < steps[0].microbatch:
@@ -119,7 +119,7 @@ class _Stage:
 
 
 def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
-    """The W schedule, with each backward as D and W, before the forward of its tick: that one needs the place."""
+    """The W schedule with backwards split into D and W, before the forward of the tick, which needs the free slot."""
     orders: list[list[_Step]] = [[] for _ in range(layout.stages)]
     for tick in w_schedule(layout, microbatches).ticks:
         for order, cell in zip(orders, tick, strict=True):
@@ -131,7 +131,7 @@ def _orders_of_w(layout: Layout, microbatches: int) -> list[list[_Step]]:
 
 
 def _reads(last: int, step: _Step) -> tuple[_Step, ...]:
-    """What has to end before `step`; `last` is the last chunk."""
+    """The steps that must end before `step`; `last` is the last chunk."""
     kind, microbatch, chunk = step
     if kind == "F":
         return (_Step("F", microbatch, chunk - 1),) if chunk > 0 else ()
@@ -141,7 +141,7 @@ def _reads(last: int, step: _Step) -> tuple[_Step, ...]:
 
 
 def _times_of(layout: Layout, times: dict[str, Fraction], costs: PipelineCosts) -> dict[tuple[str, int], Fraction]:
-    """By kind and chunk."""
+    """Time by kind and chunk."""
     time_of = {
         (kind, chunk): layers * time for kind, time in times.items() for chunk, layers in enumerate(layout.chunk_layers)
     }
