@@ -1,1 +1,1 @@
-"""The command line of dhelix and what runs on several hosts. Start at `cli.py`."""
+"""The command line of dhelix, including training on several hosts. Start at `cli.py`."""

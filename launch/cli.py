@@ -1,11 +1,11 @@
-"""The program `dhelix`: one command line, one folder per subcommand, of which two modules are known here.
+"""The program `dhelix`: one command line, with one folder per subcommand. Each folder provides two modules:
 
-    flags.py      USAGE: str, what `dhelix <command> --help` prints above its flags
-                  define_flags(values: flags.FlagValues) -> None, on these values and never on the global ones
-    command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None; arguments: what is no flag
+    flags.py      USAGE: str, which `dhelix <command> --help` prints above the flags
+                  define_flags(values: flags.FlagValues) -> None, defines flags on `values`, never on absl's global ones
+    command.py    run(values: flags.FlagValues, arguments: list[str]) -> int | None; `arguments` are the positional ones
 
-They are imported when the command is called for and not before, flags first: `--help` and a mistyped flag need no JAX.
-To add one, make the folder and give it a line in COMMANDS.
+Both modules are imported only when their command is called, flags first: `--help` and a mistyped flag need no JAX.
+To add a command, make the folder and add a line to COMMANDS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dhelix.launch.defaults import INTERRUPTED
 
 @dataclass(frozen=True)
 class Command:
-    """What a subcommand is for. One that needs no device leaves accelerators alone."""
+    """A subcommand. With `needs_device=False`, JAX does not look for accelerators."""
 
     summary: str
     needs_device: bool = True
@@ -45,7 +45,7 @@ COMMANDS = {
 }
 
 _EXTRAS = {"flax": "train", "optax": "train", "orbax": "train", "ortools": "plan"}
-"""Of packages that some commands need, the extra that brings them."""
+"""Packages that only some commands need, and the dhelix extra that installs each of them."""
 
 _PYTHON_WORDS = (
     (r"invalid literal for int\(\) with base \d+: (.*)", r"\1 is not a whole number"),
@@ -65,9 +65,12 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `dhelix` with the given arguments (default: those of the process) and exits with its status.
+    """Runs `dhelix` and exits the process.
 
-    Status 0: done; 1: the work failed, with one line on stderr that says why; 2: the command line is wrong.
+    Exit status 0: done; 1: the work failed, and one line on stderr says why; 2: wrong command line; 130: interrupted.
+
+    Args:
+      arguments: command-line arguments; default: those of the process.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) == 2 and arguments[0] == "help":
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if name not in COMMANDS:
         _fail(f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", status=2)
     if not COMMANDS[name].needs_device:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: no search for accelerators
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before importing jax: do not search for accelerators
     values, positional = _parse(name, importlib.import_module(f"dhelix.launch.{name}.flags"), rest)
     try:
         module = importlib.import_module(f"dhelix.launch.{name}.command")
@@ -121,7 +124,7 @@ def _run(name: str, module: ModuleType, values: flags.FlagValues, positional: li
 
 
 def _no_global_flags(argv: Sequence[str]) -> list[str]:
-    """For absl's app: libraries may have defined flags of their own, and they stay at their defaults."""
+    """Flag parser for absl's `app.run`. Libraries may have defined global flags; they stay at their defaults."""
     flags.FLAGS.mark_as_parsed()
     return list(argv)
 
@@ -136,7 +139,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _plain_words(message: str) -> str:
-    """absl passes on what Python says of a value that is of another type than its flag."""
+    """Replaces Python's conversion errors, which absl passes on, by plain words."""
     for pattern, words in _PYTHON_WORDS:
         message = re.sub(pattern, words, message)
     return message
@@ -164,7 +167,7 @@ def _flag_help(values: flags.FlagValues) -> str:
         spelled = f"-{flag.short_name}, {spelled}" if flag.short_name else spelled
         default = ",".join(flag.default) if isinstance(flag.default, list) else flag.default
         shown = "" if flag.boolean or default in (None, "") else f" (default: {default})"
-        words = flag.help.removeprefix(f"<{kind}>: ")  # absl lists choices here too
+        words = flag.help.removeprefix(f"<{kind}>: ")  # absl repeats the choices in the help text
         indent = " " * 6
         text = textwrap.fill(
             f"{words}{shown}", 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False

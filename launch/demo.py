@@ -1,9 +1,9 @@
-"""`make demo`: what dhelix does, on any machine, without a GPU.
+"""`make demo`: shows what dhelix does, on any machine, without a GPU.
 
-1. Trains a small Llama on real text on 8 CPU devices (dp 2 x tp 4) twice, side by side: plain, and with
-   interleaved strands. Both see the same batches, and their losses are compared.
-2. Compiles the train step of Llama-8B shapes for 4 H200s both ways, and says in what the two GPU programs
-   differ: timelines, exposed communication, memory. Needs the extra `compile`.
+1. Trains a small Llama on real text on 8 CPU devices (dp 2 x tp 4) twice, side by side: plain, and with interleaved
+   strands. Both runs see the same batches, and the demo compares their losses.
+2. Compiles the train step of Llama-8B shapes for 4 H200s both ways and shows how the two GPU programs differ:
+   timelines, exposed communication, memory. Needs the extra `compile`.
 
 Writes into `demo-output/`: timeline.png, report.json, and both GPU programs for `dhelix inspect`.
 """
@@ -37,12 +37,12 @@ from dhelix.runtime.compiler.lowering import compiled_module
 OUTPUT = Path("demo-output")
 TRAINING = trainer.Options(mesh="dp=2,tp=4", microbatches=4, batch=16, steps=60, lr=3e-3)
 TENSOR_PARALLEL, MICROBATCHES = 4, 16
-_LINES, _BAR = 15, 40  # steps that are shown, and the length of the bar that stands for the first loss
+_LINES, _BAR = 15, 40  # number of steps shown; bar length of the first loss, in characters
 
 
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """The losses of one step of both runs, nats per token."""
+    """The losses of both runs at one step, in nats per token."""
 
     step: int
     plain: float
@@ -54,7 +54,7 @@ class Losses:
 
 
 def main() -> int:
-    """Both parts. Exit status 1 if interleaving changed a loss, or something failed."""
+    """Runs both parts. Returns exit status 1 if interleaving changed a loss or something failed, else 0."""
     begun = time.perf_counter()
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
@@ -72,8 +72,22 @@ def main() -> int:
 def demonstrate(
     options: trainer.Options, config: LlamaConfig, microbatches: int, output: Path, console: Console
 ) -> dict[str, Any]:
-    """Both parts; returns what it writes to `output / "report.json"`. Raises DhelixError."""
+    """Runs both parts.
+
+    Args:
+      options: the training run of part 1.
+      config: the model that part 2 compiles.
+      microbatches: micro-batches per step in part 2.
+      output: folder for all results, created if missing.
+
+    Returns:
+      The report that is also written to `output / "report.json"`.
+
+    Raises:
+      DhelixError: training, compiling or inspecting failed.
+    """
     output.mkdir(parents=True, exist_ok=True)
+    # 1. Train both ways on CPU devices.
     say(console, "1. A small Llama trains on 8 CPU devices, plain and interleaved side by side\n")
     losses, passes = train(options, console)
     largest = max(entry.difference for entry in losses)
@@ -85,6 +99,7 @@ def demonstrate(
         "passes_cpu": json.loads(passes.to_json()),
     }
 
+    # 2. Compile both ways for GPUs.
     name = f"{config.layers} layers of Llama-8B shapes, sequence {config.seq}, {microbatches} micro-batches"
     say(console, f"\n2. {name}, compiled for {TENSOR_PARALLEL} H200s without one\n")
     try:
@@ -120,7 +135,9 @@ What each collective lies under:
 
 
 def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Report]:
-    """Takes the steps of both runs in turn, from the same parameters and with the same batches."""
+    """Takes the steps of both runs in turn, from the same parameters and with the same batches. Returns the losses of
+    every step and the report of the passes.
+    """
     plain = trainer.prepare(dataclasses.replace(options, plain=True))
     trainer.start(plain)
     interleaved = dataclasses.replace(
@@ -140,12 +157,14 @@ def train(options: trainer.Options, console: Console) -> tuple[list[Losses], Rep
             numbers = f"{entry.step:>4}  {entry.plain:8.5f}  {entry.interleaved:11.5f}  {entry.difference:10g}"
             say(console, f"{numbers}  {bar}")
     report = interleaved.report()
-    assert report is not None  # only plain runs have none
+    assert report is not None  # only plain runs have no report
     return losses, report
 
 
 def compile_both(training: Training, output: Path, console: Console) -> tuple[tuple[Inspection, Inspection], Report]:
-    """Plain and interleaved as GPU programs, written to `output` and inspected, and what the passes did."""
+    """Compiles the plain and the interleaved step for GPUs and writes both programs to `output`. Returns their
+    inspections, plain first, and the report of the passes.
+    """
     arguments = training.abstract_state(), training.abstract_batch(training.microbatches)
     found = []
     interleaved = trainer.make_step(training, plain=False)
@@ -160,7 +179,7 @@ def compile_both(training: Training, output: Path, console: Console) -> tuple[tu
 
 
 def comparison(found: tuple[Inspection, Inspection]) -> Table:
-    """The two programs side by side."""
+    """Table of the two programs, side by side."""
     table = Table(title="\nOne step on one GPU", title_justify="left", title_style="bold")
     for heading in ("", "plain", "interleaved", "ratio"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -1,1 +1,1 @@
-"""`dhelix fold`: how layers and micro-batches lie on the stages of a pipeline, and what that costs."""
+"""`dhelix fold`: shows how layers and micro-batches are distributed over pipeline stages, and what that costs."""

@@ -1,9 +1,10 @@
-"""A picture of a pipeline schedule in the manner of DHelix figure 8: time to the right, a row per stage.
+"""Chart of a pipeline schedule in the style of DHelix figure 8: time to the right, one row per stage.
 
-A block is one chunk of one micro-batch, with the micro-batch's number in it; light is forward, dark is backward. Where
-a stage does both in one tick, an SI block, forward stands above backward. Under the W schedule each has the colour of
-its strand: groups of P micro-batches go to alpha and beta in turn, so that every SI block holds one of both. Lines
-follow the first micro-batch of each: down the stages and up again, forward, then backward.
+A block is one chunk of one micro-batch, labelled with the micro-batch's number. Light is forward, dark is backward. If
+a stage does both in one tick, the pair is an SI block, and forward is above backward. Under the W schedule, a block has
+the colour of its strand: groups of P micro-batches go to alpha and beta in turn, so every SI block holds one
+micro-batch of each strand. Lines follow the first micro-batch of each strand through the stages, forward and then
+backward.
 
     fold_chart.save(fold_chart.chart(schedule, cell_times(schedule, costs)), "fold.svg")
 """
@@ -37,15 +38,15 @@ TITLES = {
     "zbv": "zero-bubble V",
     "bidirectional": "bidirectional",
 }
-_ROW = 0.9  # of the distance between two rows
-_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # least and largest width, in it the stages, a block
-_LARGEST, _SMALLEST = 9.0, 4.2  # points; smaller numbers are left out
-_EDGE, _WORD = 0.7, 55.0  # points: between blocks; for the name of a phase
+_ROW = 0.9  # height of a row; the distance between rows is 1
+_INCHES, _MARGIN, _BLOCK, _DPI = (11.0, 17.0), 1.6, 0.3, 160  # least and largest width; margin for stage names; a block
+_LARGEST, _SMALLEST = 9.0, 4.2  # font sizes in points; smaller numbers are left out
+_EDGE, _WORD = 0.7, 55.0  # points: gap between blocks; least width of a named phase
 
 
 @dataclass(frozen=True)
 class Block:
-    """One chunk of one micro-batch. `bottom` and `top` say which part of the stage's row it fills, from 0 to 1."""
+    """One chunk of one micro-batch. `bottom` and `top`: the part of the stage's row that it fills, from 0 to 1."""
 
     stage: int
     start: float
@@ -59,7 +60,7 @@ class Block:
 
     @property
     def y(self) -> tuple[float, float]:
-        """Lower and upper edge; stage 0 is the topmost row, around 0."""
+        """Lower and upper edge. Stage 0 is the top row, centred at 0."""
         return tuple(_ROW * (edge - 0.5) - self.stage for edge in (self.bottom, self.top))  # type: ignore[return-value]
 
     @property
@@ -73,13 +74,13 @@ class Block:
 
 @dataclass(frozen=True)
 class FoldChart:
-    """What is drawn.
+    """The data of a chart.
 
     Attributes:
-      axis: what stands beneath the time axis.
-      rows: what stands beside each stage.
-      phases: names, and when they begin and end.
-      followed: micro-batches whose way through the stages is shown.
+      axis: text beneath the time axis.
+      rows: text next to each stage.
+      phases: name, begin and end of each phase.
+      followed: micro-batches whose path through the stages is drawn.
     """
 
     title: str
@@ -96,7 +97,13 @@ class FoldChart:
 
 
 def chart(schedule: Schedule, times: Times, summary: str = "", axis: str = "time") -> FoldChart:
-    """The picture of `schedule`, each cell at its time. `summary` stands under the title, `axis` under the picture."""
+    """The chart of `schedule`.
+
+    Args:
+      times: begin and end of each cell.
+      summary: text under the title.
+      axis: text under the time axis.
+    """
     layout, count = schedule.layout, schedule.microbatches
     blocks = _blocks(schedule, times, strands(schedule))
     name = TITLES[schedule.name]
@@ -113,12 +120,15 @@ def chart(schedule: Schedule, times: Times, summary: str = "", axis: str = "time
 
 
 def span_text(layers: range) -> str:
-    """Such as "28-31"."""
+    """Layer numbers in words, such as "28-31"."""
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
 def strands(schedule: Schedule) -> tuple[str, ...]:
-    """Of each micro-batch: ALPHA or BETA, by groups of P; NEITHER if that gives no SI block one of both."""
+    """The strand of each micro-batch: ALPHA or BETA, by groups of P.
+
+    NEITHER for all if there is no SI block, or if an SI block would hold one strand twice.
+    """
     stages = schedule.layout.stages
     pairs = [
         (cell.forward.microbatch // stages, cell.backward.microbatch // stages)
@@ -139,7 +149,7 @@ def _row(layout: Layout, stage: int) -> str:
 def _blocks(schedule: Schedule, times: Times, strand: Sequence[str]) -> tuple[Block, ...]:
     blocks = []
     for cells, spans in zip(schedule.ticks, times, strict=True):
-        # In lockstep a stage with half of an SI block takes as long as the others, and computes the rest in vain.
+        # In lockstep, a stage with half of an SI block takes as long as the others; its other half is wasted work.
         mixed = schedule.lockstep and any(c.forward for c in cells) and any(c.backward for c in cells)
         for stage, (cell, (start, end)) in enumerate(zip(cells, spans, strict=True)):
             halves = mixed or (cell.forward is not None and cell.backward is not None)
@@ -152,7 +162,7 @@ def _blocks(schedule: Schedule, times: Times, strand: Sequence[str]) -> tuple[Bl
 
 
 def _phases(blocks: Sequence[Block]) -> tuple[tuple[str, float, float], ...]:
-    """Warm-up until the first backward begins, cool-down from where the last forward has ended."""
+    """Warm-up ends when the first backward begins; cool-down begins when the last forward ends."""
     first = min(block.start for block in blocks if block.backward)
     last = max(block.end for block in blocks if not block.backward)
     end = max(block.end for block in blocks)
@@ -162,13 +172,13 @@ def _phases(blocks: Sequence[Block]) -> tuple[tuple[str, float, float], ...]:
 
 
 def save(drawn: FoldChart, path: str | Path) -> None:
-    """Draws it; the same bytes for the same chart.
+    """Draws a chart. Equal charts give equal bytes.
 
     Args:
       path: ends in .png or .svg.
 
     Raises:
-      DhelixError: matplotlib is missing, or the file cannot be written.
+      DhelixError: another ending, matplotlib is missing, or the file cannot be written.
     """
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".svg"):
@@ -202,7 +212,7 @@ def save(drawn: FoldChart, path: str | Path) -> None:
 
 
 def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
-    """`points` is what one unit of time is wide."""
+    """`points`: width of one unit of time, in points."""
     rows, end = len(drawn.rows), drawn.end
     for stage in range(rows):
         axis.axhspan(-stage - _ROW / 2, -stage + _ROW / 2, color=FAINT, lw=0, zorder=0)
@@ -226,7 +236,7 @@ def _draw(axis: Any, drawn: FoldChart, points: float) -> None:
 
 
 def _draw_blocks(axis: Any, drawn: FoldChart, points: float) -> None:
-    """All of one row and colour at once: a picture of thousands of blocks takes seconds."""
+    """Draws all blocks of one row and colour at once, since thousands of single blocks are slow."""
     rows: dict[tuple[tuple[float, float], str], list[tuple[float, float]]] = {}
     for block in drawn.blocks:
         rows.setdefault((block.y, block.colour), []).append((block.start, block.end - block.start))
@@ -236,21 +246,21 @@ def _draw_blocks(axis: Any, drawn: FoldChart, points: float) -> None:
 
 
 def _write_number(axis: Any, block: Block, points: float, followed: bool) -> None:
-    """The micro-batch, as large as the block allows."""
+    """Writes the micro-batch's number, as large as the block allows."""
     from matplotlib.patheffects import withStroke
 
     text = str(block.microbatch)
     size = min((points * (block.end - block.start) - 1.0) / (0.64 * len(text)), _LARGEST)
     if size < _SMALLEST:
         return
-    # Where a line passes, it stops around the digits.
+    # Keeps the line through the block away from the digits.
     effects = [withStroke(linewidth=2.5, foreground=block.colour)] if followed else None
     style = {"color": "white" if block.backward else INK, "fontsize": size, "path_effects": effects}
     axis.text(*block.middle, text, ha="center", va="center_baseline", zorder=5, **style)
 
 
 def _draw_way(axis: Any, blocks: Sequence[Block]) -> None:
-    """A line through the middles of one micro-batch's blocks."""
+    """Draws a line through the centres of one micro-batch's blocks."""
     from matplotlib.patheffects import withStroke
 
     middles = sorted(block.middle for block in blocks)

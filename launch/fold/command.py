@@ -1,9 +1,9 @@
-"""`dhelix fold`: which layers lie on which pipeline stage, who computes what in which tick, and what that costs.
+"""`dhelix fold`: shows which layers are on which pipeline stage, what each stage computes in each tick, and the cost.
 
     dhelix fold --layers 32 --stages 4 --microbatches 12 --out fold.svg
 
-Layouts and schedules are data (`dhelix.passes.pipeline_fold`) and their costs follow from those of a layer, so nothing
-is compiled and nothing runs. docs/pipeline.md says what the fold is.
+Layouts and schedules are data (`dhelix.passes.pipeline_fold`), and their costs follow from the costs of a layer. So
+nothing is compiled and nothing runs. docs/pipeline.md explains the fold.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dhelix.passes.pipeline_fold import (
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Shows, draws and writes what the flags say. Raises DhelixError."""
+    """Shows, draws and writes what the flags say. Returns the exit status. Raises DhelixError."""
     chosen: dict[str, Any] = values.flag_values_dict()
     target = _json_target(chosen["json"], arguments)
     view = view_of(chosen)
@@ -61,7 +61,9 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def view_of(chosen: Mapping[str, Any]) -> FoldView:
-    """The schedule that the flags say, and what it and the others cost. Raises DhelixError if it does not fit."""
+    """The schedule that the flags choose, its cost, and the cost of all schedules. Raises DhelixError if it does not
+    fit.
+    """
     costs = _costs(chosen)
     layout = layout_of(chosen["schedule"], chosen["layers"], chosen["stages"], chosen["chunks_per_stage"])
     schedule = make_schedule(chosen["schedule"], layout, chosen["microbatches"])
@@ -78,7 +80,9 @@ def _costs(chosen: Mapping[str, Any]) -> PipelineCosts:
 
 
 def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation) -> dict[str, Evaluation | str]:
-    """Every schedule by name, those that can be executed first; of one that does not fit, why. `shown`: the chosen."""
+    """All schedules by name, executable ones first: the evaluation, or why it does not fit. `shown`: the chosen
+    one's.
+    """
     layers, stages, count = (chosen[name] for name in ("layers", "stages", "microbatches"))
 
     def executed(name: str) -> Evaluation:
@@ -89,7 +93,7 @@ def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation
 
     def evaluated(name: str) -> Evaluation:
         plain_costs = costs.without_gain()
-        if name == "zbv":  # co-executes nothing
+        if name == "zbv":  # has no SI blocks, so no gain
             programs = plain = zero_bubble_v(fold_layout(layers, stages), count, costs)
         else:
             programs = plain = bidirectional(layers, stages, count, costs)
@@ -107,7 +111,7 @@ def _compared(chosen: Mapping[str, Any], costs: PipelineCosts, shown: Evaluation
 
 
 def _json_target(value: str | None, arguments: list[str]) -> str | None:
-    """Where JSON goes: None, "-" for stdout, or a file. `--json FILE` leaves FILE among the arguments."""
+    """Where JSON goes: None, "-" for stdout, or a file. With `--json FILE`, FILE is among the arguments."""
     if value == "true" and len(arguments) == 1:
         return arguments[0]
     if arguments:

@@ -1,4 +1,4 @@
-"""The flags of `dhelix fold`, and what `--help` says above them. Nothing here imports jax."""
+"""The flags of `dhelix fold`, and the text that `--help` prints above them. Imports no jax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Times are in any unit; by default, in forward passes of one layer."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """The flags, on `values`. The defaults are those of the paper's figure 8."""
+    """Defines the flags on `values`. The defaults are those of DHelix figure 8 (arXiv 2411.15871)."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     real = functools.partial(flags.DEFINE_float, flag_values=values, lower_bound=0.0)
     number("layers", 32, "layers of the model")
@@ -40,8 +40,8 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def _define_json(values: flags.FlagValues) -> None:
-    """A switch, as with other commands, that may name a file."""
+    """Defines `--json`: a switch, as in other commands, that may also name a file."""
     words = "print everything as JSON; with --json=FILE, write it to that file"
     flag = flags.Flag(flags.ArgumentParser(), flags.ArgumentSerializer(), "json", None, words)
-    flag.boolean = True  # to absl: its value may be left out
+    flag.boolean = True  # tells absl that the value may be left out
     flags.DEFINE_flag(flag, values)

@@ -1,4 +1,4 @@
-"""What `dhelix fold` says: JSON for programs, tables for people."""
+"""Output of `dhelix fold`: JSON for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from dhelix.passes.pipeline_fold.evaluation import Evaluation
 from dhelix.passes.pipeline_fold.schedule import Cell, Layout, Schedule, Work
 from dhelix.passes.pipeline_fold.tasks import PipelineCosts
 
-_LABEL = 13  # columns of the terminal that stand left of the ticks
+_LABEL = 13  # number of terminal columns left of the ticks
 
 
 @dataclass(frozen=True)
 class FoldView:
-    """What is shown: a schedule with what it costs, and beside it every schedule, or why it does not fit, by name."""
+    """What is shown.
+
+    Attributes:
+      evaluation: what `schedule` costs.
+      compared: evaluations of all schedules by name; for a schedule that does not fit, the reason.
+    """
 
     schedule: Schedule
     costs: PipelineCosts
@@ -29,7 +34,7 @@ class FoldView:
     compared: Mapping[str, Evaluation | str]
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers count from 0, times are in the unit of the costs; `ticks` and `residuals` have a list per stage."""
+        """Indices count from 0; times are in the unit of the costs. `ticks` and `residuals` have a list per stage."""
         schedule, layout = self.schedule, self.schedule.layout
         stages = range(layout.stages)
         return {
@@ -72,7 +77,7 @@ def _ticks(schedule: Schedule, stage: int, say: Callable[[Work], Any]) -> list[d
 
 
 def _numbers(found: Evaluation) -> dict[str, Any]:
-    """Of residuals and parameters, those of each stage."""
+    """The numbers of an evaluation; residuals and parameters for each stage."""
     return {
         "step_time": round(float(found.step_time), 6),
         "bubble_fraction": round(float(found.bubble_fraction), 9),
@@ -96,12 +101,12 @@ def summary(view: FoldView) -> str:
 
 
 def axis(costs: PipelineCosts) -> str:
-    """What stands beneath the time axis of a chart."""
+    """Text beneath the time axis of a chart."""
     return f"time; a layer takes {_times(costs)}"
 
 
 def print_view(view: FoldView, console: Console) -> None:
-    """Layout, schedule, what it costs, and all schedules side by side."""
+    """Prints the layout, the schedule, its costs, and all schedules side by side."""
     layout = view.schedule.layout
     words = f"{layout.layers} layers on {layout.stages} stages, {view.schedule.microbatches} micro-batches"
     console.print(f"{TITLES[view.schedule.name]}: {words}", style="bold")
@@ -112,7 +117,7 @@ def print_view(view: FoldView, console: Console) -> None:
 
 
 def _print_layout(layout: Layout, console: Console) -> None:
-    """The layers of each stage, chunk by chunk, with the identity layers that pad them."""
+    """Prints the layers of each stage, chunk by chunk, and how many identity layers pad them."""
     table = _table("Layout")
     table.add_column("stage", justify="right")
     for place in range(layout.chunks // layout.stages):
@@ -132,9 +137,9 @@ def _padding(layout: Layout, chunk: int) -> int:
 
 
 def _print_schedule(schedule: Schedule, console: Console) -> None:
-    """A row per stage, a column per tick; forward stands above backward, as micro-batch.chunk.
+    """Prints a row per stage and a column per tick; forward above backward, as micro-batch.chunk.
 
-    What the terminal is too narrow for is left out in the middle, where a schedule repeats itself.
+    If the terminal is too narrow, ticks in the middle are left out, where a schedule repeats itself.
     """
     strand, width = strands(schedule), len(f"{schedule.microbatches - 1}.{schedule.layout.chunks - 1}")
     ticks = _fitting(len(schedule.ticks), (console.width - _LABEL) // (width + 1))
@@ -151,7 +156,7 @@ def _print_schedule(schedule: Schedule, console: Console) -> None:
 
 
 def _fitting(count: int, room: int) -> list[int | None]:
-    """Ticks from both ends for which there is room; None where some are left out."""
+    """The ticks from both ends that fit; None stands for those that are left out."""
     if count <= room:
         return list(range(count))
     half = max(room - 1, 2) // 2

@@ -1,7 +1,9 @@
 """When each cell of a pipeline schedule begins and ends, as `evaluate` times it: the time axis of the chart.
 
-lockstep        a tick begins when the slowest stage has ended the one before, and its message has arrived
-not lockstep    a cell begins when its stage has ended the one before and what it reads has arrived
+    lockstep        a tick begins when the slowest stage has ended the last tick, and messages have arrived
+    not lockstep    a cell begins when its stage has ended its last cell, and the cell's inputs have arrived
+
+Embedding and head are left out.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from dhelix.passes.pipeline_fold.schedule import Cell, Schedule
 from dhelix.passes.pipeline_fold.tasks import Label, PipelineCosts
 from dhelix.passes.pipeline_fold.transfers import transfers
 
-# Per tick and stage, when it begins and ends; of an idle stage it means nothing.
+# Begin and end for each tick and stage; meaningless for an idle stage.
 type Times = Sequence[Sequence[tuple[float, float]]]
 
 
 def cell_times(schedule: Schedule, costs: PipelineCosts) -> Times:
-    """Begin and end of each cell, in the unit of `costs`, from 0. Embedding and head are left out."""
+    """Begin and end of each cell, in the unit of `costs`, from 0."""
     return _of_lockstep(schedule, costs) if schedule.lockstep else _of_messages(schedule, costs)
 
 
@@ -33,7 +35,7 @@ def _of_lockstep(schedule: Schedule, costs: PipelineCosts) -> Times:
 
 
 def _of_messages(schedule: Schedule, costs: PipelineCosts) -> Times:
-    """Ticks are in an order that no message contradicts (`validate`), so one pass over them finds all."""
+    """One pass suffices: `validate` ensures that every message is sent in an earlier tick than it is read."""
     tasks = [iter(order) for order in programs_of(schedule, costs).orders]
     clock, made, times = [0.0] * len(tasks), dict[Label, tuple[int, float]](), []
     for cells in schedule.ticks:

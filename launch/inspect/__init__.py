@@ -1,1 +1,1 @@
-"""Reading what XLA dumped: files, HLO text of any version, and what a module was compiled for."""
+"""`dhelix inspect`: reads XLA's dumps (files, HLO text of any version, the target) and analyses the step."""

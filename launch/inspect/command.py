@@ -1,8 +1,8 @@
-"""`dhelix inspect`: what each collective of a compiled step is hidden under, what is exposed, what is copied.
+"""`dhelix inspect`: shows what each collective of a compiled step is hidden under, what is exposed, what is copied.
 
     dhelix inspect DUMP --compare OTHER_DUMP --png timeline.png
 
-From Python, with a compiled step in hand: `inspect_compiled(jax.jit(step).lower(...).compile())`.
+From Python, with a compiled step: `inspect_compiled(jax.jit(step).lower(...).compile())`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ ROOFLINE = "roofline"
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int | None:
+    """Inspects one dump or two; prints and writes the results. Raises DhelixError."""
     if len(arguments) != 1:
         raise DhelixError("give one dump to inspect (a file or folder of --xla_dump_to), and a second by --compare")
     paths = [path for path in (arguments[0], values.compare) if path is not None]
@@ -71,14 +72,14 @@ def inspect_compiled(
     profile: str = NONE,
     setting: str = "default",
 ) -> Inspection:
-    """Inspects the result of `jax.jit(step).lower(...).compile()`, deviceless ones too.
+    """Inspects the result of `jax.jit(step).lower(...).compile()`, also of a deviceless compilation.
 
     Args:
-      hardware: name of the GPU that times are estimated for, one of `dhelix.profiles.hardware.ALL`; by default the
-        one that the step is compiled for.
-      title: of the picture; by default the module's name.
-      source: what to call it in tables.
-      profile, setting: whose costs, as of `inspect_dump`.
+      hardware: the GPU whose times to estimate, one of `dhelix.profiles.hardware.ALL`; default: the GPU that the step
+        is compiled for.
+      title: of the picture; default: the module's name.
+      source: name of the step in tables.
+      profile, setting: choose the costs, see `inspect_dump`.
 
     Raises:
       DhelixError: the executable has no scheduled HLO, or there is no such hardware.
@@ -101,15 +102,15 @@ def inspect_dump(
     setting: str = "default",
     inter_bandwidth: float = 0.0,
 ) -> Inspection:
-    """Inspects a file or folder of `--xla_dump_to`; see `dumps.find_module` for which one of a folder.
+    """Inspects a file or folder of `--xla_dump_to`; `dumps.find_module` chooses the module of a folder.
 
     Args:
-      hardware: whose times are estimated; by default those of the GPU that the dump describes (`targets.choose`).
+      hardware: the GPU whose times to estimate; default: the GPU that the dump describes (`targets.choose`).
       title: of the picture.
-      profile: "none": the roofline's costs; "auto": those of a profile, where there is one of the hardware and the
-        setting; or a profile's file.
+      profile: "none": the costs of a roofline; "auto": the costs of a profile if there is one for the hardware and the
+        setting, else of a roofline; or a profile's file.
       setting: launch setting of the profile.
-      inter_bandwidth: GB/s of each GPU between nodes, where nothing was measured there; 0: what is usual.
+      inter_bandwidth: GB/s of each GPU between nodes if nothing was measured there; 0: the usual value.
 
     Raises:
       DhelixError: nothing to read there, no HLO, not scheduled, not well formed, of another backend or of a GPU that
@@ -126,7 +127,7 @@ def inspect_dump(
 def _costs(
     module: HloModule, gpu: gpus.Hardware, profile: str, setting: str, inter_bandwidth: float = 0.0
 ) -> tuple[Costs, str]:
-    """Costs, and where they come from in words. `inter_bandwidth`: bytes per second; 0: what is usual."""
+    """Costs, and their source in words. `inter_bandwidth`: bytes per second; 0: the usual value."""
     if profile not in (AUTO, NONE):
         known = storage.load(profile)
     else:
@@ -141,7 +142,7 @@ def _costs(
 
 
 def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") -> None:
-    """One picture of one or several inspections, on the same time axis."""
+    """Draws one picture of one or several inspections, on the same time axis."""
     first = found[0]
     pictures = [first.picture]
     for other in found[1:]:
@@ -152,7 +153,7 @@ def save_png(found: Sequence[Inspection], path: str | Path, headline: str = "") 
 
 
 def to_json(found: Sequence[Inspection]) -> str:
-    """An object with one key, `inspection`, or with `before` and `after`."""
+    """A JSON object with the key `inspection`; for two inspections, with `before`, `after` and `gain`."""
     keys = ("before", "after") if len(found) == 2 else ("inspection",)
     data: dict[str, Any] = {key: i.to_dict() for key, i in zip(keys, found, strict=True)}
     if len(found) == 2:
@@ -163,7 +164,7 @@ def to_json(found: Sequence[Inspection]) -> str:
 
 
 def print_tables(found: Sequence[Inspection], top: int = 12, console: Console | None = None) -> None:
-    """Totals of one inspection or two side by side, then collectives and copies of each."""
+    """Prints the totals of one inspection or of two side by side, then collectives and copies of each."""
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else 144, highlight=False, markup=False)
     for inspection in found:
@@ -212,7 +213,7 @@ def _estimate(found: Sequence[Inspection]) -> str:
 
 
 def _time_unit(found: Sequence[Inspection]) -> Unit:
-    """One for all times of a table, so that they compare at a glance."""
+    """One unit for all times of a table, so that they are easy to compare."""
     return time_unit([i.step_ms for i in found])
 
 
@@ -261,7 +262,7 @@ def _totals(found: Sequence[Inspection]) -> Table:
 
 
 def _collectives_of_both(found: Sequence[Inspection], top: int) -> Table:
-    """Collectives of both steps, row by row: those of one kind and size between as many devices are one row."""
+    """Collectives of both steps. Collectives of one kind and size, between as many devices, share a row."""
     table = Table(title="Collectives of both, by what they gain", title_justify="left", title_style="bold")
     for column in ("collective", "devices", "size"):
         table.add_column(column, justify="left" if column == "collective" else "right", no_wrap=True)
@@ -313,14 +314,14 @@ def _collectives(inspection: Inspection, name: str, top: int) -> Table:
 
 
 def _unknown(inspection: Inspection) -> str:
-    """The targets that take longest."""
+    """The unknown targets that take longest, in words."""
     unit = _time_unit([inspection])
     named = [f"{u.target} ({u.family}), {u.executions:,} x, {unit.text(u.total_ms)}" for u in inspection.unknown[:3]]
     return "; ".join(named) + (f" and {len(inspection.unknown) - 3} more" if len(inspection.unknown) > 3 else "")
 
 
 def _under(report: CollectiveReport, unit: Unit) -> str:
-    """The three longest kinds of operators under a collective."""
+    """The three kinds of operators that run longest under a collective."""
     kinds: dict[str, float] = {}
     for under in report.under:
         kinds[under.what] = kinds.get(under.what, 0.0) + under.ms

@@ -1,11 +1,10 @@
-"""Finding and reading the scheduled module in what `--xla_dump_to` writes, and the memory it says it needs.
+"""Finds and reads the scheduled module in the output of `--xla_dump_to`, and the memory that the step needs.
 
-A dump folder holds each module several times: before and after optimizations, and at stages between. Only
-the last one, `*after_optimizations*`, is scheduled; XLA writes it as text and, with
-`--xla_dump_hlo_as_proto`, as `.hlo.pb`, which any version reads. Beside it lies the buffer assignment, which
-says how much memory is needed.
+A dump folder holds each module several times: before and after optimizations, and at stages in between. Only the last
+one, `*after_optimizations*`, is scheduled. XLA writes it as text and, with `--xla_dump_hlo_as_proto`, as `.hlo.pb`,
+which any version reads. The buffer assignment in the same folder says how much memory the step needs.
 
-What a file holds is told by its content: HLO text or a proto, packed by gzip or not, whatever its name.
+The format of a file is recognized by its content, not by its name: HLO text or a proto, with or without gzip.
 """
 
 from __future__ import annotations
@@ -29,20 +28,21 @@ _AFTER = "after_optimizations"
 _HOW = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_text --xla_dump_hlo_as_proto'"
 _GIVE = f"give *{_AFTER}.hlo.pb or .txt of {_HOW}"
 _ENDINGS = tuple(f"{_AFTER}{ending}{packed}" for ending in (".hlo.pb", ".txt") for packed in ("", ".gz"))
-_ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # in old dumps with its address
-_ON_HOST = " color 5, "  # XLA's number of the host's memory
-_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # no text has these, and every proto has
+_ALLOCATION = re.compile(r"^allocation \d+: (?:0x[0-9a-f]+, )?size (\d+),( .*)$")  # old dumps add the address
+_ON_HOST = " color 5, "  # XLA's memory space of the host
+_BINARY = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")  # every proto has these, and no text
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _MLIR_BYTECODE = b"ML\xefR"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one device needs for the step, in bytes. Aliased bytes are outputs that live in donated arguments.
+    """What one device needs for the step, in bytes.
 
     Attributes:
-      source: where the numbers come from, for people to read.
-      host: in the host's memory, of which nothing is in the other numbers.
+      aliased: outputs that live in donated arguments.
+      source: where the numbers come from, for display.
+      host: bytes in the host's memory; the other numbers do not include them.
     """
 
     arguments: int
@@ -60,7 +60,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Dump:
-    """A scheduled and verified module, the file that holds it, and what there is to say about reading it."""
+    """A scheduled and verified module, its file, and remarks on reading it."""
 
     file: Path
     module: HloModule
@@ -110,7 +110,7 @@ def find_module(path: str | Path) -> Path:
 
 
 def read_memory(module_file: Path) -> Memory | None:
-    """Memory from the buffer assignment that XLA writes beside the module; None where there is none."""
+    """Memory by the buffer assignment that XLA writes next to the module; None if there is none."""
     path = Path(f"{stem(module_file)}-buffer-assignment.txt")
     if not path.is_file():
         return None
@@ -136,7 +136,7 @@ def read_memory(module_file: Path) -> Memory | None:
 
 
 def memory_of(compiled: Any) -> Memory | None:
-    """Memory of a `jax.stages.Compiled`, by its own analysis; None where its backend has none."""
+    """Memory of a `jax.stages.Compiled`, by its own analysis; None if its backend has none."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -154,7 +154,7 @@ def memory_of(compiled: Any) -> Memory | None:
 
 
 def stem(path: Path) -> Path:
-    """The path without the endings of its format, which files of one module differ in."""
+    """The path without format endings. All files of one module have the same stem."""
     name = path.name.removesuffix(".gz").removesuffix(".txt").removesuffix(".pb").removesuffix(".hlo")
     return path.with_name(name)
 
@@ -207,14 +207,14 @@ def _content(file: Path) -> bytes:
 
 
 def _text(data: bytes) -> str | None:
-    """None for what is no text."""
+    """The text in `data`; None if it is binary."""
     if data.startswith(_UTF16):
         return data.decode("utf-16", errors="replace")
     return None if _BINARY.search(data) else data.decode("utf-8-sig", errors="replace")
 
 
 def _why_unreadable(error: str, first_line: int) -> str:
-    """XLA's parser answers with several lines of its own; what a user can act on is in the first."""
+    """The parser's error in one sentence. XLA's message has several lines, of which only the first helps a user."""
     found = re.search(r"was parsing (\d+):\d+: error: (.*)", error)
     where = f"line {first_line + int(found[1]) - 1}" if found else "some line"
     reason = f" ({found[2].partition('. Allowed attributes')[0]})" if found else ""
@@ -225,7 +225,7 @@ def _why_unreadable(error: str, first_line: int) -> str:
 
 
 def _instead(file: Path) -> str:
-    """What to give in place of a text that cannot be read."""
+    """What to give instead of a text that cannot be read."""
     proto = stem(file).with_name(f"{stem(file).name}.hlo.pb")
     if proto != file and proto.is_file() and proto.stat().st_size:
         return f"give {proto.name} of the same folder, which every version reads"
@@ -233,7 +233,7 @@ def _instead(file: Path) -> str:
 
 
 def _scheduled(file: Path) -> str:
-    """What to give in place of a module without a schedule."""
+    """What to give instead of a module without a schedule."""
     beside = _scheduled_beside(file)
     if beside:
         return f"give {beside.name} of the same folder"
@@ -243,7 +243,7 @@ def _scheduled(file: Path) -> str:
 
 
 def _scheduled_beside(file: Path) -> Path | None:
-    """The scheduled file of the same module in the same folder: `module_0001.jit_step` begins the names of both."""
+    """The scheduled file of the same module in the same folder. Both names begin like `module_0001.jit_step`."""
     module = re.match(r"module_\d+\.[^.]+\.", file.name)
     for other in sorted(file.parent.glob(f"{module[0]}*")) if module else ():
         is_text = other.name.endswith(".txt")

@@ -1,4 +1,4 @@
-"""The flags of `dhelix inspect`, and what `--help` says above them. Nothing here imports jax."""
+"""The flags of `dhelix inspect`, and the text that `--help` prints above them. Imports no jax."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ AUTO, NONE = "auto", "none"
 
 
 def define_flags(values: flags.FlagValues) -> None:
+    """Defines the flags on `values`."""
     flags.DEFINE_string("compare", None, "a second dump, shown beside the first", flag_values=values)
     flags.DEFINE_enum(
         "hardware",

@@ -1,6 +1,6 @@
-"""Finding HLO modules in text: a dump, a log that XLA wrote modules to, or several dumps in one file.
+"""Finds HLO modules in text: a dump, a log to which XLA wrote modules, or several dumps in one file.
 
-A module begins with a line of `HloModule` and ends with its entry computation: what an entry calls stands before it.
+A module begins with an `HloModule` line. It ends with its entry computation, because callees come before callers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ModuleText:
     """One module of a text.
 
     Attributes:
-      text: from `HloModule` to the end of the entry computation; to the next module where that does not end.
-      line: where it begins, counted from 1.
-      is_whole: whether the entry computation ends.
-      after: line of the first text behind it that belongs to no module; 0 if there is none.
+      text: from `HloModule` to the end of the entry computation; if that has no end, to the next module.
+      line: first line, counted from 1.
+      is_whole: whether the entry computation has an end.
+      after: first line behind the module whose text belongs to no module; 0 if there is none.
     """
 
     name: str
@@ -44,7 +44,11 @@ class ModuleText:
 
 
 def find_modules(text: str) -> list[ModuleText]:
-    """The modules of a text, in its order. Raises DhelixError, which says what else the text is, if there are none."""
+    """The modules of a text, in order.
+
+    Raises:
+      DhelixError: there is no module; the message says what the text is instead.
+    """
     text = _RECOVERY.sub(lambda table: "\n" * table[0].count("\n"), text)
     if not _START.search(text):
         text = _LOG_PREFIX.sub("", text)
@@ -60,7 +64,7 @@ def find_modules(text: str) -> list[ModuleText]:
 
 
 def choose(modules: list[ModuleText]) -> tuple[ModuleText, list[str]]:
-    """The largest whole and scheduled module, and what there is to say about the others and what is around."""
+    """The largest complete and scheduled module, and notes on other modules and on text around it."""
     best = max(modules, key=lambda m: (m.is_whole, m.is_scheduled, len(m.text)))
     notes = []
     if len(modules) > 1:
@@ -87,12 +91,12 @@ def _module(name: str, is_scheduled: bool, text: str, line: int) -> ModuleText:
 
 
 def _end(text: str) -> int | None:
-    """Where the entry computation ends; None if it does not."""
+    """Where the entry computation ends; None if it has no end."""
     entry = _ENTRY.search(text)
     depth, is_body = 0, False
     for token in _BRACES.finditer(text, entry.end()) if entry else ():
         if token[0] == "{":
-            # `f32[8]{0}`: a layout. `main {`, `-> f32[8]{0} {`: the body.
+            # In `f32[8]{0}` the brace begins a layout; in `main {` and `-> f32[8]{0} {` the last one begins the body.
             is_body = is_body or (depth == 0 and text[token.start() - 1].isspace())
             depth += 1
         elif token[0] == "}":

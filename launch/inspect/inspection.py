@@ -1,8 +1,7 @@
-"""What a scheduled module says about its step: what collectives lie under, what is exposed, what is copied.
+"""Analyses a scheduled module: what runs under each collective, what is exposed, what is copied.
 
-Times are estimates: the schedule is played (`dhelix.passes.evaluation.timeline`) with the costs of a profile or of a
-roofline, and nothing is measured. They are good for comparing two programs for one hardware, and for seeing where the
-time goes.
+Times are estimates: `dhelix.passes.evaluation.timeline` simulates the schedule with the costs of a profile or of a
+roofline, and nothing is measured. Use them to compare two programs for the same hardware, and to see what takes time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from dhelix.passes.framework.gain import StepParts
 from dhelix.passes.hlo import Computation, HloModule, Instruction, shapes
 from dhelix.profiles.hardware import Hardware
 
-LARGE = 16 * 2**20  # bytes: copies of smaller buffers inside loops are not worth a line
+LARGE = 16 * 2**20  # bytes; copies of smaller buffers are not reported
 _LANES = {
     Lane.COMPUTE: COMPUTE,
     Lane.COMM: COMMUNICATION,
@@ -50,7 +49,7 @@ _LANES = {
 
 @dataclass(frozen=True)
 class Under:
-    """Something that computes while a collective runs; milliseconds of one execution of the collective."""
+    """An operator that computes while a collective runs; milliseconds of one execution of the collective."""
 
     instruction: str
     what: str
@@ -63,14 +62,14 @@ class CollectiveReport:
 
     Attributes:
       kind: HLO's name of a collective; `send`, `recv` or `send/recv`; `copy to host` or `copy from host`.
-      bytes: of the whole buffer on one device: gathered, or before it is reduced; of what several collectives move
-        that are one instruction, the sum.
-      devices: how many take part, in the largest group.
+      bytes: the whole buffer on one device: after a gather, or before a reduction. If the instruction combines several
+        collectives, their sum.
+      devices: size of the largest group.
       groups: how many groups communicate at the same time; pairs of a permute or a message.
-      part: alpha, beta, forward, backward or other, as its name in the user's program says.
-      executions: in a step; 0 for what the estimate leaves out, as `notes` say.
-      alone_ms: what it would take with nothing beside it; `hidden_ms + exposed_ms` is what it takes.
-      notes: what is not known of it: how often it runs, or between how many devices.
+      part: alpha, beta, forward, backward or other, by its name in the user's program.
+      executions: in a step; 0 if the estimate leaves it out, as `notes` say.
+      alone_ms: time with nothing overlapping; the estimated time is `hidden_ms + exposed_ms`.
+      notes: remarks, such as an unknown trip count or number of devices.
     """
 
     instruction: str
@@ -90,10 +89,11 @@ class CollectiveReport:
 
 @dataclass(frozen=True)
 class UnknownKernel:
-    """Custom calls of one target of which nobody can see what they compute. Their times follow from what they move.
+    """All custom calls of one target that the cost model does not know. Their times follow from the bytes they move.
 
     Attributes:
-      instructions: how many; `executions`: how often a step runs them, all together.
+      instructions: how many instructions.
+      executions: how often a step runs them, all together.
       bytes: read and written by all executions.
     """
 
@@ -123,16 +123,16 @@ class Inspection:
     """A step as its schedule describes it. Milliseconds of a step, all of them estimates.
 
     Attributes:
-      slow_down_ms: what compute loses by running beside collectives; contained in `compute_ms`.
-      idle_ms: nothing runs, in pauses between kernels; `compute_ms + exposed_ms + idle_ms` is `step_ms`.
-      communication_alone_ms: what the collectives would take with nothing beside them.
+      slow_down_ms: what compute loses by overlapping with collectives; contained in `compute_ms`.
+      idle_ms: pauses between kernels; `compute_ms + exposed_ms + idle_ms` is `step_ms`.
+      communication_alone_ms: what the collectives would take with nothing overlapping.
       communication_ms: what they take, hidden and exposed.
-      host_ms: of `communication_ms`, what transfers to and from the host's memory take.
-      collectives: most exposed first; messages and host transfers among them.
+      host_ms: the part of `communication_ms` that transfers to and from the host's memory take.
+      collectives: most exposed first; includes messages and host transfers.
       unknown: kernels of unknown custom calls, longest first.
       copies: longest first; only inside loops, only buffers of LARGE bytes or more.
-      memory: of one device; None where nothing says.
-      parts: what the step's time is made of; not in the JSON.
+      memory: of one device; None if unknown.
+      parts: the components of the step's time; not in the JSON.
       picture: the timeline; not in the JSON.
     """
 
@@ -168,7 +168,7 @@ class Inspection:
         return sum(u.instructions for u in self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the picture and the parts, as JSON holds it."""
+        """Everything but the picture and the parts, as JSON values."""
         fields = dataclasses.asdict(dataclasses.replace(self, picture=Picture("", "", ())))
         del fields["picture"], fields["parts"]
         fields["unknown_kernels"] = self.unknown_kernels
@@ -187,14 +187,14 @@ def inspect_module(
     notes: tuple[str, ...] = (),
     overlaps: bool = True,
 ) -> Inspection:
-    """Plays a scheduled module and says what it shows.
+    """Simulates a scheduled module and reports what it shows.
 
     Args:
-      costs: of its instructions.
-      cost_model: where these come from, for people to read.
-      source: where the module comes from, for people to read.
-      title: of the picture; by default the module's name.
-      overlaps: whether the device runs collectives beside compute; CPUs do not, and their pictures say so.
+      costs: of the module's instructions.
+      cost_model: where the costs come from, for display.
+      source: where the module comes from, for display.
+      title: of the picture; default: the module's name.
+      overlaps: whether the device overlaps collectives with compute; CPUs do not, and their pictures say so.
     """
     hardware = costs.hardware
     timeline = simulate_module(module, hardware, costs)
@@ -253,9 +253,9 @@ def _collective(
     hardware: Hardware,
     instructions: dict[str, Instruction],
 ) -> CollectiveReport:
-    """`time`: None for what the timeline does not run, in the shorter branch of a conditional."""
+    """`time`: None if the timeline does not run it: in a shorter branch, or in a loop without iterations."""
     found = communicates(instruction)
-    assert found is not None  # the timeline says it communicates
+    assert found is not None  # callers select instructions that communicate
     together = (found, *found.others) if isinstance(found, Collective) else (found,)
     place, notes = places[instruction.computation], ()
     count, under = 0, ()
@@ -295,7 +295,7 @@ def _devices(found: Collective | Transfer, hardware: Hardware) -> int:
 
 
 def _unknown(places: dict[Computation, Place], costs: Costs) -> tuple[UnknownKernel, ...]:
-    """Unknown custom calls of a step by their targets."""
+    """Unknown custom calls of a step, by target."""
     found: dict[str, UnknownKernel] = {}
     for computation, place in places.items():
         for instruction in sequence_of(computation):
@@ -342,7 +342,7 @@ def _bars(
 
 
 def _expanded(timeline: Timeline, offset: float) -> Iterator[tuple[Interval, float]]:
-    """Every interval with its start in the step, loops played as often as they run."""
+    """Every interval with its start in the step. Loop bodies are repeated for each iteration."""
     for interval in timeline.intervals:
         start = offset + interval.start
         if interval.body is None:
@@ -383,7 +383,7 @@ def _summary(inspection: Inspection, overlaps: bool) -> str:
 
 
 def unknown_text(inspection: Inspection) -> str:
-    """How many kernels are unknown custom calls, in words; "" where there are none."""
+    """How many kernels are unknown custom calls, in words; "" if there are none."""
     count = inspection.unknown_kernels
     if not count:
         return ""

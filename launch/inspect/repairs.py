@@ -1,14 +1,14 @@
-"""HLO text of other XLA versions, as far as small repairs make it readable to this one's parser.
+"""Small repairs that make HLO text of other XLA versions readable to this version's parser.
 
-    custom-call(p), api_version=API_VERSION_UNSPECIFIED    the default, written out
-    f8e4m3b11[]                                            f8e4m3b11fnuz, before it was renamed
+    custom-call(p), api_version=API_VERSION_UNSPECIFIED    left out: it is the default
+    f8e4m3b11[]                                            f8e4m3b11fnuz, its new name
     async-start(x), async_group_id=0                       left out: operands say which start and done are a pair
-    copy-start(x), is_cross_program_prefetch=true          an unexpected attribute: left out, and said so
-    parameter(0), sharding={mesh[x=8], [{x}]}              an attribute that informs only and does not parse: the same
+    copy-start(x), is_cross_program_prefetch=true          an unexpected attribute: left out and reported
+    parameter(0), sharding={mesh[x=8], [{x}]}              does not parse, and only informs: left out and reported
     f32[32768,32768] constant({...})                       read without its 4 GiB, which the text does not hold
 
-An unexpected attribute is one that this XLA knows nothing of, and so does the cost model. The parser names it and its
-place; it is left out of all instructions of that kind.
+This XLA does not know an unexpected attribute, and neither does the cost model. The parser names the attribute and its
+place. The repair removes it from all instructions of that opcode.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dhelix.passes.hlo import HloModule, Instruction, schema
 _SPELLINGS = (
     (re.compile(r", api_version=API_VERSION_UNSPECIFIED\b"), ""),
     (re.compile(r"\bf8e4m3b11(?=\[)"), "f8e4m3b11fnuz"),
-    (re.compile(r", async_group_id=\d+"), ""),  # of `custom-call-start`, it ends the parser's process
+    (re.compile(r", async_group_id=\d+"), ""),  # on `custom-call-start`, it crashes the parser's process
 )
 _UNEXPECTED = re.compile(r'was parsing (\d+):\d+: error: unexpected attribute "([\w.\-]+)"')
 _UNPARSED = re.compile(r"was parsing (\d+):\d+: error: error parsing attribute ([\w.\-]+)")
 _INFORM = frozenset(("sharding", "origin", "metadata", "statistics"))  # no time, size or order depends on these
 _OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")
-_ROUNDS = 60  # attributes of opcodes before we give up
+_ROUNDS = 60  # number of attributes to remove before giving up
 
 _LARGE = 2**22  # elements
 _ELIDED = re.compile(r"(= \w+\[([\d,]+)\]\S*) constant\(\{\.\.\.\}\)")
@@ -39,14 +39,18 @@ _STAND_IN = "dhelix_elided_constant"
 
 @dataclass(frozen=True)
 class Repaired:
-    """A module, and in words the attributes that were left out to read it."""
+    """A module, and the attributes that were left out to read it, in words."""
 
     module: HloModule
     left_out: tuple[str, ...]
 
 
 def read(text: str) -> Repaired:
-    """Parses the text of one module. Raises DhelixError with XLA's message, or ParserStopped, where nothing helps."""
+    """Parses the text of one module.
+
+    Raises:
+      DhelixError: no repair helps; with XLA's message. `ParserStopped` if the parser aborted.
+    """
     for pattern, word in _SPELLINGS:
         text = pattern.sub(word, text)
     text = _ELIDED.sub(_without_value, text)
@@ -68,9 +72,13 @@ def read(text: str) -> Repaired:
 
 
 def _without_refused(text: str, error: str) -> tuple[str, str]:
-    """The text without the attribute that XLA's message is about, and what went; the same text if it names none.
+    """Removes the attribute that XLA's message is about.
 
-    It goes from instructions of that opcode: others may need one of that name. Metadata are alike in all.
+    Only instructions of that opcode lose the attribute, since other opcodes may need one of that name. Metadata
+    attributes are the same for all opcodes, so all instructions lose them.
+
+    Returns:
+      The text, and what was removed; the same text and "" if the message names no attribute that can be removed.
     """
     found = _UNEXPECTED.search(error)
     if not found:
@@ -88,14 +96,14 @@ def _without_refused(text: str, error: str) -> tuple[str, str]:
 
 
 def _opcode(line: str) -> str:
-    """Of an instruction; empty in other lines."""
+    """The opcode in an instruction's line; empty for other lines."""
     _, equals, right = line.partition(" = ")
     found = _OPCODE.search(f" {right}") if equals else None
     return found[1] if found else ""
 
 
 def _without(line: str, name: str) -> str:
-    """A line without `, name=value`; a value is a word, a string or what stands between braces."""
+    """The line without `, name=value`. A value is a word, a string, or text between brackets."""
     start = re.search(rf"(?:,\s*|\s+|(?<=\{{)){re.escape(name)}=", line)
     if start is None:
         return line
@@ -109,7 +117,7 @@ def _without(line: str, name: str) -> str:
 
 
 def _without_value(constant: re.Match[str]) -> str:
-    """XLA would fill an elided constant with zeros, as many as its shape says."""
+    """A stand-in for a large elided constant. XLA would fill the constant with zeros, in its full size."""
     if math.prod(map(int, constant[2].split(","))) < _LARGE:
         return constant[0]
     return f'{constant[1]} custom-call(), custom_call_target="{_STAND_IN}"'
@@ -124,7 +132,7 @@ def _with_constants(module: HloModule) -> HloModule:
 
 
 def _make_constant(instruction: Instruction) -> None:
-    """A constant without a literal, which is what XLA writes where it dropped one."""
+    """Turns a stand-in into a constant without a literal, as XLA itself writes it after dropping a literal."""
     own = instruction.proto
     kept = {"name": own.name, "shape": own.shape, "id": own.id, "metadata": own.metadata}
     own.CopyFrom(schema.InstructionProto(opcode="constant", **kept))

@@ -1,12 +1,12 @@
-"""What a dumped module was compiled for, and whose times it gets.
+"""Says what a dumped module was compiled for, and which hardware's times apply.
 
-    gpu_target_config.pbtxt names a GPU that `hardware.py` describes    that
-    it describes another one (cores, clock, memory)                     a description made of these, and a note
+    gpu_target_config.pbtxt names a GPU that `hardware.py` describes    that GPU
+    it describes another GPU (cores, clock, memory)                     a description made from it, and a note
     the file's name has the compute capability alone, sm_9.0a           a GPU of that capability, and a note
-    nothing says                                                        an H200, and a note
-    another backend: TPU, ROCm                                          refused, unless a GPU is named
+    no information, or compiled for CPU                                 an H200, and a note
+    another backend: TPU, ROCm                                          refused, unless the user names a GPU
 
-`*.gpu_target_config.pbtxt` is what XLA writes beside a module that it compiles for a GPU.
+XLA writes `*.gpu_target_config.pbtxt` next to a module that it compiles for a GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from dhelix.profiles.hardware import Hardware
 DEFAULT = hardware.H200
 _SAY = "--hardware names another GPU"
 ASK = f"which nothing describes; say by --hardware whose times to take: {', '.join(hardware.GPUS)}"
-_ALIKE = 0.15  # memory of the card that a name means, and of the card at hand: GB, GiB and what the driver keeps
+_ALIKE = 0.15  # relative difference of nominal and reported memory: GB or GiB, and the driver's part
 
-# Compute capability -> the described GPU that stands for it where the capability is all that is known, and who has it.
+# Compute capability -> the GPU to assume if only the capability is known, and the GPUs that have the capability.
 _OF_CAPABILITY: dict[tuple[int, int], tuple[Hardware, str]] = {
     (8, 0): (hardware.A100, "A100 and A800"),
     (8, 6): (hardware.A40, "A40, A10 and others"),
@@ -37,20 +37,20 @@ _OF_CAPABILITY: dict[tuple[int, int], tuple[Hardware, str]] = {
 # Dense bf16 operations per multiprocessor and clock: peak / (cores * boost clock) of NVIDIA's data sheets.
 _OPERATIONS = {(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192,
                (10, 3): 8192, (12, 0): 1024}  # fmt: skip
-_NVLINK = {7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}  # bytes per second and link, each way, by the major capability
-_REACHED = 330 / 450  # of NVLink's bandwidth by NCCL, on H100
+_NVLINK = {7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}  # bytes per second, link and direction, by major capability
+_REACHED = 330 / 450  # fraction of NVLink's bandwidth that NCCL reaches, on H100
 _FIELD = re.compile(r'(\w+):\s*(?:"([^"]*)"|([^\s{}"]+))')
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a dump says about what its module was compiled for.
+    """What a dump says about the target of its module.
 
     Attributes:
       backend: GPU, CPU, TPU or ROCm.
-      gpu: what the dump calls it; empty if it does not say.
-      hardware: whose times to take; None where nothing says, or nothing describes `gpu`.
-      notes: where `hardware` comes from, if that needs saying.
+      gpu: the dump's name for the GPU; empty if the dump does not say.
+      hardware: the hardware whose times apply; None if the dump says nothing, or nothing describes `gpu`.
+      notes: where `hardware` comes from, if a reader must know.
     """
 
     backend: str = "GPU"
@@ -60,7 +60,7 @@ class Target:
 
 
 def read(file: Path, module: HloModule) -> Target:
-    """What the module of a dump was compiled for, by its own target description, its file's name and what is in it."""
+    """The target of a dumped module, by the target description, the file's name, and the module's content."""
     backend = _backend(file, module)
     if backend != "GPU":
         return Target(backend)
@@ -79,13 +79,13 @@ def read(file: Path, module: HloModule) -> Target:
 
 
 def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hardware, tuple[str, ...]]:
-    """Whose times to estimate, and what a reader must know about that.
+    """The hardware whose times to use, and what a reader must know about that choice.
 
     Args:
-      chosen: the user's choice, which counts in any case.
+      chosen: the user's choice, which always counts.
 
     Raises:
-      DhelixError: nothing is chosen, and the module is of another backend or of a GPU that nothing describes.
+      DhelixError: nothing is chosen, and the module is for another backend or for a GPU that nothing describes.
     """
     target = read(file, module)
     name = _a(chosen or DEFAULT)
@@ -110,7 +110,7 @@ def choose(file: Path, module: HloModule, chosen: Hardware | None) -> tuple[Hard
 
 
 def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
-    """Whose times to take for devices that JAX calls `kind`, and a note where they are of other hardware."""
+    """Hardware for devices that JAX calls `kind`, and a note if the times are of other hardware."""
     gpu = hardware.ALL.get(hardware.gpu_name(kind))
     if gpu is not None:
         return gpu, ()
@@ -118,7 +118,7 @@ def of_kind(kind: str) -> tuple[Hardware, tuple[str, ...]]:
 
 
 def _a(gpu: Hardware) -> str:
-    """With its article."""
+    """The GPU's name, with its article."""
     return f"{'an' if gpu.name[0] in 'AHLR' else 'a'} {gpu.name}"
 
 
@@ -135,12 +135,12 @@ def _backend(file: Path, module: HloModule) -> str:
 
 
 def _is_tiled(shape: Any) -> bool:
-    """Layouts such as `{1,0:T(8,128)}` are those of TPUs."""
+    """Whether a layout is tiled, such as `{1,0:T(8,128)}`; only TPUs have such layouts."""
     return bool(shape.layout.tiles) or any(map(_is_tiled, shape.tuple_shapes))
 
 
 def _description(file: Path) -> str:
-    """What `module_0001.jit_step.gpu_target_config.pbtxt` beside the module says; empty where there is none."""
+    """The text of `module_0001.jit_step.gpu_target_config.pbtxt` next to the module; empty if there is none."""
     parts = file.name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         beside = file.with_name(f"{'.'.join(parts[:count])}.gpu_target_config.pbtxt")
@@ -150,7 +150,7 @@ def _description(file: Path) -> str:
 
 
 def _fields(description: str) -> dict[str, str]:
-    """Fields of a message in protobuf's text form, without the messages they are in; of equal names the first."""
+    """Fields of a protobuf text message, without nesting. If a name occurs twice, the first value counts."""
     lines = [line for line in description.splitlines() if not line.lstrip().startswith("#")]
     found: dict[str, str] = {}
     for name, text, word in _FIELD.findall("\n".join(lines)):
@@ -171,12 +171,12 @@ def _described(description: str) -> Target:
 
 
 def _is_card(gpu: Hardware, name: str) -> bool:
-    """`A100` may be called the 80 GB card or `A100-40GB`; which, its memory tells."""
+    """Whether the chip is the same: `A100` may mean the 80 GB card or `A100-40GB`, and the memory tells which."""
     return gpu.name == name or re.fullmatch(rf"{re.escape(name)}-\d+GB", gpu.name) is not None
 
 
 def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> Target:
-    """A description of a card by what XLA knew of it; links as of H100 with NVLink, as of A40 without."""
+    """A description of a GPU from what XLA knew of it. The rest is taken from H100 if it has NVLink, else from A40."""
     block = re.search(r"cuda_compute_capability\s*\{([^}]*)\}", description)
     version = _fields(block[1]) if block else {}
     capability = int(_number(version, "major")), int(_number(version, "minor"))
@@ -186,7 +186,7 @@ def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> 
     words = kind or f"a GPU of compute capability {'.'.join(map(str, capability))}"
     if not (cores and clock and bandwidth and memory and operations):
         return Target(gpu=words)
-    if name in hardware.ALL:  # a part of one, or a card of another size
+    if name in hardware.ALL:  # a part of a known GPU, or one with other memory
         name = f"{name}-{memory / 1e9:.0f}GB"
     peak = cores * clock * 1e9 * operations / (2 if "GeForce" in kind else 1)
     links = _number(fields, "active_links") * _NVLINK.get(capability[0], 0.0)
@@ -201,7 +201,7 @@ def _derived(fields: dict[str, str], description: str, name: str, kind: str) -> 
 
 
 def _number(fields: dict[str, str], name: str) -> float:
-    """0 for what is missing or no number."""
+    """The field as a number; 0 if it is missing or no number."""
     try:
         return float(fields.get(name, 0))
     except ValueError:

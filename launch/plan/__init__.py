@@ -1,1 +1,1 @@
-"""`dhelix plan`: what of one strand runs with what of the other, decided without a GPU, and shown."""
+"""`dhelix plan`: decides without a GPU which operators of the two strands run together, and shows the plan."""

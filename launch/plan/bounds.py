@@ -1,9 +1,10 @@
-"""How much faster than a plan's any order could be: `dhelix plan --bound`.
+"""Lower bounds on the time of a plan's bodies in any order: `dhelix plan --bound`.
 
     bounds(candidate)      # [BodyBound("layers of both strands", 15, 0.0123, 0.0121), ...]
 
-Each body that the plan orders becomes an exact model (`passes/ordering/exact/`), whose bound no legal order beats by
-the same costs. Other orders alone are ruled out: another program, or other costs, may be faster.
+Each body that the plan orders becomes an exact model (`passes/ordering/exact/`). With the same costs, no legal order of
+the body takes less than the model's bound. The bound is about orders only: another program, or other costs, may be
+faster.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dhelix.passes.ordering.exact.order import TooLargeError, exact_order
 from dhelix.passes.ordering.order_rules import Limits
 from dhelix.passes.plans.plan_operators import PlanOperators
 
-_EFFORT = 30.0  # CP-SAT's deterministic time for a body, about seconds
+_EFFORT = 30.0  # CP-SAT's deterministic time per body, roughly seconds
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,10 @@ class BodyBound:
     """One body of a plan.
 
     Attributes:
-      runs: of the body in a step.
-      seconds: of one run in the plan's order, played by itself.
-      bound: seconds that no order of it takes less than; None where it is too large for the model, `why` says how.
+      runs: how often a step runs the body.
+      seconds: one run in the plan's order, evaluated by itself.
+      bound: seconds that every order takes at least; None if the body is too large for the model.
+      why: why there is no bound.
     """
 
     name: str
@@ -42,17 +44,17 @@ class BodyBound:
 
     @property
     def left(self) -> float:
-        """Seconds of a step that other orders of this body may save at most."""
+        """Seconds per step that other orders of this body can save at most."""
         return 0.0 if self.bound is None else self.runs * (self.seconds - self.bound)
 
     def to_json(self) -> dict[str, Any]:
-        """Microseconds of one run; `bound_us` is null where there is none."""
+        """Microseconds of one run; `bound_us` is null without a bound."""
         bound = None if self.bound is None else microseconds(self.bound)
         return {"body": self.name, "runs": self.runs, "order_us": microseconds(self.seconds), "bound_us": bound}
 
 
 def bounds(candidate: Candidate) -> list[BodyBound]:
-    """Of every body that the plan orders, in the plan's order. Raises DhelixError where OR-tools is missing."""
+    """The bounds of all bodies that the plan orders, in the plan's order. Raises DhelixError if OR-tools is missing."""
     found = dict[str, tuple[Computation, int]]()
     for computation, runs in executions(candidate.module).items():
         fingerprint = PlanOperators(computation, candidate.costs.operator_keys).fingerprint
@@ -78,7 +80,7 @@ def _bound(candidate: Candidate, memory: Memory, name: str, computation: Computa
 
 
 def in_words(found: Sequence[BodyBound], step_seconds: float) -> list[str]:
-    """A line for each body, and one for all."""
+    """A line for each body, and one line for all together."""
     lines = []
     for body in found:
         of = f"{body.name} ({body.runs:,} x {1e6 * body.seconds:,.0f} µs)"

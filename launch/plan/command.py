@@ -1,10 +1,10 @@
-"""`dhelix plan`: what of one strand runs with what of the other, under which launch setting, made without a GPU.
+"""`dhelix plan`: decides without a GPU which operators of the two strands run together, under which launch setting.
 
     dhelix plan --preset llama-8b --layers 8 --mesh tp=4 --microbatches 16 --out plan.json --picture plan.png
 
-The step is compiled for GPUs that need not exist, with what XLA's autotuner chose on such a card; operators and pairs
-of them cost what the profile says. Each launch setting gets a plan, and the one that is predicted to be fastest is
-shown and written. docs/plan.md says how to read, edit and use it.
+The step is compiled for GPUs that this machine need not have, with the recorded autotuner results of those GPUs.
+Operators and pairs of operators cost what the profile says. Each launch setting gets a plan. The plan with the shortest
+predicted step is shown and written. docs/plan.md explains how to read, edit and use it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.step.options import StepOptions
 
 _ORDERING = ("dp", "list")  # schedules that order two strands
-_AGAIN = 2  # times that a plan which the compiler says to be over the limit is made again
+_AGAIN = 2  # how often a plan is made again if the compiler finds it over the limit
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Makes the plan. Raises DhelixError."""
+    """Makes a plan, or with --trace says what a plan's segments took. Returns the exit status. Raises DhelixError."""
     chosen = values.flag_values_dict()
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     if chosen["trace"]:
@@ -69,7 +69,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
     deviceless.prepare_environment()
     jax.config.update("jax_platforms", "cpu")
     if not chosen["verbose"]:
-        logging.set_verbosity(logging.ERROR)  # what it warns of, such as guesses, the headline and the table say
+        logging.set_verbosity(logging.ERROR)  # the headline and the table say it too, e.g. guesses
     view = _make(chosen, arguments, console)
     if chosen["out"]:
         plan_files.save(view.best.plan, chosen["out"])
@@ -135,7 +135,7 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
         raise DhelixError("a step on one GPU has no communication to hide: give more GPUs by --mesh, or a dump of some")
     models = _models(chosen, gpu, _gpus_per_node(chosen, gpus), console)
     if options is None:
-        assert dump is not None  # _check
+        assert dump is not None  # _check requires one
         plain, programs = None, [(model, dump) for model in models]
     else:
         say(console, f"{options.preset} is compiled and planned without a GPU; that takes a minute or two.")
@@ -175,13 +175,13 @@ def _make(chosen: dict[str, Any], arguments: list[str], console: Console) -> Pla
 
 
 def _order_options(chosen: dict[str, Any]) -> StepOptions:
-    """What the flags say of the order. Raises DhelixError for what orders no strands."""
+    """The options of the step that concern the order. Raises DhelixError for values that mean nothing."""
     names = ("schedule", "memory_limit", "max_in_flight")
     return StepOptions(**{name: chosen[name] for name in names if chosen[name] is not None})
 
 
 def _gain(best: Candidate, before: Program, models: Mapping[str, CostModel]) -> Gain:
-    """Of the best one, against a program in the order that it has."""
+    """Gain of the best candidate over the program `before`, each in its own order."""
     costs = models[best.plan.target.setting].costs()
     return Gain(
         step_parts(HloModule.from_bytes(before.module), costs),
@@ -195,7 +195,11 @@ def _candidates(
     work: _Work,
     console: Console,
 ) -> list[Candidate]:
-    """Plans within the limit. Raises OverLimitError where there is none, with the smallest limit that would do."""
+    """The plans that keep within the limit.
+
+    Raises:
+      OverLimitError: there is none; the error names the smallest limit that would do.
+    """
     found: list[Candidate] = []
     refused: list[OverLimitError] = []
     for model, program in programs:
@@ -218,14 +222,20 @@ def _confirmed(
     work: _Work,
     console: Console,
 ) -> tuple[list[Candidate], Candidate, Memory]:
-    """The fastest that the compiler, too, says to keep within the limit, and its memory. Raises as `_candidates`.
+    """The fastest plan that keeps within the limit by the compiler's count, too.
 
-    The compiler may leave more between buffers than in XLA's order; what is over by that is planned `again`, twice at
-    most, with as much left free. First of all returns the candidates, with what was planned again in its place.
+    The compiler may leave more free between buffers than in XLA's order. A plan that is over the limit because of this
+    is made `again`, at most twice, with as much memory left free.
+
+    Returns:
+      The candidates, with remade plans in place of the originals; the chosen candidate; its memory.
+
+    Raises:
+      OverLimitError: as `_candidates`.
     """
     waiting: list[tuple[Candidate, tuple[MemoryLimit, ...]]] = [(candidate, (limit,)) for candidate in candidates]
     refused: list[OverLimitError] = []
-    given: list[Candidate] = []  # those that no other takes the place of
+    given: list[Candidate] = []  # refused, and not replaced by a remade plan
     while waiting:
         candidate, limits = waiting.pop(min(range(len(waiting)), key=lambda n: waiting[n][0].rank()))
         target = candidate.program.target
@@ -247,8 +257,11 @@ def _confirmed(
 def _with_alternatives(
     options: trainer.Options, whole: Program, models: Sequence[CostModel], console: Console
 ) -> list[tuple[CostModel, Program]]:
-    """Each model with the step as it is, and with what may be faster: other collectives in place of some, chains from
-    a gather to a scatter in parts, and where gradients can be reduced layer by layer, both ways."""
+    """Pairs each model with the step as it is, and with forms of the step that may be faster.
+
+    These forms decompose some collectives, compute chains from a gather to a scatter in row parts, or reduce gradients
+    at the end instead of layer by layer.
+    """
     wanted = [(model, other) for model in models for other in _alternatives(whole, model)]
     programs = {whole.collectives: whole}
     compiled = functools.partial(plan_step.of_preset, options, target=whole.target, skew=whole.skew, like=whole)
@@ -264,7 +277,7 @@ def _with_alternatives(
 
 
 def _alternatives(whole: Program, model: CostModel) -> list[CollectivesSection]:
-    """What may stand in place of collectives: the step as it is first."""
+    """The replacements of collectives to try. The step as it is comes first."""
     faster = exchange.faster(HloModule.from_bytes(whole.module), model)
     pays = whole.before is not None and row_partition.pays(HloModule.from_bytes(whole.before), model)
     found = itertools.product(dict.fromkeys([(), faster]), (0, RowPartition.parts) if pays else (0,))
@@ -277,7 +290,7 @@ def _apart(skew: int) -> str:
 
 
 def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
-    """0: as many as usual. `gpus`: of the step."""
+    """GPUs per node; 0: the usual number. `gpus`: GPUs of the step."""
     per_node = chosen["gpus_per_node"] or (gpus // 2 if chosen["link"] == "two-nodes" else 0)
     if per_node and gpus > per_node and gpus % per_node:
         raise DhelixError(f"{gpus} GPUs are no whole nodes of {per_node}: give another --gpus_per_node, or --mesh")
@@ -285,7 +298,7 @@ def _gpus_per_node(chosen: dict[str, Any], gpus: int) -> int:
 
 
 def _models(chosen: dict[str, Any], gpu: str, gpus_per_node: int, console: Console) -> list[CostModel]:
-    """Costs under each launch setting that is asked for."""
+    """The cost model of each launch setting that is asked for."""
     profile = _profile(chosen, gpu)
     wanted = chosen["settings"] or [name for name in SETTINGS if name in profile.sections]
     if line := alike.told(profile, wanted):
@@ -316,7 +329,7 @@ def _profile(chosen: dict[str, Any], gpu: str) -> Profile:
 
 
 class _Work:
-    """Runs what takes long, and shows how far it is."""
+    """Runs long tasks and shows the progress."""
 
     def __init__(self, console: Console, total: int) -> None:
         self._progress, self._done = Progress(console, 0, total, "plan"), 0
@@ -329,7 +342,7 @@ class _Work:
         self._progress.__exit__()
 
     def do[**P, T](self, words: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`function`; `words` say that it is done."""
+        """Calls `function`, then shows `words` to say that it is done."""
         result = function(*args, **kwargs)
         self._done += 1
         self._progress.update(self._done, words)

@@ -1,4 +1,4 @@
-"""`dhelix plan PLAN --trace DIR`: what the segments of a plan took, beside what was predicted.
+"""`dhelix plan PLAN --trace DIR`: measured times of a plan's segments, next to the predicted ones.
 
     dhelix train --plan plan.json --trace traces ...
     dhelix plan plan.json --trace traces --out measured.json
@@ -25,7 +25,17 @@ from dhelix.runtime.profiling.measured_plan import Measured
 
 
 def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console) -> None:
-    """Reads, shows and writes. Raises DhelixError."""
+    """Reads a plan and the trace of a run with it, and prints both times.
+
+    Args:
+      plan: the plan's file.
+      folder: folder of the trace.
+      out: file for the plan with measured times, or None.
+      as_json: whether to print JSON instead of tables.
+
+    Raises:
+      DhelixError: the plan or the trace cannot be used.
+    """
     measured = measured_plan.of_trace(plan_files.load(plan), folder)
     if out:
         plan_files.save(measured.plan, out)
@@ -36,7 +46,7 @@ def run(plan: str, folder: str, out: str | None, as_json: bool, console: Console
 
 
 def _json(measured: Measured) -> dict[str, Any]:
-    """Times in microseconds: of `bodies` those of one run, of the rest those of one step."""
+    """Times in microseconds: of one run in `bodies`, else of one step."""
     plan, report, steps = measured.plan, measured.report, measured.steps
     return {
         "program": plan.program,
@@ -99,5 +109,5 @@ def _taken(body: PlanBody) -> bool:
 
 
 def _errors(body: PlanBody) -> Sequence[float]:
-    """Of its segments, relative to what they took."""
+    """Relative errors of the predicted times of the segments."""
     return [abs(s.predicted_us - s.measured_us) / s.measured_us for s in body.segments if s.measured_us]

@@ -1,10 +1,10 @@
-"""A picture of a pairing in the manner of DHelix figure 10: one iteration before and after, segments as columns.
+"""Picture of a pairing in the style of DHelix figure 10: one iteration before and after, with segments as columns.
 
-Time runs to the right, as the evaluator plays it; nothing ran. Above stands one iteration of each loop of layers of the
-plain step (of a dump: the same iteration in the dump's order), below on the same axis one iteration of the plan's first
-body. There strand alpha stands above strand beta; each has a row for what it computes and one for what it sends, so
-what lies above one another runs at the same time. Hatched is the slow-down, what a block takes longer than alone; red
-is exposed communication, under which nothing computes.
+Time runs to the right. All times are simulated; nothing ran. The upper panel shows one iteration of each layer loop of
+the plain step; for a dump, the planned iteration in the dump's order. The lower panel shows one iteration of the plan's
+first body, on the same axis. There strand alpha is above strand beta. Each strand has a row for compute and a row for
+communication, so blocks above one another run at the same time. Hatching shows the slow-down: the time that a block
+takes longer than alone. Red shows exposed communication, during which nothing computes.
 
     plan_picture.save_png(plan_picture.picture(candidate, plain), "plan.png")
 """
@@ -43,22 +43,28 @@ _ROW_NAMES = {
     "compute": "computes", "send": "sends",
 }  # fmt: skip
 _COLOURS = {"alpha": ALPHA, "beta": BETA}
-_LIGHT = {"alpha": figures.ALPHA_LIGHT, "beta": figures.BETA_LIGHT}  # what only moves memory
+_LIGHT = {"alpha": figures.ALPHA_LIGHT, "beta": figures.BETA_LIGHT}  # operators that only move memory
 _PART_STRAND = {"backward": "alpha", "forward": "beta"}
 _MOST_SEGMENTS = 16  # more are not readable side by side
 _INCHES, _DPI = 16.0, 140
-_ROW_INCHES = {2: 1.15, 4: 2.55}  # of a panel with so many rows
-_HALF = {"compute": 0.46, "send": 0.38}  # of a row's height
-_CHARACTER = 0.0041  # of the width, at the font size of labels
-_VISIBLE = 0.0025  # of the width, that a part of a block must have to be drawn
-_UPRIGHT = 11  # characters that a row is high
+_ROW_INCHES = {2: 1.15, 4: 2.55}  # height of a panel, by its number of rows
+_HALF = {"compute": 0.46, "send": 0.38}  # half of a block's height, in rows
+_CHARACTER = 0.0041  # width of a label's character, as a fraction of the panel
+_VISIBLE = 0.0025  # narrowest part of a block that is drawn, as a fraction of the panel
+_UPRIGHT = 11  # longest upright label, in characters
 _WORDS = {"attention backward": "attention bwd", **figures.SHORT}
 
 
 @dataclass(frozen=True)
 class Block:
-    """One operator. Times in microseconds; `alone` is what it takes with nothing beside it; `shape`: sizes of a
-    product, bytes of a collective."""
+    """One operator. Times in microseconds.
+
+    Attributes:
+      shape: sizes of a product, or bytes of a collective.
+      alone: its time with nothing overlapping.
+      sends: whether it communicates.
+      light: whether it only moves memory.
+    """
 
     strand: str
     label: str
@@ -72,11 +78,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Panel:
-    """One or several iterations beside each other.
+    """One iteration, or several side by side. Times in microseconds.
 
     Attributes:
-      rows: from top to bottom, keys of _ROW_NAMES.
-      marks: microseconds at which a part begins, and its name; `end` is where the last one ends.
+      rows: keys of _ROW_NAMES, from top to bottom.
+      marks: begin and name of each part; the last part ends at `end`.
     """
 
     heading: str
@@ -93,7 +99,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class PlanPicture:
-    """What is drawn, before and after."""
+    """The panels before and after."""
 
     title: str
     summary: str
@@ -101,13 +107,14 @@ class PlanPicture:
 
 
 def picture(candidate: Candidate, plain: Program | None = None, gain: Gain | None = None) -> PlanPicture:
-    """One iteration of the first body of a plan, or the middle of it if that is long, below the same work before.
+    """One iteration of the plan's first body, below the same work before. Of a long body, only the middle is drawn.
 
     Args:
-      plain: the plain step; None: what was planned, in the order that it had.
-      gain: of the whole step, of which the picture shows its loops alone.
+      plain: the plain step; None: the upper panel shows the planned program in its original order.
+      gain: gain of the whole step; the picture itself shows only loops.
 
-    Raises DhelixError if the plan has no body.
+    Raises:
+      DhelixError: the plan has no body.
     """
     plan, target, instead = candidate.plan, candidate.plan.target, candidate.plan.collectives
     if not plan.bodies:
@@ -145,7 +152,7 @@ def _planned(candidate: Candidate) -> Panel:
 
 
 def _original(candidate: Candidate) -> Panel:
-    """The plan's first body in the order that it had."""
+    """The plan's first body in the dump's order."""
     module = HloModule.from_bytes(candidate.program.module)
     costs, computation = settled(module, candidate.costs), _computation(candidate, module)
     timeline = evaluate(module.schedule[computation], costs)
@@ -155,7 +162,7 @@ def _original(candidate: Candidate) -> Panel:
 
 
 def _plain(plain: Program, candidate: Candidate) -> Panel:
-    """An iteration of each loop of layers of the plain step, one after the other as they stand in the step."""
+    """One iteration of each layer loop of the plain step, in the step's order."""
     module = HloModule.from_bytes(plain.module)
     costs = settled(module, candidate.costs)
     computations = {i.name: c for c in module.computations for i in c.instructions}
@@ -180,7 +187,7 @@ def _heading(when: str, runs: int, timeline: Timeline) -> str:
 
 
 def _computation(candidate: Candidate, module: HloModule) -> Computation:
-    """That of the plan's first body."""
+    """The computation of the plan's first body."""
     wanted, keys = candidate.plan.bodies[0].fingerprint, candidate.costs.operator_keys
     return next(c for c in module.schedule if PlanOperators(c, keys).fingerprint == wanted)
 
@@ -193,7 +200,9 @@ def _names(computation: Computation, costs: Costs) -> dict[str, str]:
 def _blocks(
     timeline: Timeline, computation: Computation, names: dict[str, str], costs: Costs, offset: float = 0.0
 ) -> Iterator[Block]:
-    """`names`: of instructions, with the strand first where they have one; else their direction says the colour."""
+    """`names`: names of instructions, beginning with the strand if there is one. Else the direction gives the
+    strand.
+    """
     parts = {i.name: (i, part) for i, part in parts_of(computation)}
     for interval in timeline.intervals:
         name, (instruction, part) = names[interval.instruction], parts[interval.instruction]
@@ -216,10 +225,7 @@ def _shape(key: Key | None) -> str:
 
 
 def save_png(drawn: PlanPicture, path: str | Path) -> None:
-    """Draws it.
-
-    Raises DhelixError: matplotlib is missing, or the file cannot be written.
-    """
+    """Draws the picture. Raises DhelixError if matplotlib is missing or the file cannot be written."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -278,7 +284,7 @@ def _draw_block(axis: Any, block: Block, middle: float, busy: list[Interval], sp
     if block.sends:
         axis.axvspan(block.start, block.end, color=HIDDEN, alpha=0.13, lw=0, zorder=1)
         for begin, end in subtract([(block.start, block.end)], busy):
-            if end - begin > _VISIBLE * span:  # not the pauses between kernels
+            if end - begin > _VISIBLE * span:  # skips the pauses between kernels
                 red = {"facecolor": EXPOSED, "lw": 0.0, "zorder": 2}
                 axis.add_patch(Rectangle((begin, middle - half), end - begin, 2 * half, **red))
     longer = length - block.alone
@@ -289,7 +295,7 @@ def _draw_block(axis: Any, block: Block, middle: float, busy: list[Interval], sp
 
 
 def _write(axis: Any, block: Block, middle: float, span: float) -> None:
-    """Label and shape beside what is hatched, the label alone or upright where that is narrow, or nothing."""
+    """Writes label and shape left of the hatching. A narrow block gets the label alone, upright, or nothing."""
     words, kind = [block.label], block.label.rstrip("0123456789 ")
     if kind in _WORDS:
         words.append(_WORDS[kind] + block.label[len(kind) :])
@@ -310,7 +316,7 @@ def _write(axis: Any, block: Block, middle: float, span: float) -> None:
 
 
 def _folded(shape: str, width: int) -> list[str]:
-    """A shape in lines of at most `width` characters, broken before a ×; [] where it takes more than three."""
+    """A shape in lines of at most `width` characters, broken before ×; [] if that takes more than three lines."""
     lines: list[str] = []
     for part in shape.replace("×", " ×").split(" ") if "×" in shape else filter(None, [shape]):
         if lines and len(lines[-1] + part) <= width:

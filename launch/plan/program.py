@@ -1,12 +1,12 @@
 """The programs that `dhelix plan` plans: steps as the compiler hands them to the last passes, and their memory.
 
     plain = of_preset(replace(options, plain=True))
-    step = of_preset(options)                       # its strands interleaved, its order XLA's
+    step = of_preset(options)                       # strands interleaved, in XLA's order
     parts = of_preset(options, CollectivesSection(row_parts=2), like=step)   # chains of products in two parts
-    memory = confirmed(options, plan)               # compiled again, in the order of the plan
+    memory = confirmed(options, plan)               # compiled again, in the plan's order
 
-Nothing runs and no GPU is needed. Modules are taken out of the compiler where `strand_interleave` orders them, so a
-plan made here meets the same program there.
+Nothing runs and no GPU is needed. Modules are recorded where `strand_interleave` orders them in the compiler. So a plan
+that is made here fits the program there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dhelix.runtime.step.pass_lists import alternatives, planned_passes, strand_
 
 _NAME = "jit_train_step"
 REDUCED = CollectivesSection(reduced=1)
-"""Gradients are reduced layer by layer where they can be."""
+"""Gradients are reduced layer by layer wherever possible."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Program:
     """A step in XLA's order.
 
     Attributes:
-      name: for people.
-      module: scheduled, serialized.
-      gpus: how many it runs on.
-      hardware: as of `CompiledStep`.
+      name: for display.
+      module: the scheduled module, serialized.
+      gpus: how many GPUs it runs on.
+      hardware: see `CompiledStep`.
       memory: of one GPU, in XLA's order; None if a dump does not say.
-      collectives: what stands in place of some.
-      skew: layers that the strands are apart.
-      before: the module as passes before fusion see it, serialized; None of a dump.
-      notes: as of `CompiledStep`.
+      collectives: which collectives are replaced, and by what.
+      skew: number of layers between the strands.
+      before: the module at `Stage.PRE_SCHEDULER`, before fusion, serialized; None for a dump.
+      notes: see `CompiledStep`.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Program:
 
     @property
     def target(self) -> str:
-        """As `of_preset` has it."""
+        """The deviceless target, as `of_preset` takes it."""
         return self.hardware.lower()
 
 
 def of_dump(path: str | Path, gpu: str | None = None) -> Program:
-    """The step in a file or a folder of `--xla_dump_to`, as it is. Raises DhelixError: see `profile_step.of_dump`."""
+    """The step in a file or folder of `--xla_dump_to`, unchanged. Raises DhelixError: see `profile_step.of_dump`."""
     step = profile_step.of_dump(path, gpu)
     memory = dumps.read_memory(dumps.find_module(path))
     return Program(step.name, step.module.to_bytes(), step.gpus, step.hardware, memory, notes=step.notes)
@@ -89,11 +89,14 @@ def of_preset(
     """The step that `dhelix train` runs with these options, plain or with interleaved strands.
 
     Args:
-      collectives: what is to stand in place of some; `Program.collectives` says whether any gradients are reduced.
-      like: a step of the same arguments. Memory then follows from its own, by live ranges, and no code is made for this
-        one, which takes a third of the time.
+      collectives: replacements to make. `Program.collectives` says whether any gradients are reduced.
+      target: one of `deviceless.targets()`.
+      skew: number of layers between the strands.
+      like: a step with the same arguments. Memory is then estimated from `like`'s by live ranges, and the compiler
+        makes no code, which takes much less time.
 
-    Raises DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
+    Raises:
+      DhelixError: options that do not fit each other, no strands to interleave, or nothing to compile with.
     """
     structure = *strand_passes(skew), *alternatives(collectives)
     passes = () if options.plain else structure
@@ -106,12 +109,13 @@ def of_preset(
 
 
 def confirmed(options: trainer.Options, plan: Plan, target: str = profile_step.TARGET) -> Memory:
-    """Memory of the step in the order of `plan`, by the compiler.
+    """Memory of the step in the order of `plan`, by the compiler's count.
 
-    Raises DhelixError if the plan cannot be carried out.
+    Raises:
+      DhelixError: the plan cannot be carried out.
     """
     found = _compile(options, planned_passes(plan, sys.maxsize), target, strict=False)
-    assert found.report is not None  # there are passes
+    assert found.report is not None  # there are passes, hence a report
     done = found.report[PlannedOrder.name]
     if done.outcome not in (CHANGED, UNCHANGED):
         raise DhelixError(f"the plan does not fit the step that it was made of: {'; '.join(map(str, done.notes))}")
@@ -132,7 +136,7 @@ def _compile(
 ) -> _Compiled:
     training, batch = profile_step.deviceless_training(options, target)
     example = training.abstract_state(), training.abstract_batch(batch)
-    if isinstance(training, PipelinedTraining):  # its strands are there already
+    if isinstance(training, PipelinedTraining):  # a pipeline already has its strands
         passes = [one for one in passes if one.stage is not Stage.LOWERED]
     chosen = StepOptions(passes=passes, strict=strict) if passes else StepOptions()
     step: Any = trainer.make_step(training, not passes, chosen)
@@ -142,7 +146,7 @@ def _compile(
         known = None if like is None or like.memory is None else tuned.scheduled(lowered)
         if known is None:
             memory = dumps.memory_of(tuned.compile(lowered))
-            assert memory is not None  # the GPU's compiler always says
+            assert memory is not None  # the GPU compiler always counts memory
         else:
             assert like is not None and like.memory is not None
             memory = _memory_by(like.memory, live_bytes(known) - live_bytes(like.module))
@@ -151,7 +155,7 @@ def _compile(
 
 
 def live_bytes(module: bytes) -> int:
-    """What lives at once beside the arguments, in the order of a scheduled module."""
+    """Bytes that live at once besides the arguments, in the order of a scheduled module."""
     return memory_need.of_module(HloModule.from_bytes(module)).beside
 
 
@@ -161,6 +165,6 @@ def _memory_by(like: Memory, more: int) -> Memory:
 
 @contextlib.contextmanager
 def _recorded(modules: dict[Stage, bytes]) -> Iterator[None]:
-    """Compilations inside leave the module that comes to the passes of each stage in `modules`."""
+    """Records in `modules` the module of each stage, after the step's own passes, for compilations inside."""
     with registration.temporary_hook(modules.__setitem__, _NAME):
         yield

@@ -1,10 +1,10 @@
 """Plans of one step under several launch settings, and which of them is predicted to be fastest.
 
-    candidates = [search(program, model, "dp", limit) for model in models]
+    candidates = [search(program, model, options, limit) for model in models]
     best = min(candidates, key=Candidate.rank)
 
-What a candidate predicts is played from the order that its plan gives when it is carried out, not from the order that
-the search found: plans keep operators, and what travels with them may come to stand elsewhere.
+The predictions of a candidate simulate the order that results from its plan, not the order that the search found. The
+two may differ: a plan names operators, and the instructions that travel with an operator may move.
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.pass_lists import default_passes
 
 _DECOMPOSED = 1.01
-"""Two strands over NVLink took 0.8 % longer with all-to-alls (docs/benchmarks.md), where 0.3 % less are predicted:
-pauses grow. Where they pay, without peer-to-peer, they save a sixth."""
+"""Factor on the predicted time of plans with all-to-alls. They must gain 1 %, because pauses between kernels grow.
+Chosen by measurement (docs/benchmarks.md).
+"""
 
 
 _REDUCED = 1.005
-"""A plan with gradients in many pieces has to gain half a per cent. Without peer-to-peer, where 3.5 were predicted, 4.0
-were measured (docs/benchmarks.md)."""
+"""Factor on the predicted time of plans with gradients in many pieces: they must gain 0.5 %. Chosen by measurement
+(docs/benchmarks.md).
+"""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan and what is predicted of it.
+    """One plan and its predictions.
 
     Attributes:
-      program: that it is for.
-      module: in the order of the plan.
-      timeline: of that; `seconds_xla`: of XLA's order.
-      bytes, bytes_xla: beside the arguments, by estimate.
-      solve_seconds: what the search took.
+      program: the step that the plan is for.
+      module: the step in the plan's order.
+      timeline: simulation of `module`.
+      seconds_xla: time of the step in XLA's order.
+      bytes, bytes_xla: estimated memory besides the arguments, in the plan's and in XLA's order.
+      solve_seconds: duration of the search.
     """
 
     program: Program
@@ -73,13 +76,13 @@ class Candidate:
         return self.timeline.seconds
 
     def rank(self) -> float:
-        """Seconds, and a little more with all-to-alls and with gradients reduced layer by layer."""
+        """Predicted seconds, with a surcharge for all-to-alls and for gradients reduced layer by layer."""
         instead = self.plan.collectives
         all_to_alls = any(exchange.INSTEAD[key.kind] == "all-to-all" for key in instead.decomposed)
         return self.seconds * (_DECOMPOSED if all_to_alls else 1.0) * (_REDUCED if instead.reduced else 1.0)
 
     def with_memory(self, counted: Counted) -> Candidate:
-        """With a plan that may take what the compiler has counted, which is more than live ranges."""
+        """Raises the plan's memory limit to the compiler's count, which may exceed the live ranges."""
         order = self.plan.order
         if not order.memory_limit or counted.peak <= order.memory_limit:
             return self
@@ -87,7 +90,7 @@ class Candidate:
 
     @cached_property
     def step_time(self) -> StepTime:
-        """What the step runs, one after the other."""
+        """The step's operators and collectives, each alone, one after the other."""
         return predict(self.module, self.costs)
 
     @cached_property
@@ -107,13 +110,15 @@ class Candidate:
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
-        """Each collective of the step as JSON values, those that take longest first; microseconds of one execution.
-        One row for those of computations that are alike and take as long."""
+        """Each collective of the step as JSON values, most time first; microseconds of one execution.
+
+        Collectives of like computations share a row if they take the same time.
+        """
         rows: list[dict[str, Any]] = []
         for time_of in self.timeline.collectives:
             place, count = self.places[time_of.instruction], time_of.count or 1
             found = communicates(place.instruction)
-            assert found is not None  # the timeline says that it communicates
+            assert found is not None  # the timeline lists it as a collective
             beneath = [
                 {"name": self.places[name].name, "us": microseconds(seconds / count)} for name, seconds in time_of.under
             ]
@@ -140,7 +145,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Place:
-    """An instruction, what a plan calls it, and the computation around it: in words, and how often a step runs it."""
+    """Where an instruction is.
+
+    Attributes:
+      name: its name in a plan.
+      body: its computation, in words.
+      runs: how often a step runs that computation.
+    """
 
     instruction: Instruction
     name: str
@@ -150,12 +161,12 @@ class Place:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What a step may need on one GPU, arguments and all, by the compiler's count.
+    """Memory that a step may need on one GPU, arguments included, by the compiler's count.
 
     Attributes:
-      bytes: None: as much as XLA's order needs, and 3 %.
-      given: by the user.
-      gaps: bytes between buffers, which live ranges do not have; None: as many as in XLA's order.
+      bytes: the limit; None: what XLA's order needs, plus 3 %.
+      given: whether the user set the limit.
+      gaps: bytes between buffers, which live ranges do not count; None: as many as in XLA's order.
     """
 
     bytes: int | None
@@ -164,13 +175,13 @@ class MemoryLimit:
 
     @classmethod
     def of(cls, given: int | None, plain: Program | None) -> MemoryLimit:
-        """What the user says, or 3 % more than the plain step needs (DHelix section 6)."""
+        """The user's limit, or 3 % more than the plain step needs (DHelix section 6, arXiv 2411.15871)."""
         if given is not None:
             return cls(given, given=True)
         return cls(None if plain is None or plain.memory is None else int(plain.memory.peak * (1.0 + MEMORY_SLACK)))
 
     def with_gaps_of(self, candidate: Candidate, memory: Counted) -> MemoryLimit:
-        """Leaves as much free between buffers as the compiler did in that order; `memory` is what it counted."""
+        """The limit with the gaps that the compiler left in the candidate's order; `memory` is its count."""
         return replace(self, gaps=max(memory.peak - memory.arguments - candidate.bytes, 0))
 
     def gaps_of(self, program: Program) -> int:
@@ -181,9 +192,10 @@ class MemoryLimit:
         return max(beside - _bytes(HloModule.from_bytes(program.module)), 0)
 
     def of_program(self, program: Program) -> int | None:
-        """Bytes for a scheduler, whose estimates leave out the gaps between buffers.
+        """The limit in bytes for a scheduler, whose estimates leave out the gaps between buffers; None for the default.
 
-        Raises DhelixError: the user gave a limit, and what the arguments of a dump take is not known.
+        Raises:
+          DhelixError: the user gave a limit, and a dump does not say how much memory its arguments take.
         """
         if program.memory is None and self.given:
             raise DhelixError(
@@ -193,7 +205,7 @@ class MemoryLimit:
         if self.bytes is None or program.memory is None:
             return None
         module = HloModule.from_bytes(program.module)
-        counted_more = program.memory.arguments - Memory(module).arguments  # such as what XLA aligns
+        counted_more = program.memory.arguments - Memory(module).arguments  # such as padding for alignment
         return max(self.bytes - counted_more - self.gaps_of(program), 0)
 
 
@@ -212,9 +224,13 @@ class OverLimitError(DhelixError):
 
 
 def search(program: Program, model: CostModel, options: StepOptions, limit: MemoryLimit) -> Candidate:
-    """The plan that a schedule gives with these costs; `options` say which, and how many collectives may be in flight.
+    """The plan that a schedule gives with these costs.
 
-    Raises OverLimitError: no order fits the limit; the message says which would do.
+    Args:
+      options: name the schedule, and limit the collectives in flight.
+
+    Raises:
+      OverLimitError: no order fits the limit; the message names a limit that would do.
     """
     memory_limit = limit.of_program(program)
     try:
@@ -226,7 +242,7 @@ def search(program: Program, model: CostModel, options: StepOptions, limit: Memo
 
 
 def _search(program: Program, model: CostModel, options: StepOptions, memory_limit: int | None) -> Candidate:
-    """`memory_limit`: bytes, arguments and all; None: what XLA's order needs, and 3 %."""
+    """`memory_limit`: bytes, arguments included; None: what XLA's order needs, plus 3 %."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     original = dict(module.schedule)
     before, bytes_before = simulate_module(module, costs.hardware, costs), _bytes(module)
@@ -249,7 +265,7 @@ def _search(program: Program, model: CostModel, options: StepOptions, memory_lim
 
 
 def played(program: Program, model: CostModel) -> float:
-    """Seconds of the step in XLA's order."""
+    """Simulated seconds of the step in XLA's order."""
     module, costs = HloModule.from_bytes(program.module), model.costs()
     return simulate_module(module, costs.hardware, costs).seconds
 

@@ -1,4 +1,4 @@
-"""What `dhelix plan` says: JSON for programs, tables for people."""
+"""Output of `dhelix plan`: JSON for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from dhelix.passes.framework.units import bytes_text
 from dhelix.passes.plans.plan import Plan, PlanBody, PlanSegment
 from dhelix.profiles.hardware import LINKS, describe
 
-_LONGEST = 3  # operators beneath a collective that a row names
+_LONGEST = 3  # number of operators beneath a collective that a row names
 
 
 @dataclass(frozen=True)
 class PlanView:
-    """What came of it.
+    """The result of one call.
 
     Attributes:
-      best: of `candidates`, one for each launch setting and form of the program.
-      gain: of the best one, against the plain step under the same launch setting; of a dump, against its own order.
-      plain: the plain step; None for a dump, which is planned as it is; `plain_seconds` of it by launch setting.
-      memory: of the planned step, by the compiler.
-      bounds: of the best one's bodies, where they were asked for.
+      best: the chosen one of `candidates`.
+      candidates: one for each launch setting and form of the program.
+      gain: of the best one over the plain step under the same launch setting; for a dump, over the dump's order.
+      plain: the plain step; None for a dump, which is planned as it is.
+      plain_seconds: time of the plain step by launch setting.
+      memory: of the planned step, by the compiler's count.
+      bounds: of the best one's bodies, if requested.
     """
 
     best: Candidate
@@ -47,11 +49,11 @@ class PlanView:
 
     @property
     def plain_memory(self) -> Memory | None:
-        """Of the plain step, by the compiler."""
+        """Memory of the plain step, by the compiler's count."""
         return self.plain and self.plain.memory
 
     def to_json(self) -> dict[str, Any]:
-        """Times in microseconds of one step; those of `collectives` of one execution. Memory in bytes on one GPU."""
+        """Microseconds of one step; in `collectives` of one execution. Memory in bytes on one GPU."""
         plan, target = self.best.plan, self.best.plan.target
         return {
             "program": plan.program,
@@ -102,7 +104,7 @@ class PlanView:
 
 
 def print_view(view: PlanView, console: Console, top: int) -> None:
-    """Settings side by side, the collectives of the best one, and what runs with what in its first body."""
+    """Prints all settings side by side, the best one's collectives, and the segments of its first body."""
     best = view.best
     target = best.plan.target
     say(console, f"{best.plan.program}; {target.hardware}, link {target.link}. Predicted, nothing ran:")
@@ -131,7 +133,9 @@ def _headline(view: PlanView) -> list[str]:
 
 
 def _settings(view: PlanView) -> Table:
-    """A row for each candidate, the one taken first and bold; columns that would say the same of all are left out."""
+    """A row for each candidate, the chosen one first and bold. Leaves out structure columns that are empty in all
+    rows.
+    """
     table = Table(title="One step under each launch setting", title_justify="left", title_style="bold")
     candidates = sorted(view.candidates, key=lambda candidate: (candidate is not view.best, candidate.rank()))
     structure = {name: of for name, of in _STRUCTURE.items() if any(map(of, (c.plan for c in candidates)))}
@@ -178,7 +182,7 @@ _STRUCTURE: dict[str, Callable[[Plan], object]] = {
 
 
 def _structure(plan: Plan) -> dict[str, Any]:
-    """What sets plans of one step apart, as JSON values."""
+    """The choices in which plans of one step differ, as JSON values."""
     instead = plan.collectives
     decomposed = list(map(str, instead.decomposed))
     return {
@@ -208,7 +212,7 @@ def _collectives(view: PlanView, top: int) -> Table:
 
 
 def segments(body: PlanBody) -> Table:
-    """What runs with what, and what that takes; measured too, of a plan that ran."""
+    """Which operators run together and how long that takes; with measured times if the plan has them."""
     measured = any(segment.measured_us is not None for segment in body.segments)
     took = "" if body.measured_us is None else f", measured {body.measured_us:,.0f} µs"
     title = f"What runs with what: {body.name}, {body.runs:,} runs, {body.predicted_us:,.0f} µs{took}"
@@ -228,7 +232,7 @@ def segments(body: PlanBody) -> Table:
 
 
 def _strand(segment: PlanSegment, strand: str) -> str:
-    """What belongs to `strand`; what belongs to none counts as alpha."""
+    """The operators of `strand`. Operators without a strand count as alpha."""
     mine = [name for name in segment.run if name.startswith("beta ") == (strand == "beta")]
     return ", ".join(name.removeprefix(f"{strand} ") for name in mine)
 

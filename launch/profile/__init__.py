@@ -1,1 +1,1 @@
-"""`dhelix profile`: what operators and collectives of a step cost, measured, or looked up where there is no GPU."""
+"""`dhelix profile`: costs of a step's operators and collectives: measured, or looked up if there is no GPU."""

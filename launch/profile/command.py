@@ -1,11 +1,11 @@
-"""`dhelix profile`: measures what one train step's operators, collectives and pairs cost, and keeps it in a file.
+"""`dhelix profile`: measures what one train step's operators, collectives and pairs cost, and stores it in a file.
 
     dhelix profile --preset llama-8b --layers 4 --mesh tp=4 --settings default,connections1 --heat_map pairs.png
 
-What the step needs and the file lacks is measured under each launch setting, in a process of its own
-(`profile_processes`), which writes every batch of results into the file: a run that is interrupted loses nothing and
-goes on when it is called again. Then tables say what is known of the step. Without a GPU nothing is measured, and the
-command says what would be. docs/profiles.md says what the numbers mean.
+Each launch setting gets its own process (`dhelix.launch.profile.processes`), which measures what the file lacks for the
+step. The process writes every batch of results into the file: an interrupted run loses nothing, and the same command
+continues it. Then tables show what is known of the step. Without a GPU nothing is measured, and the command says what
+it would measure. docs/profiles.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from dhelix.runtime.compiler import deviceless
 from dhelix.runtime.profiling import collective_tables, operator_bases
 from dhelix.runtime.profiling.session import Step, Wanted
 
-_DEFAULT_GPUS = 4  # where there are none and nothing says how many
+_DEFAULT_GPUS = 4  # assumed if there are none and no step says how many
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Measures what is missing, or says what would be. Raises DhelixError."""
+    """Measures what is missing, or says what would be measured. Returns the exit status. Raises DhelixError."""
     chosen = values.flag_values_dict()
     _check(chosen, arguments)
     deviceless.prepare_environment()
-    jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes that measure
+    jax.config.update("jax_platforms", "cpu")  # the processes that measure need the GPUs
     console = Console(stderr=chosen["json"], width=None if sys.stdout.isatty() else 144, highlight=False)
     if chosen["compare"] and not _has_step(chosen, arguments) and not chosen["collectives"]:
         path = _path(chosen, chosen["hardware"] or DEFAULT_GPU)
@@ -79,11 +79,11 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 _GO_ON = "what was measured is in {path}, and the same command goes on from there."
 
-# ---- the three ways: what is asked for, and what measures it
+# ---- the three modes: each returns the job, and the function that does it
 
 
 def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """Says what would be measured."""
+    """Without GPUs, or with --explain: says what would be measured."""
     step = _step(chosen, arguments, chosen["hardware"], console)
     gpu = chosen["hardware"] or (step.hardware if step else DEFAULT_GPU)
     job = _job(chosen, gpu, step.gpus if step else _DEFAULT_GPUS, step)
@@ -104,10 +104,10 @@ def _plan(chosen: dict[str, Any], arguments: list[str], console: Console) -> tup
 
 
 def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """Measurements come from another profile."""
+    """With --recorded: takes measurements from another profile."""
     record = storage.load(chosen["recorded"])
     step = _step(chosen, arguments, record.hardware, console)
-    assert step is not None  # _check
+    assert step is not None  # _check requires one
     chosen["link"] = record.link
     job = _job(chosen, record.hardware, step.gpus, step)
 
@@ -125,7 +125,7 @@ def _from_record(chosen: dict[str, Any], arguments: list[str], console: Console)
 
 
 def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> tuple[Job, Callable[[], None]]:
-    """This machine's GPUs, setting by setting, each in a process of its own."""
+    """Measures on this machine's GPUs, setting by setting, each in its own process."""
     kind, count = profile_processes.gpus_here()
     gpu = hardware.gpu_name(kind) if kind else chosen["hardware"]
     if gpu is None:
@@ -151,7 +151,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
                 keep = Path(chosen["keep"] or temporary, setting)
                 try:
                     finished = listen(setting, replace(request, keep=str(_folder(keep))))
-                except DhelixError as error:  # other settings may fare better
+                except DhelixError as error:  # go on: other settings may work
                     job.errors.append(error)
                     continue
                 finally:
@@ -170,7 +170,7 @@ def _on_gpus(chosen: dict[str, Any], arguments: list[str], console: Console) -> 
 
 
 def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterator[tuple[str, Request]]:
-    """What the processes are to do, in turn."""
+    """The requests to the measuring processes, in order, each with its setting."""
     for setting in job.settings:
         request = Request(setting, str(job.path), job.link, pairs=job.pairs, again=job.again)
         bases = tuple(chosen["bases"])
@@ -183,7 +183,7 @@ def _requests(job: Job, chosen: dict[str, Any], arguments: list[str]) -> Iterato
 
 
 class _Bar:
-    """Progress of one setting, and the end of the time that was given."""
+    """Progress of one setting, and the deadline of --budget_s."""
 
     def __init__(self, console: Console, setting: str, deadline: float = float("inf")) -> None:
         self._console, self._setting, self._deadline = console, setting, deadline
@@ -198,12 +198,12 @@ class _Bar:
             self._progress.__exit__()
 
     def go_on(self, done: int, total: int, what: str) -> bool:
-        """Shows it; False once the time is over."""
+        """Shows progress; False once the deadline has passed."""
         self.show(done, total, what)
         return time.monotonic() < self._deadline
 
     def show(self, done: int, total: int, what: str) -> None:
-        if total != self._total:  # which pairs are wanted is known once operators are measured
+        if total != self._total:  # the wanted pairs are known only after the operators
             self.__exit__()
             self._total = total
             self._progress = Progress(self._console, done, total, self._setting).__enter__() if total > done else None
@@ -213,11 +213,11 @@ class _Bar:
             self._progress.update(done, what)
 
 
-# ---- what is asked for
+# ---- flags, and the step
 
 
 def _check(chosen: dict[str, Any], arguments: list[str]) -> None:
-    """Flags that need or exclude one another."""
+    """Checks flags that need or exclude one another."""
     has_step = _has_step(chosen, arguments)
     if len(arguments) > 1 or (arguments and chosen["preset"]):
         raise DhelixError("give one step: a dump, or --preset")
@@ -259,17 +259,17 @@ def _options(chosen: dict[str, Any]) -> Options:
 
 
 def _step(chosen: dict[str, Any], arguments: list[str], gpu: str | None, console: Console) -> CompiledStep | None:
-    """The step, compiled without GPUs; None if none is asked for."""
+    """The step, compiled without GPUs; None if no step is given."""
     if arguments:
         return _of_dump(arguments[0], gpu, console)
     if not chosen["preset"]:
         return None
-    target = (chosen["hardware"] or DEFAULT_GPU).lower()  # of others, a like program for estimates
+    target = (chosen["hardware"] or DEFAULT_GPU).lower()  # for other GPUs, estimates use the program of TARGET
     return profile_step.of_preset(_options(chosen), target if target in deviceless.targets() else profile_step.TARGET)
 
 
 def _of_dump(path: str, gpu: str | None, console: Console) -> CompiledStep:
-    """The step of a dump, after what there is to say about it."""
+    """Reads the step of a dump and prints its notes."""
     step = profile_step.of_dump(path, gpu)
     for note in step.notes:
         say(console, f"{step.name}: {note}.")
@@ -285,7 +285,7 @@ def _folder(path: Path) -> Path:
 
 
 def _table_keys(job: Job, setting: str) -> list[CollectiveKey]:
-    """What the tables of collectives lack."""
+    """The keys of the collective tables that the file lacks."""
     devices = [SimpleNamespace(process_index=0, id=number) for number in range(job.gpus)]
     implementation = SETTINGS[setting].implementation
     keys = collective_tables.tables(devices, job.hardware.gpus_per_node, implementation=implementation)

@@ -1,4 +1,4 @@
-"""The flags of `dhelix profile`, and what `--help` says above them. Nothing here imports jax."""
+"""The flags of `dhelix profile`, and the text that `--help` prints above them. Imports no jax."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ such module."""
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """The flags, on `values`; those of the step are those of `dhelix train`."""
+    """Defines the flags on `values`; the flags of the step are those of `dhelix train`."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)

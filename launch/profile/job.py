@@ -1,8 +1,8 @@
-"""One call of `dhelix profile`: which step on which GPUs, under which launch settings, into which file.
+"""One call of `dhelix profile`: the step, the GPUs, the launch settings and the profile's file.
 
 job = Job(gpu="H200", link="nvlink", gpus=4, settings=("default",), path=Path("h200-nvlink.json"))
 job.steps["default"] = profile_step.of_dump("xla_dump")
-job.session("default").missing(...)       # what the file lacks
+job.missing("default")                    # what the file lacks
 job.view("default")                       # what is known, as rows for tables and JSON
 """
 
@@ -31,18 +31,18 @@ _XLA_DEVICES = {"H200": "sm_90", "H100": "sm_90", "A100": "sm_80", "A800": "sm_8
 
 @dataclass
 class Job:
-    """What is asked for, and what came of it.
+    """The request of one call, and its results.
 
     Attributes:
-      gpu, link: those of the profile.
-      gpus: how many take part.
+      gpu, link: hardware and link of the profile.
+      gpus: how many GPUs take part.
       settings: names in `profile.SETTINGS`.
       path: the profile's file.
-      pairs: whether two at once are measured, too.
-      again: whether what is known is measured again.
-      steps: by setting, since autotuning may choose other kernels under each; empty for collectives alone.
-      here: what was measured on, once something was.
-      errors: what went wrong on the way; the rest went on.
+      pairs: whether to measure pairs, too.
+      again: whether to measure known entries again.
+      steps: the step under each setting, since autotuning may choose other kernels; empty for collective tables alone.
+      here: provenance of the measurements, once there are any.
+      errors: errors of settings that failed; the other settings went on.
     """
 
     gpu: str
@@ -58,33 +58,33 @@ class Job:
 
     @property
     def hardware(self) -> Hardware:
-        """The description, with as many GPUs in a node as take part."""
+        """The GPU's description, with at most as many GPUs per node as take part."""
         described = hardware.describe(self.gpu, self.link)
         nodes = 2 if self.link == "two-nodes" else 1
         return replace(described, gpus_per_node=min(max(self.gpus // nodes, 1), described.gpus_per_node))
 
     def in_file(self) -> Profile:
-        """What the file holds. Raises DhelixError if it holds something else, or a profile of other hardware."""
+        """The file's profile, empty if there is no file. Raises DhelixError if the file holds anything else."""
         found = storage.of_hardware(self.path, self.gpu, self.link, "--out")
         return found or Profile(self.gpu, self.link)
 
     def known(self) -> Profile:
-        """What the profiles at hand and the file hold together, the file's numbers first."""
+        """The known profiles of the hardware, merged with the file's, whose numbers come first."""
         found = storage.find(self.gpu, self.link, [self.path] if self.path.exists() else [])
         return found or Profile(self.gpu, self.link)
 
     def session(self, setting: str, profile: Profile | None = None, measurer: Measurer | None = None) -> Session:
-        """Over `profile`, by default what the file holds."""
+        """A session over `profile`; default: the file's."""
         profile = self.in_file() if profile is None else profile
         per_node = self.hardware.gpus_per_node
         return Session(profile, setting, measurer, self.hardware, per_node, pairs=self.pairs, again=self.again)
 
     def missing(self, setting: str) -> Wanted:
-        """What the file lacks of the step."""
+        """What the file lacks of the setting's step."""
         return self.session(setting).missing(Step(self.steps[setting].module))
 
     def view(self, setting: str, refused: Mapping[str, str] | None = None) -> StepView:
-        """What is known of the step; `refused` are instructions that cannot run alone, and why."""
+        """What is known of the step. `refused`: instructions that cannot run alone, and why."""
         profile, implementation = self.known(), SETTINGS[setting].implementation
         estimator = Estimator(profile, self.hardware, setting)
         costs = Costs(self.hardware, estimator, implementation)
@@ -94,7 +94,7 @@ class Job:
         )
 
     def cost_text(self, setting: str) -> str:
-        """Times of the step's instructions, measured or estimated, as XLA's PGLE cost text."""
+        """Measured or estimated times of the step's instructions, as XLA's PGLE cost text."""
         module = self.steps[setting].module
         costs = Costs(self.hardware, Estimator(self.known(), self.hardware, setting), SETTINGS[setting].implementation)
         timed = (i for c in module.schedule for i in c.instructions if costs.operator_keys[i] is not None)
@@ -103,7 +103,8 @@ class Job:
     def performance_table(self, setting: str) -> str:
         """Measured collectives as XLA's collective performance table.
 
-        Raises DhelixError: none is measured, or XLA's name of the GPU is unknown.
+        Raises:
+          DhelixError: no collective of the table is measured, or the GPU's compute capability is unknown here.
         """
         implementation = SETTINGS[setting].implementation
         section = self.known().section(setting)

@@ -1,11 +1,11 @@
-"""Starts the processes that measure, and listens to them: one process per launch setting and link.
+"""Starts the processes that measure, and reads their messages: one process per launch setting and link.
 
     finished = measure(Request("connections1", out="h200-nvlink.json", preset={...}), on_progress=bar)
 
-Environment variables and XLA flags of a setting hold for a whole process, so each has its own
-(`profile_worker`), and nothing is set in this one. A process that is stopped or dies leaves what it measured in the
-file, and one whose parent is gone ends, so that nothing holds the GPUs. Two nodes are two processes that NCCL takes for
-nodes (`runtime.profiling.nodes`).
+Environment variables and XLA flags of a setting hold for a whole process. So each setting has its own worker
+(`dhelix.launch.profile.worker`), and this process sets nothing in itself. A worker that is stopped or dies leaves its
+results in the file. A worker whose parent is gone ends, so that nothing keeps holding the GPUs. The link `two-nodes`
+takes two processes, which NCCL treats as nodes (`dhelix.runtime.processes.nodes`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dhelix.runtime.processes.nodes import emulated_nodes
 
 COMMAND = (sys.executable, "-m", "dhelix.launch.profile.worker")
 _LINKS: Mapping[str, Mapping[str, str]] = {"nvlink": {}, "no-p2p": {"NCCL_P2P_DISABLE": "1"}, "two-nodes": {}}
-_PATIENCE = 10  # seconds that a process has to end when it is told to
+_PATIENCE = 10  # seconds that a process gets to end itself
 
 
 def gpus_here() -> tuple[str, int]:
-    """Kind of this machine's GPUs (empty if nvidia-smi does not say) and how many a process sees of them.
+    """Kind of this machine's GPUs (empty if nvidia-smi does not say), and how many of them a process sees.
 
-    Asked of the driver, not of JAX: whoever asks JAX takes the GPUs.
+    Asks the driver and not JAX, which would take the GPUs.
     """
     kinds = _nvidia_smi()
     count = len(kinds) or sum(1 for p in Path("/dev").glob("nvidia[0-9]*"))
@@ -49,14 +49,17 @@ def gpus_here() -> tuple[str, int]:
 
 
 def measure(request: Request, on_progress: Callable[[int, int, str], bool], gpus: int | None = None) -> bool:
-    """Runs a request to its end; False if `on_progress` ended it.
+    """Runs a request to its end.
 
     Args:
-      on_progress: told how many measurements are done, of how many, and what comes next; False stops.
-      gpus: how many of the machine's to use; None: all.
+      on_progress: called with the measurements done, their total, and what comes next; returns False to stop.
+      gpus: how many of the machine's GPUs to use; None: all.
+
+    Returns:
+      Whether the request finished; False if `on_progress` stopped it.
 
     Raises:
-      DhelixError: what the process found wrong, or its last words if it died.
+      DhelixError: the worker reported an error, or it died; then with its last words.
     """
     with tempfile.TemporaryDirectory(prefix="dhelix-profile-") as folder:
         processes: list[subprocess.Popen[str]] = []
@@ -109,7 +112,7 @@ def _parts(request: Request, gpus: int | None) -> Iterator[tuple[Request, dict[s
 
 
 def _autotuning(profile: Path) -> list[str]:
-    """XLA flags that keep the choices of its autotuner beside the profile: chosen anew, kernels would have new keys."""
+    """XLA flags that keep the autotuner's choices next to the profile. New choices would give kernels new keys."""
     file = profile.with_suffix(".autotune.pbtxt")
     known = file if file.is_file() and file.stat().st_size else autotune_results.file()
     load = [f"--xla_gpu_load_autotune_results_from={known}"] if known else []
@@ -117,8 +120,11 @@ def _autotuning(profile: Path) -> list[str]:
 
 
 def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) -> subprocess.Popen[str]:
-    """In a session of its own: an interrupt is for this process, which then ends the other in order. The other ends
-    by itself when its stdin does, which is when this process was killed."""
+    """Starts a process in its own session.
+
+    An interrupt then reaches only this process, which ends the other one in order. If this process is killed, the other
+    one's stdin ends, and it ends itself.
+    """
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, env=dict(environment), stdin=pipe, stdout=pipe, stderr=errors, text=True, start_new_session=True
@@ -126,7 +132,7 @@ def _start(command: list[str], environment: Mapping[str, str], errors: IO[str]) 
 
 
 def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """JSON objects of its stdout, a line each; libraries may print other lines between."""
+    """The JSON objects on the worker's stdout, one per line. Skips other lines, which libraries may print."""
     assert process.stdout is not None
     for line in process.stdout:
         try:
@@ -138,7 +144,7 @@ def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 
 def _wait(processes: list[subprocess.Popen[str]]) -> None:
-    """Until they have ended by themselves, if that does not take long."""
+    """Waits until the processes have ended themselves, at most _PATIENCE seconds."""
     deadline = time.monotonic() + _PATIENCE
     for process in processes:
         try:
@@ -161,14 +167,14 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _last_words(path: Path) -> str:
-    """The last line on stderr that says something; of a failed check, which prints a stack behind it, that line."""
+    """The last line on stderr with words in it; for a failed check, the check's line and not the stack behind it."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if re.search(r"\w", line)]
     telling = [line for line in lines if re.match(r"F\d{4} ", line)] or lines
     return telling[-1][:300] if lines else "it said nothing"
 
 
 def _nvidia_smi() -> list[str]:
-    """Names of the GPUs; empty where there is no driver."""
+    """Names of the GPUs; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

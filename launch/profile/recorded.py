@@ -1,8 +1,8 @@
-"""Measuring without GPUs: what was measured once is said again.
+"""Measuring without GPUs: returns measurements that were recorded earlier.
 
     Session(profile, "default", Recorded(record.section("default")), hardware).run(step, progress, save)
 
-A record is a profile. So the whole path, from a compiled step to tables and pictures, runs anywhere, as in CI.
+The record is a profile. With it, the whole path from a compiled step to tables and pictures runs anywhere, as in CI.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _MISSING = "not in the record"
 
 
 class Recorded:
-    """A `measure.Measurer` that looks up keys in a section of a profile."""
+    """A `measure.Measurer` that looks up keys in one section of a profile."""
 
     def __init__(self, record: Section) -> None:
         self.record = record
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
-        """Samples with the median and the spread of the record; where it has none, why."""
+        """One outcome per item: samples that give the recorded time and spread, or the reason why there are none."""
         return [self._outcome(item) for item in items]
 
     def _outcome(self, item: Item) -> Outcome:
@@ -44,8 +44,11 @@ class Recorded:
 
 
 def as_recorded(profile: Profile, record: Profile) -> Profile:
-    """What the record says, no more: pairs whole, with their own times alone and their spread, and no failures whose
-    only reason is that the record lacks them, since GPUs may well measure those."""
+    """`profile` with what the record says, no more.
+
+    Pairs become the recorded ones, with their own times alone and their spread. Failures whose only reason is that the
+    record lacks them are dropped, since GPUs may well measure those.
+    """
     sections = {}
     for name, section in profile.sections.items():
         recorded = record.section(name).pairs

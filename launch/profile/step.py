@@ -1,11 +1,12 @@
-"""The compiled step that `dhelix profile` is about: of a dump, or of a preset of `dhelix train`.
+"""The compiled step that `dhelix profile` works on: from a dump, or from a preset of `dhelix train`.
 
     step = of_dump("xla_dump")
     step = of_preset(trainer.Options("llama-8b", layers=4, mesh="tp=4"))      # compiled here, without a GPU
     lowered, arguments = build({"preset": "llama-8b", "layers": 4})           # arguments() to run it with
 
-Without a GPU the compiler takes what its autotuner chose on such a card, as far as that is known; other kernels, and
-with them keys, may not be the card's. What measures therefore compiles the preset itself (`profile_worker`).
+Without a GPU, the compiler uses the recorded autotuner results of that GPU. If a result is unknown, kernels and their
+keys may differ from those on the GPU. The process that measures therefore compiles the preset itself
+(`dhelix.launch.profile.worker`).
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from dhelix.runtime.compiler import deviceless, tuned
 from dhelix.runtime.compiler.lowering import compiled_module
 
 TARGET = "h200"
-"""What presets are compiled for where nothing else is said, one of `deviceless.targets()`."""
-_GPUS, _GPUS_PER_HOST = 4, 8  # of a preset without a mesh; of a host that is compiled for
+"""GPU that presets are compiled for by default, one of `deviceless.targets()`."""
+_GPUS, _GPUS_PER_HOST = 4, 8  # GPUs of a preset without a mesh; GPUs per host without devices
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What is profiled.
+    """The step that is profiled.
 
     Attributes:
-      name: for people.
-      module: scheduled.
-      gpus: how many it runs on.
-      hardware: the GPU whose times count: that it was compiled for, unless another was asked for.
-      notes: what there is to say about reading it, and about whose times count.
+      name: for display.
+      module: the scheduled module.
+      gpus: how many GPUs it runs on.
+      hardware: the GPU whose times count: the requested one, else the one that the step was compiled for.
+      notes: remarks on reading the step and on whose times count.
     """
 
     name: str
@@ -57,9 +58,10 @@ def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
     """The step in a file or a folder of `--xla_dump_to`.
 
     Args:
-      gpu: whose times count; None: that of the dump.
+      gpu: GPU whose times count; None: the GPU of the dump.
 
-    Raises DhelixError: nothing to read there, not scheduled, not compiled for GPUs, or for one that nothing describes.
+    Raises:
+      DhelixError: nothing to read there, not scheduled, not compiled for GPUs, or for a GPU that nothing describes.
     """
     file = dumps.find_module(path)
     if "cpu_after" in file.name:
@@ -72,9 +74,10 @@ def of_dump(path: str | Path, gpu: str | None = None) -> CompiledStep:
 
 
 def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
-    """The step that `dhelix train` runs with these options, compiled for GPUs that need not exist.
+    """The step that `dhelix train` runs with these options, compiled for GPUs that this machine need not have.
 
-    Raises DhelixError: options that do not fit each other, or nothing to compile with (extra `compile`).
+    Raises:
+      DhelixError: the options do not fit each other, or there is nothing to compile with (extra `compile`).
     """
     training, batch = deviceless_training(options, target)
     module = compiled_module(tuned.compile(_lower(options, training, batch)))
@@ -82,7 +85,7 @@ def of_preset(options: trainer.Options, target: str = TARGET) -> CompiledStep:
 
 
 def target_of(gpu: str) -> str:
-    """The description of a GPU that presets are compiled for. Raises DhelixError where there is none."""
+    """The target in `deviceless.targets()` for a GPU. Raises DhelixError if there is none."""
     if gpu.lower() not in deviceless.targets():
         known = ", ".join(target.upper() for target in deviceless.targets())
         raise DhelixError(
@@ -93,7 +96,7 @@ def target_of(gpu: str) -> str:
 
 
 def deviceless_training(options: trainer.Options, target: str = TARGET) -> tuple[Training, int]:
-    """The plain train step on GPUs that need not exist, and how many sequences it takes."""
+    """The plain train step on GPUs that this machine need not have, and its batch size in sequences."""
     gpus = gpus_of_options(options)
     per_host = min(gpus, _GPUS_PER_HOST)
     devices = deviceless.topology(target, f"1x{-(-gpus // per_host)}x{per_host}").devices
@@ -103,12 +106,16 @@ def deviceless_training(options: trainer.Options, target: str = TARGET) -> tuple
 def build(
     options: Mapping[str, Any], costs: Profile | None = None
 ) -> tuple[jax.stages.Lowered, Callable[[], tuple[Any, ...]]]:
-    """The step of `trainer.Options(**options)` for this process's devices, and what makes a state and a batch for it.
+    """Lowers the step of `trainer.Options(**options)` for this process's devices.
 
     Args:
-      costs: by which strands are interleaved; None: those that are found.
+      costs: profile by which strands are interleaved; None: the profile that the step finds.
 
-    Raises DhelixError: options that do not fit each other or the devices.
+    Returns:
+      The lowered step, and a function that makes a state and a batch for it.
+
+    Raises:
+      DhelixError: the options do not fit each other or the devices.
     """
     given = trainer.Options(**options)
     config = trainer.configuration(given)
@@ -125,18 +132,18 @@ def build(
 
 
 def gpus_of_mesh(mesh: str) -> int:
-    """Devices that the axes of `--mesh` need, `dp=2,tp=4`; 0 if it names none, or names them wrongly."""
+    """Number of devices that a `--mesh` such as `dp=2,tp=4` needs; 0 if it is empty or malformed."""
     sizes = [size for _, _, size in (part.partition("=") for part in mesh.split(","))]
     return math.prod(map(int, sizes)) if all(map(str.isdecimal, sizes)) else 0
 
 
 def gpus_of_options(options: trainer.Options) -> int:
-    """How many GPUs a preset is compiled for without any."""
+    """Number of GPUs that a preset is compiled for if there are none."""
     return gpus_of_mesh(options.mesh) * options.pp or max(_GPUS, options.pp)
 
 
 def gpus_of(module: HloModule) -> int:
-    """How many GPUs the collectives of a module speak of; 1 if there are none."""
+    """Number of GPUs that the collectives of a module name; 1 if there are no collectives."""
     found = (find_collective(i) for c in module.computations for i in c.instructions)
     return 1 + max((d for collective in found if collective for group in collective.groups for d in group), default=0)
 
@@ -150,7 +157,7 @@ def _lower(
 
 
 def name_of(options: trainer.Options, training: Training) -> str:
-    """The step in words."""
+    """The step in words: preset, sizes, mesh."""
     axes = " x ".join(f"{name} {size}" for name, size in training.mesh.shape.items())
     how = "" if options.plain else ", interleaved"
     size = f"{training.config.layers} layers, sequence {training.config.seq}, {options.microbatches} micro-batches"

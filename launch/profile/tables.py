@@ -1,4 +1,4 @@
-"""What a profile says of one step, for people: rows of numbers, and the tables and JSON made of them.
+"""What a profile says of one step, for people: rows of numbers, and the tables and JSON made from them.
 
     estimator = Estimator(profile, hardware, "default")
     view = step_view(estimator, step_time.predict(module, Costs(hardware, estimator)))      # data
@@ -27,11 +27,11 @@ from dhelix.profiles.estimates.estimator import Estimate, Estimator, Source
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import Section
 
-ORDER_MATTERS = 0.1  # difference in OEF from which a launch order counts as the better one
+ORDER_MATTERS = 0.1  # smallest OEF difference that makes one launch order the better one
 
 _SOURCES = {Source.MEASURED: "measured", Source.INTERPOLATED: "interpolated", Source.GUESS: "guessed"}
 _LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer (host memory)", "two-nodes": "two nodes over sockets"}
-_NAMED = ("fusion", "other", "copy")  # kinds whose family begins with a word that says what it does
+_NAMED = ("fusion", "other", "copy")  # kinds whose family begins with a word for the operation
 _KINDS = {"grouped-gemm": "grouped GEMM", "attention-backward": "attention backward"}
 
 
@@ -41,7 +41,7 @@ class Row:
 
     Attributes:
       calls: executions per step on one GPU.
-      share: of the time of all operators and collectives of the step, each alone.
+      share: its fraction of the summed times alone of all operators and collectives of the step.
     """
 
     key: Key
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def bus_bandwidth(self) -> float | None:
-        """See the function; None for what is no collective."""
+        """Bus bandwidth in bytes per second; None for operators and for a time of 0."""
         if not isinstance(self.key, CollectiveKey) or not self.alone.seconds:
             return None
         return bus_bandwidth(self.key, self.alone.seconds)
@@ -69,8 +69,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Together:
-    """A pair in one launch order: OEF, how many times longer than alone each side takes, whether repeats agree, and
-    whether an OEF above 1 is noise (`Section.noisy`)."""
+    """A pair in one launch order.
+
+    Attributes:
+      one, other: each side's time in the pair over its time alone.
+      steady: whether repeats agree.
+      noise: whether an OEF above 1 is noise (`Section.noisy`).
+    """
 
     oef: float
     one: float
@@ -80,14 +85,13 @@ class Together:
 
     @property
     def shown(self) -> float:
-        """The OEF, 1 where more than that is noise."""
+        """The OEF, at most 1 if it is noise."""
         return min(self.oef, 1.0) if self.noise else self.oef
 
 
 @dataclass(frozen=True)
 class PairRow:
-    """Two operators at once, in both launch orders as far as they are measured. `other` is the collective, if
-    one is."""
+    """Two operators at once, in the launch orders that are measured. If one side is a collective, it is `other`."""
 
     one: Key
     other: Key
@@ -101,7 +105,7 @@ class PairRow:
 
     @property
     def order_effect(self) -> float | None:
-        """OEF of `one` launched first less that of `other` first; None unless both are measured and steady."""
+        """OEF with `one` launched first minus OEF with `other` first; None unless both are measured and steady."""
         if self.one_first is None or self.other_first is None:
             return None
         if not (self.one_first.steady and self.other_first.steady):
@@ -121,10 +125,10 @@ class PairRow:
 
 @dataclass(frozen=True)
 class StepView:
-    """One step under one launch setting: what it runs with the most time first, pairs by OEF.
+    """One step under one launch setting: operators and collectives, most time first; pairs, best OEF first.
 
     Attributes:
-      time: what the step takes when nothing overlaps.
+      time: the step's time without overlap.
       failures: operators and pairs of the step that have no time, and why.
     """
 
@@ -137,7 +141,7 @@ class StepView:
 
     @property
     def coverage(self) -> dict[str, float]:
-        """By source, the share of the step's time (operators and collectives, each alone) that rests on it."""
+        """For each source, its share of the summed times alone."""
         return {_SOURCES[source]: share for source, share in self.time.shares.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] |
     """What the section of `estimator` says of a step.
 
     Args:
-      time: of the step, predicted with the same estimator.
+      time: the step's times, predicted with the same estimator.
       refused: names of instructions that cannot run alone, and why.
     """
     section = estimator.section
@@ -175,13 +179,15 @@ def step_view(estimator: Estimator, time: StepTime, refused: Mapping[str, str] |
 
 
 def _alone(operator: OperatorTime, estimator: Estimator) -> Estimate:
-    """A guess is the step's, which knows the instruction: of a transfer, that it goes over the host's link."""
+    """The time alone. A guess comes from the step, which knows the instruction, such as a transfer over the host's
+    link.
+    """
     known = estimator.solo(operator.key)
     return Estimate(operator.seconds, known.source, operator.seconds) if known.source is Source.GUESS else known
 
 
 def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
-    """Measured pairs of wanted keys, both launch orders in one row, the best OEF first."""
+    """Measured pairs of wanted keys, both launch orders in one row, best OEF first."""
     wanted = set(wanted)
     sides = {
         tuple(sorted((pair.first, pair.second), key=_compute_first))
@@ -196,7 +202,7 @@ def pair_rows(section: Section, wanted: Iterable[Key]) -> tuple[PairRow, ...]:
 
 
 def together(section: Section, first: Key, second: Key, swapped: bool = False) -> Together | None:
-    """The pair in this launch order, None unless it is measured; `swapped` tells of the second side first."""
+    """The pair with `first` launched first; None if not measured. `swapped`: describes the second side as `one`."""
     pair = PairKey(first, second)
     timing = section.pairs.get(pair)
     if timing is None:
@@ -207,7 +213,7 @@ def together(section: Section, first: Key, second: Key, swapped: bool = False) -
 
 
 def bus_bandwidth(key: CollectiveKey, seconds: float) -> float:
-    """Bytes per second that each GPU sends, which makes kinds and group sizes comparable."""
+    """Bytes per second that each GPU sends (NCCL's busbw); comparable between kinds and group sizes."""
     return roofline.wire_bytes(key.kind, key.bytes, key.group_size) / seconds
 
 
@@ -219,7 +225,7 @@ def _compute_first(key: Key) -> tuple[bool, str]:
 
 
 def readable(key: Key, among: Iterable[Key] = ()) -> str:
-    """A key in words, short; where `among` has another key of the same words, with what tells them apart."""
+    """A key in a few words. If an operator in `among` has the same words, adds the family to tell them apart."""
     words = _short(key)
     if isinstance(key, OperatorKey) and any(other != key and _short(other) == words for other in among):
         return f"{words} [{key.family.partition(':')[2] if key.kind in _NAMED else key.family}]"
@@ -244,12 +250,12 @@ def _short(key: Key) -> str:
 
 
 def setup(gpu: str, link: str, gpus: int) -> str:
-    """What something was measured on: `4 x H200, NVLink`."""
+    """The machine of a measurement in words: `4 x H200, NVLink`."""
     return f"{f'{gpus} x ' if gpus else ''}{gpu}, {_LINKS.get(link, link)}"
 
 
 def launch_order_text(pairs: Sequence[PairRow]) -> str:
-    """What launch order does, over the pairs of compute and a collective, in one line."""
+    """One line about the effect of launch order on pairs of compute and a collective."""
     mixed = [p for p in pairs if isinstance(p.one, OperatorKey) and isinstance(p.other, CollectiveKey)]
     effects = [p.order_effect for p in mixed if p.order_effect is not None]
     if not effects:
@@ -274,9 +280,10 @@ def coverage_text(view: StepView) -> str:
 
 
 def print_view(view: StepView, console: Console, top: int, operators: bool = True) -> None:
-    """Coverage, then a table for each kind of row that there is; at most `top` rows of each.
+    """Prints the coverage, then a table for each kind of row that exists.
 
     Args:
+      top: rows per table, at most.
       operators: whether to list the operators, too.
     """
     _say(console, coverage_text(view), style="bold")
@@ -294,7 +301,7 @@ def print_view(view: StepView, console: Console, top: int, operators: bool = Tru
 
 
 def print_collectives(section: Section, console: Console) -> None:
-    """Bus bandwidth (NCCL's busbw) of measured collectives by size, a table for each mesh of groups."""
+    """Prints the bus bandwidth (NCCL's busbw) of measured collectives by size, one table per mesh of groups."""
     meshes = sorted({(k.gpus_per_node, k.nodes, k.groups, k.implementation) for k in section.collectives})
     if not meshes:
         _say(console, f"No collective is measured under {section.setting}.")
@@ -346,8 +353,7 @@ def _solo_table(name: str, rows: Sequence[Row], top: int) -> Table:
 
 
 def _pair_table(title: str, rows: Sequence[PairRow]) -> Table:
-    """OEF for each launch order (`?`: repeats scatter; `~1`: above 1, and noise), and how much longer than alone either
-    column takes."""
+    """OEF and slow-down (time over time alone) in each launch order. `?`: repeats scatter; `~1`: above 1, and noise."""
     numbers = ["OEF, 1 first", "slow-down 1 / 2", "OEF, 2 first", "slow-down 1 / 2"]
     table = _table(title, ["1", "2"], numbers)
     keys = [key for row in rows for key in (row.one, row.other)]

@@ -1,9 +1,14 @@
-"""The process that measures, one for each launch setting: `python -m dhelix.launch.profile.worker REQUEST.json`.
+"""The process that measures, one per launch setting: `python -m dhelix.launch.profile.worker REQUEST.json`.
 
-`dhelix profile` starts it with the setting's environment and XLA flags, since both hold for a whole process, and
-never touches the GPUs itself. The worker writes the profile's file after every batch and tells how far it is on
-stdout, a JSON object a line: {"done": 120, "total": 400, "what": "pairs"}, and last {"finished": true}. Killing
-it at any moment leaves a valid file. When its stdin ends, so does it: who started it is gone.
+`dhelix profile` starts it with the setting's environment and XLA flags, since both hold for a whole process. `dhelix
+profile` itself never touches the GPUs. The worker writes the profile's file after every batch of results. It reports on
+stdout, one JSON object per line:
+
+    {"done": 120, "total": 400, "what": "pairs"}     progress
+    {"finished": true} or {"error": "..."}           the end
+
+Killing the worker at any moment leaves a valid file. The worker ends when its stdin ends, because its parent is gone
+then.
 """
 
 from __future__ import annotations
@@ -36,26 +41,26 @@ from dhelix.runtime.profiling.observe import compiled_step, observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Session, Step
 
-_ANEW = 2  # times that a step is made by costs that were measured of it
+_ANEW = 2  # how often the step is made again with its measured costs, at most
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a worker is to do.
+    """The task of a worker.
 
     Attributes:
       setting: name of the launch setting that the process was started with.
-      out: the profile's file, read if it exists and written.
+      out: the profile's file; read if it exists, then written.
       link: see `Profile`.
-      preset: what `trainer` options make the step, or None.
+      preset: the `trainer.Options` that make the step, or None.
       module: file of a compiled module, in place of a preset.
       bases: names of layer sizes (`operator_bases.SIZES`) whose operators are measured too.
-      pairs: False measures operators alone.
-      again: measures what is known too.
-      collectives: fills the tables of collectives.
-      collective_seconds: how long those may take, about.
+      pairs: whether to measure pairs; False measures operators alone.
+      again: whether to measure known entries again.
+      collectives: whether to fill the tables of collectives.
+      collective_seconds: approximate time for these tables.
       keep: folder for the compiled module, or None.
-      node: one of several processes that pose as nodes: coordinator, processes, process, local_device_ids.
+      node: set if several processes emulate nodes: coordinator, processes, process, local_device_ids.
     """
 
     setting: str
@@ -76,7 +81,7 @@ class Request:
 
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """What `to_json` wrote."""
+        """Reads the text that `to_json` wrote."""
         fields = json.loads(text)
         return cls(**{**fields, "bases": tuple(fields["bases"])})
 
@@ -92,6 +97,7 @@ def end_with_stdin() -> None:
 
 
 def main(path: str) -> None:
+    """Runs the request in a file and reports the end on stdout. Exits with status 1 after an error."""
     request = Request.from_json(Path(path).read_text())
     try:
         run(request)
@@ -105,8 +111,8 @@ def main(path: str) -> None:
 
 
 def run(request: Request) -> None:
-    """Measures and writes as it goes. Raises DhelixError."""
-    # Read before the nodes meet: all must find the same in it, and the first to measure writes it.
+    """Measures, and writes the profile as it grows. Raises DhelixError."""
+    # Read before the nodes connect: all must read the same, and the first to measure writes the file.
     known = storage.load(request.out) if Path(request.out).is_file() else None
     if request.node:
         node = request.node
@@ -124,7 +130,7 @@ def run(request: Request) -> None:
     if request.preset or request.module:
         profile = _measure_step(request, profile, hardware)
     if request.preset and not request.preset.get("plain"):
-        # By what is known now, passes may make another step of it, with operators that were not in the first.
+        # With the new costs the passes may make another step, with operators that are not measured yet.
         for _ in range(_ANEW):
             before, profile = profile, _measure_step(replace(request, again=False, bases=()), profile, hardware)
             if profile == before:
@@ -146,7 +152,7 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     if request.keep and jax.process_index() == 0:
         Path(request.keep, "step.hlo.pb").write_bytes(step.module.to_bytes())
     step = _with_bases(step, request.bases)
-    # Of a dump's module there may be fewer GPUs here. Nodes that are posed as are processes.
+    # A dump's module may need more GPUs than there are here. An emulated node is one process.
     per_node = len(jax.local_devices()) if request.node else max(len(jax.devices()), gpus_of(step.module))
     measurer = gpu_measurer(setting)
     count = len(jax.devices())
@@ -166,22 +172,23 @@ def _measure_step(request: Request, profile: Profile, hardware: Hardware) -> Pro
     def progress(done: int, total: int, what: str) -> None:
         _tell(done=done, total=total, what=what)
 
-    def save(grown: Profile) -> None:  # all go on once it is written, since all read it, too
+    def save(grown: Profile) -> None:  # all processes read the file, so all wait until it is written
         agreement.together("write the profile", lambda: _save(request, grown), (DhelixError, OSError))
 
     return measure_missing(session, step, trace if lowered else None, progress, save)
 
 
 def _costs(request: Request, gpu: str) -> Profile | None:
-    """By what strands are to be interleaved: what is known over this link, the file's numbers first. None leaves it to
-    what is found, where nothing is known under the setting."""
+    """The profile by which strands are interleaved, the file's numbers first. None, if nothing is known under the
+    setting, leaves the choice to the step.
+    """
     out = Path(request.out)
     found = storage.find(gpu, request.link, [out] if out.is_file() else [])
     return found if found is not None and request.setting in found.sections else None
 
 
 def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
-    """With the paper's operator bases of these sizes beside the step's operators."""
+    """Adds the paper's operator bases of these sizes to the step."""
     if not names:
         return step
     devices = np.array(jax.devices())
@@ -190,7 +197,7 @@ def _with_bases(step: Step, names: tuple[str, ...]) -> Step:
     bases = [of_paper.main_operator(base, modules[str(base)]) for base in chosen if str(base) in modules]
     further = [*modules.values()]
     if len(devices) >= 4 and len(devices) % 2 == 0:
-        mesh = Mesh(devices.reshape(-1, 2), ("ep", "tp"))  # figure 4 pairs collectives of two axes
+        mesh = Mesh(devices.reshape(-1, 2), ("ep", "tp"))  # the paper's figure 4 pairs collectives of two axes
         figure4 = of_paper.figure4_bases().values()
         further += of_paper.compile_bases(figure4, mesh, local_axis="tp", cross_axis="ep").modules.values()
     return replace(step, further=tuple(further), bases=tuple(bases))
@@ -214,7 +221,7 @@ def _measure_collectives(request: Request, profile: Profile, hardware: Hardware)
 
 
 def _save(request: Request, profile: Profile) -> None:
-    """Writes the file; of several processes the first does."""
+    """Writes the file, from the first process only."""
     if jax.process_index() == 0:
         storage.save(profile, request.out)
 

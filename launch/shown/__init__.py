@@ -1,1 +1,1 @@
-"""What several commands show: pictures, progress, units, and words for instructions."""
+"""Display code that several commands share: pictures, progress, units, and words for instructions."""

@@ -1,4 +1,4 @@
-"""What pictures have in common: colours and the words for them, short names, and how a figure becomes a file."""
+"""Parts that all pictures share: colours and their words, short names of collectives, and saving a figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dhelix.errors import DhelixError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# A strand's colour is that of what it computes where both are alive: alpha backward, beta forward.
+# In an SI block alpha runs backward and beta forward, so these are also the colours of backward and forward.
 ALPHA, BETA = "#e08a3c", "#3f7cac"
 ALPHA_LIGHT, BETA_LIGHT = "#f2c79b", "#a3c4de"
 HIDDEN, EXPOSED = "#79b791", "#cf2e43"
@@ -30,9 +30,14 @@ _NO_VERSION: Mapping[str, None] = MappingProxyType({"Software": None})
 def save(
     figure: Figure, path: str | Path, a_file: str = "a .png", metadata: Mapping[str, str | None] = _NO_VERSION
 ) -> None:
-    """Writes a figure, the same bytes for the same picture.
+    """Writes a figure to a file. Equal pictures give equal bytes.
 
-    Raises DhelixError where that is not possible; it says to name `a_file`.
+    Args:
+      a_file: the kind of file that the error message asks for.
+      metadata: metadata for matplotlib's `savefig`.
+
+    Raises:
+      DhelixError: the file cannot be written.
     """
     try:
         figure.savefig(path, metadata=dict(metadata))

@@ -1,10 +1,11 @@
-"""A picture of measured pairs: how well each compute operator hides under each collective, and the reverse.
+"""Heat map of measured pairs: how well compute operators and collectives hide each other.
 
-One panel per launch order, operators as rows, collectives as columns, the overlap effectiveness in each cell
-(OEF, DHelix section 3.2): 1 where the shorter of the two is hidden whole, 0 where nothing is gained, below 0
-where both together take longer than one after the other. A frame marks a cell whose launch order is the better one by
-0.1 or more. `?` marks a number whose repeats scatter (`PairTiming.steady`), `~1` one above 1 that is noise
-(`Section.noisy`). Where a pair has no time, the cell says why: `failed` if it was tried, empty if it was not.
+Each launch order has a panel; rows are operators, columns are collectives. A cell shows the overlap effectiveness (OEF,
+DHelix section 3.2, arXiv 2411.15871). It is 1 if the shorter of the two is completely hidden, 0 if overlap gains
+nothing, and below 0 if both together take longer than one after the other. A frame marks the better launch order, if
+the OEFs of the two orders are steady and differ by 0.1 or more. `?` marks an OEF whose repeats scatter
+(`PairTiming.steady`). `~1` marks an OEF above 1 that is noise (`Section.noisy`). A pair without a time shows `failed`
+if it was tried; its cell is empty if it was not.
 
     heat_map.save_png(heat_map.heat_map(profile, "default"), "pairs.png")
 """
@@ -27,23 +28,23 @@ from dhelix.profiles.profile import Profile, Section
 
 ORDERS = ("compute launched first", "collective launched first")
 
-_LOWEST, _HIGHEST = -0.5, 1.0  # ends of the colour scale; numbers in cells are never cut off
+_LOWEST, _HIGHEST = -0.5, 1.0  # ends of the colour scale; it does not limit the numbers in cells
 _ORDER_MATTERS = 0.1
 _CELL_WIDTH, _CELL_HEIGHT, _CHARACTER = 0.6, 0.27, 0.066  # inches
 _DPI = 120
-_UPRIGHT_COLUMNS = 5  # with more, their names are turned to take less width
+_UPRIGHT_COLUMNS = 5  # with more columns, their names are vertical
 _FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """What is drawn.
+    """The data of one picture.
 
     Attributes:
-      panels: one per launch order of ORDERS; cells by row, then column: an OEF, or None without one.
+      panels: one per launch order in ORDERS; OEFs by row, then column; None for a pair without a time.
       failed: (panel, row, column) of pairs that were tried and have no time.
       unsteady: (panel, row, column) of pairs whose repeats scatter.
-      noise: (panel, row, column) of pairs whose OEF is above 1, and noise; their cells hold 1.
+      noise: (panel, row, column) of pairs whose OEF above 1 is noise; their cells hold 1.
     """
 
     title: str
@@ -56,10 +57,11 @@ class HeatMap:
 
 
 def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lambda key: True) -> HeatMap:
-    """The pairs of an operator and a collective that were measured, or tried, under `setting`.
+    """The heat map of all pairs of an operator and a collective that were measured, or tried, under `setting`.
 
     Args:
-      wanted: which keys to show; by default all that are part of a pair.
+      setting: name of the launch setting.
+      wanted: says which keys to show; default: all.
 
     Raises:
       DhelixError: there is no such pair.
@@ -97,7 +99,7 @@ def heat_map(profile: Profile, setting: str, wanted: Callable[[Key], bool] = lam
 
 
 def save_png(drawn: HeatMap, path: str | Path) -> None:
-    """Draws it, as large as its rows and columns need.
+    """Draws a heat map; the picture is as large as its rows and columns need.
 
     Raises:
       DhelixError: matplotlib is missing, or the file cannot be written.
@@ -139,7 +141,7 @@ _FOOTNOTE = (
 
 
 def _sides(section: Section, wanted: Callable[[Key], bool]) -> tuple[list[OperatorKey], list[CollectiveKey]]:
-    """Operators and collectives of measured and of failed pairs, longest first within a kind."""
+    """Operators (longest first within a kind) and collectives (by nodes, GPUs, kind) of measured and failed pairs."""
     tried = set(section.pairs)
     keys = [*section.operators, *section.collectives]
     by_text = {str(key): key for key in keys}
@@ -165,7 +167,7 @@ def _sides(section: Section, wanted: Callable[[Key], bool]) -> tuple[list[Operat
 
 
 def _label(key: Key, section: Section, among: Iterable[Key]) -> list[str]:
-    """What it is, for a collective among whom, and how long it takes alone."""
+    """Words for the key, for a collective its group, and its time alone."""
     timing = section.solo(key)
     words = readable(key, among)
     parts = words.split(", ") if isinstance(key, CollectiveKey) else [words]

@@ -1,4 +1,4 @@
-"""Instructions of a scheduled step in words: what one is, which part of the program it is of, and where it runs."""
+"""Describes instructions of a scheduled step: what each does, which part of the program it is in, where it runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from dhelix.passes.hlo import Computation, HloModule, Instruction
 
 @dataclass(frozen=True)
 class Place:
-    """Where a computation runs: the loops around it, outermost first, and how often a step runs it.
+    """Where a computation runs.
 
     Attributes:
-      notes: what of `executions` is not known.
+      loops: the loops around it, outermost first.
+      executions: how often one step runs it.
+      notes: why `executions` is uncertain.
     """
 
     loops: tuple[str, ...]
@@ -27,9 +29,9 @@ class Place:
 
 
 def part_of(instruction: Instruction) -> str:
-    """alpha or beta for the strand that the operator's name carries; else forward, backward or other.
+    """The part of the program: alpha or beta if the op name carries a strand, else forward, backward or other.
 
-    A fusion without a name of its own, or with one that tells nothing, is taken for what is inside.
+    If a fusion's own name is missing or tells nothing, the names of the fused instructions decide.
     """
     for name in _op_names(instruction):
         for strand in ("alpha", "beta"):
@@ -41,7 +43,9 @@ def part_of(instruction: Instruction) -> str:
 
 
 def parts_of(computation: Computation) -> Iterator[tuple[Instruction, str]]:
-    """The part of each instruction; one that tells none is taken for what all others are, if they agree."""
+    """Each instruction with its part. If all instructions that tell a part agree, the others get it too, except in the
+    entry computation.
+    """
     parts = [(instruction, part_of(instruction)) for instruction in computation.instructions]
     told = {part for _, part in parts} - {"other"}
     default = told.pop() if len(told) == 1 and computation is not computation.module.entry else "other"
@@ -49,7 +53,7 @@ def parts_of(computation: Computation) -> Iterator[tuple[Instruction, str]]:
 
 
 def describe(instruction: Instruction) -> str:
-    """A word for people: all-gather, GEMM, attention, copy, or the operation in the user's program."""
+    """A word for people: all-gather, GEMM, attention, copy, or the operation's name in the user's program."""
     sent = communicates(instruction)
     if sent is not None:
         return sent.kind
@@ -66,17 +70,17 @@ def describe(instruction: Instruction) -> str:
 
 
 def communicates(instruction: Instruction) -> Collective | Transfer | None:
-    """The collective, message or host transfer that begins at an instruction, or None."""
+    """The collective, message or host transfer that starts at an instruction, or None."""
     return find_collective(instruction) or find_transfer(instruction)
 
 
 def bytes_moved(found: Collective | Transfer) -> int:
-    """Of what several collectives move that are one instruction, the sum."""
+    """Bytes that an instruction moves; the sum if it combines several collectives."""
     return found.size + sum(other.size for other in getattr(found, "others", ()))
 
 
 def _op_names(instruction: Instruction) -> Iterator[str]:
-    """Names in the user's program: of the instruction, then of what it fuses, results first."""
+    """Op names from the user's program: the instruction's own, then those of fused instructions, results first."""
     if instruction.op_name:
         yield instruction.op_name
     for called in kernel_of(instruction):
@@ -84,7 +88,7 @@ def _op_names(instruction: Instruction) -> Iterator[str]:
 
 
 def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
-    """Computations whose instructions are kernels of the step: the entry and what loops and calls lead to."""
+    """The computations whose instructions are kernels of the step: the entry, and all that control flow reaches."""
     for visit in visits(module.entry):
         loops = [control for control in visit.through if control.opcode == "while"]
         notes = (_unsure(control) for control in visit.through)
@@ -92,7 +96,7 @@ def places_of(module: HloModule) -> Iterator[tuple[Computation, Place]]:
 
 
 def _unsure(control: Instruction) -> str:
-    """What of a loop or a conditional makes it uncertain how often its computations run; "" for nothing."""
+    """Why a loop or conditional makes execution counts inside it uncertain; "" if it does not."""
     if control.opcode == "conditional":
         return f"it runs in one branch of {len(control.called)} of {control.name}"
     if control.opcode == "while" and trip_count(control) is None:
@@ -101,7 +105,7 @@ def _unsure(control: Instruction) -> str:
 
 
 def place_notes(places: dict[Computation, Place]) -> Iterator[str]:
-    """What of the whole step is not known."""
+    """Yields what is uncertain about the whole step."""
     control = [i for computation in places for i in sequence_of(computation)]
     loops = [i for i in control if i.opcode == "while"]
     if unknown := [i.name for i in loops if trip_count(i) is None]:

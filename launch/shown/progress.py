@@ -9,7 +9,7 @@ _LINES = 20
 
 
 class Progress:
-    """Context manager over steps `first` + 1 to `last`. Prints nothing on a quiet console."""
+    """Context manager that shows progress over steps `first` + 1 to `last`. Prints nothing on a quiet console."""
 
     def __init__(self, console: Console, first: int, last: int, what: str = "step"):
         self._console = console
@@ -34,7 +34,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, number: int, *words: str) -> None:
-        """`number` steps are done, which may be more than were foreseen; `words` say how it goes."""
+        """Shows that `number` steps are done, which may exceed `last`; `words` describe the current state."""
         text = "  ".join(words)
         self._last = max(self._last, number)
         if self._bar is not None and self._task is not None:
@@ -45,5 +45,5 @@ class Progress:
 
 
 def say(console: Console, text: str) -> None:
-    """A line of text as it is: no colours by guess, no breaks, no markup."""
+    """Prints a line of text unchanged: no highlighting, no wrapping, no markup."""
     console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -1,12 +1,11 @@
 """Pictures of timelines: what runs when on each lane, over the whole step and in one iteration of its loops.
 
-A `Picture` is data: bars on lanes. `save_png` draws one, or several above one another on the same time axis
-(before and after); `save_perfetto` writes the same bars for https://ui.perfetto.dev.
+A `Picture` is data: bars on lanes. `save_png` draws one picture, or several above one another on the same time axis
+(before and after). `save_perfetto` writes the same bars for https://ui.perfetto.dev.
 
-Communication is drawn in two colours: where compute runs at the same time it is hidden, where none does it is
-exposed, and exposed is what a step waits for. The panels of the whole step show shares: each column of a few
-milliseconds is filled from below by the part of it that each kind takes, which keeps ten thousand operators
-readable.
+Communication has two colours: it is hidden while compute runs at the same time, else it is exposed. The step waits for
+exposed communication. The panels of the whole step show shares: each column stands for a short period, and each kind
+fills its share of that period, stacked from below. This keeps ten thousand operators readable.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dhelix.runtime.profiling.traces.trace import Interval, length, merge
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
-# key of a bar -> (colour, words in the legend); the order is that of the legend and of the shares, from below
+# bar key -> (colour, legend text); the legend and the stacked shares, from below, use this order
 _COLOURS = {
     "alpha": (ALPHA, "strand α"),
     "backward": (ALPHA, "backward"),
@@ -37,9 +36,9 @@ _COLOURS = {
     "exposed": (EXPOSED, figures.EXPOSED_WORDS),
     "communication": ("#b59f6e", "communication"),
 }
-_WIDTH, _DPI = 12.0, 200  # inches; 1200 px wide on a page, twice that in the file
-_TITLE_CHARACTERS = 130  # title and summary beside each other
-_COLUMNS = 240  # of a whole-step panel: wide enough to even out single operators
+_WIDTH, _DPI = 12.0, 200  # inches; dots per inch
+_TITLE_CHARACTERS = 130  # of title and summary together, if both fit on one line
+_COLUMNS = 240  # of a whole-step panel: each is wide enough to average over single operators
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Bar:
     """One operator on one lane. Times in milliseconds.
 
     Attributes:
-      lane: `compute` or `communication`, with a number behind it if there are several (`compute 2`).
-      key: what it belongs to: alpha, beta, forward, backward, copy or other.
-      label: a word that is written into the bar where there is room, or else `short`.
-      name: the instruction.
+      lane: `compute` or `communication`, with a suffix if there are several (`communication between nodes`).
+      key: the part it belongs to: alpha, beta, forward, backward, copy or other.
+      label: word that is written into the bar if it fits; otherwise `short` is tried.
+      name: name of the instruction.
     """
 
     start: float
@@ -64,7 +63,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Window:
-    """A part of the timeline to look at closely, in ms."""
+    """A period of the timeline that is drawn enlarged, in ms."""
 
     start: float
     end: float
@@ -73,9 +72,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Picture:
-    """A timeline with a title; `summary` is one line under it; `zoom` is drawn closely, side by side.
+    """A timeline with a title.
 
-    `overlaps`: whether communication can run beside compute, so that hidden and exposed are two things.
+    Attributes:
+      summary: one line at the title.
+      zoom: periods that are drawn enlarged, side by side.
+      overlaps: whether communication can overlap with compute; if not, hidden and exposed are not distinguished.
     """
 
     title: str
@@ -90,7 +92,7 @@ class Picture:
 
     @property
     def lanes(self) -> list[str]:
-        """From top to bottom: compute, then communication."""
+        """Lane names from top to bottom: compute, then communication."""
         return sorted({bar.lane for bar in self.bars}, key=lambda lane: (is_communication(lane), lane))
 
 
@@ -99,7 +101,11 @@ def is_communication(lane: str) -> bool:
 
 
 def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", footnote: str = "") -> None:
-    """Draws the pictures above one another, with the same time axis for all, and their zooms below.
+    """Draws the pictures above one another on a common time axis, and their zooms below.
+
+    Args:
+      headline: title of the whole figure.
+      footnote: text at the legend.
 
     Raises:
       DhelixError: matplotlib is missing, there is nothing to draw, or the file cannot be written.
@@ -129,7 +135,7 @@ def save_png(pictures: Sequence[Picture], path: str | Path, headline: str = "", 
 
 
 def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
-    """Writes the pictures as a Perfetto trace: a process for each, a thread for each lane.
+    """Writes the pictures as a Perfetto trace: one process per picture, one thread per lane.
 
     Raises:
       DhelixError: the perfetto package is missing, or the file cannot be written.
@@ -167,8 +173,11 @@ def save_perfetto(pictures: Sequence[Picture], path: str | Path) -> None:
 
 
 def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
-    """The lane's time by colour, disjoint and in order: keys of compute bars, or hidden and exposed, or communication
-    where these are one."""
+    """The busy intervals of a lane by colour key, each list disjoint and sorted.
+
+    A compute lane is split by the keys of its bars. A communication lane is split into hidden and exposed; without
+    overlap it is all `communication`.
+    """
     bars = [bar for bar in picture.bars if bar.lane == lane]
     if not is_communication(lane):
         keys = [key for key in _COLOURS if any(bar.key == key for bar in bars)]
@@ -182,7 +191,7 @@ def pieces(picture: Picture, lane: str) -> dict[str, list[Interval]]:
 
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What of `a` is not in `b`; both disjoint and in order, and so is the result."""
+    """The parts of `a` that are not in `b`. Inputs and result are disjoint and sorted."""
     result: list[Interval] = []
     position = 0
     for start, end in a:
@@ -219,7 +228,7 @@ def _draw_shares(axis: Any, picture: Picture, span: float) -> None:
 
 
 def _shares(intervals: Sequence[Interval], edges: np.ndarray) -> np.ndarray:
-    """Between each two edges, the share of time that lies in the intervals."""
+    """For each pair of neighbouring edges, the share of the time between them that the intervals cover."""
     if not intervals:
         return np.zeros(len(edges) - 1)
     times = np.array(intervals).ravel()
@@ -250,7 +259,7 @@ def _draw_bars(axis: Any, picture: Picture, lane: str, y: float, window: Window,
     for key, intervals in pieces(picture, lane).items():
         shown = list(_clip(intervals, window))
         axis.broken_barh([(s + shift, e - s) for s, e in shown], (y - 0.4, 0.8), color=_COLOURS[key][0], lw=0)
-    room = span / 165  # ms that a character takes
+    room = span / 165  # width of a character in ms
     for bar in picture.bars:
         clipped = list(_clip([(bar.start, bar.end)], window)) if bar.lane == lane else []
         for start, end in clipped:

@@ -1,9 +1,10 @@
-"""Times and bytes in the unit that suits them: one unit for all numbers that are compared, or each for itself (bytes:
-`passes/framework/units.py`).
+"""Times and bytes as text: one unit for all numbers that are compared, or the best unit for a single time.
 
-unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, by the largest
-unit.text(512 * 2**20)                         # '0.50 GiB'
-time_text(0.0000412)                           # '41.2 µs'
+    unit = size_unit([512 * 2**20, 3 * 2**30])     # GiB, chosen by the largest
+    unit.text(512 * 2**20)                         # '0.50 GiB'
+    time_text(0.0000412)                           # '41.2 µs'
+
+For a single number of bytes see `passes/framework/units.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Unit:
-    """`size` is how much of the base unit (milliseconds, bytes) makes one."""
+    """A unit for display. `size`: how many base units (milliseconds, bytes) it holds; `digits`: decimal places."""
 
     name: str
     size: float
@@ -32,17 +33,17 @@ _SIZES = (Unit("GiB", 2.0**30, 2), Unit("MiB", 2.0**20, 1), Unit("KiB", 2.0**10,
 
 
 def time_unit(milliseconds: Iterable[float | None]) -> Unit:
-    """Of the largest time; None counts as nothing."""
+    """The unit that suits the largest of these times; ignores None."""
     return _unit(_TIMES, milliseconds)
 
 
 def size_unit(sizes: Iterable[float | None]) -> Unit:
-    """Of the largest number of bytes; None counts as nothing."""
+    """The unit that suits the largest of these byte counts; ignores None."""
     return _unit(_SIZES, sizes)
 
 
 def time_text(seconds: float) -> str:
-    """Three digits: 41.2 µs, 1.23 ms."""
+    """A time in seconds, with three significant digits: 41.2 µs, 1.23 ms."""
     if seconds >= 0.9995:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 0.9995e-3 else f"{1e6 * seconds:.3g} µs"

@@ -1,2 +1,3 @@
-"""`dhelix train`: trains a Llama on text. `trainer.py` is the run, `data.py` its text, `checkpoint.py` its checkpoints;
-`options.py` and `step_flags.py` say which step, for other commands too."""
+"""`dhelix train`: trains a Llama on text. `trainer.py` runs the training, `data.py` reads the text, and
+`checkpoint.py` saves the state. `options.py` and `step_flags.py` choose the step, for other commands too.
+"""

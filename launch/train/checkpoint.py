@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: the state and, beside it, the run's configuration as JSON.
+"""Checkpoints of a training run: the state, and the run's configuration as JSON.
 
-A step is written to a temporary folder that Orbax renames when it is whole, so an interrupted save leaves
-nothing that a resume would take for a checkpoint. What a checkpoint holds is compared with what the run
-expects before anything is read.
+Orbax writes a step to a temporary folder and renames the folder when it is complete. So a resume never takes an
+interrupted save for a checkpoint. Before it reads arrays, `restore` compares what the checkpoint holds with what the
+run expects.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ Config = Mapping[str, Any]
 
 
 class CheckpointError(DhelixError):
-    """A checkpoint cannot be written or read, or is another model's."""
+    """A checkpoint cannot be written or read, or belongs to another model."""
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder; to be used as a context manager, whose end awaits the writes.
+    """The checkpoints of one run in one folder. Use it as a context manager: leaving it waits for pending writes.
 
     Args:
-      folder: made where there is none.
-      config: what the checkpoints belong to. A checkpoint whose configuration differs is refused.
-      keep: how many of the newest to keep.
-      notes: JSON values that are stored beside the configuration and not compared.
+      folder: created if it does not exist.
+      config: configuration of the run. A checkpoint with another configuration is refused.
+      keep: how many of the newest checkpoints to keep.
+      notes: JSON values that are stored with the configuration and not compared.
     """
 
     def __init__(self, folder: str | os.PathLike[str], config: Config, keep: int = 3, notes: Config | None = None):
@@ -41,7 +41,7 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; give --checkpoint_dir a folder")
         self._config = _plain({"config": config, "notes": notes or {}})
-        logging.getLogger("absl").addFilter(_is_not_orbax)  # what fails in its threads is raised, too, and then said
+        logging.getLogger("absl").addFilter(_is_not_orbax)  # Orbax also raises what its threads log
         try:
             self._manager = ocp.CheckpointManager(
                 self.folder,
@@ -57,23 +57,23 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Awaits the writes. Where one has failed, that is said already."""
+        """Waits for pending writes. After a CheckpointError, further errors are suppressed."""
         failed = kind is not None and issubclass(kind, CheckpointError)
         with contextlib.suppress(Exception) if failed else self._writing():
             self._manager.close()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around what writes, or hears of what was written in the background."""
+        """Turns errors of a write, also of an earlier one in the background, into CheckpointError."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:  # Orbax hands on what the file system's library raises
+        except (OSError, ValueError, RuntimeError) as error:  # Orbax passes on the file system library's errors
             full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
             why = "no space is left; free some" if full else _first_line(error)[:200]
             raise CheckpointError(f"no checkpoint can be written to {self.folder} ({why}); {self.newest()}") from None
 
     def newest(self) -> str:
-        """Which checkpoint is whole, in words; what is being written has another name until it is."""
+        """Says which checkpoint is the newest complete one. An incomplete one has another kind of name."""
         whole = [int(path.name) for path in self.folder.glob("*") if path.name.isdecimal()]
         if not whole:
             return f"there is no whole checkpoint in {self.folder}"
@@ -81,7 +81,7 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Number of the newest whole checkpoint, or None."""
+        """Number of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
@@ -91,21 +91,26 @@ class Checkpoints:
             self._manager.save(step, args=items, force=True)
 
     def wait(self) -> None:
-        """Until all saves are on disk."""
+        """Waits until all saves are on disk."""
         with self._writing():
             self._manager.wait_until_finished()
 
     def notes(self, step: int) -> Config:
-        """The notes that were stored with a checkpoint."""
+        """The notes that were stored with the checkpoint of `step`."""
         return self._run(step)["notes"]
 
     def restore(self, abstract_state: Any) -> tuple[int, Any]:
-        """Step and state of the newest checkpoint, laid out as `abstract_state` (`jax.ShapeDtypeStruct`s with
-        shardings, which may differ from those it was written with).
+        """Reads the newest checkpoint.
+
+        Args:
+          abstract_state: `jax.ShapeDtypeStruct`s with shardings, which may differ from those of the save.
+
+        Returns:
+          The checkpoint's step, and its state laid out as `abstract_state`.
 
         Raises:
-          CheckpointError: there is none, or it is of another configuration, or its arrays have other names,
-            shapes or types. Names the first entry that differs.
+          CheckpointError: there is no checkpoint, it is damaged, its configuration differs, or its arrays have other
+            names, shapes or types. The message names the first entry that differs.
         """
         step = self.latest_step
         if step is None:
@@ -176,7 +181,7 @@ def _flat(config: Config, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    """As it comes back from JSON: tuples become lists."""
+    """The configuration as JSON returns it: tuples become lists."""
     return json.loads(json.dumps(config))
 
 

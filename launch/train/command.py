@@ -28,7 +28,7 @@ from dhelix.runtime.step.options import StepOptions
 
 
 def run(values: flags.FlagValues, arguments: list[str]) -> int:
-    """Trains as the flags say. Raises DhelixError."""
+    """Trains as the flags say. Returns the exit status. Raises DhelixError."""
     if arguments:
         raise DhelixError(f"{arguments[0]!r} is no flag; see `dhelix train --help`")
     chosen: dict[str, Any] = values.flag_values_dict()
@@ -66,7 +66,7 @@ def run(values: flags.FlagValues, arguments: list[str]) -> int:
 
 
 def _check(chosen: dict[str, Any]) -> None:
-    """Flags that need or exclude one another."""
+    """Checks flags that need or exclude one another."""
     if chosen["plain"] and chosen["interleave"]:
         raise DhelixError("--plain and --interleave exclude each other; give one of them")
     if chosen["plain"] and chosen["verify"]:
@@ -95,10 +95,10 @@ def _check(chosen: dict[str, Any]) -> None:
 
 
 def _prepare_devices(chosen: dict[str, Any]) -> None:
-    """All that must happen before JAX looks for devices."""
+    """Does all that must happen before JAX looks for devices."""
     deviceless.prepare_environment()
     if chosen["trace"]:
-        without_graphs(os.environ)  # in which a trace names no instructions
+        without_graphs(os.environ)  # a trace of CUDA graphs names no instructions
     if chosen["cpu_devices"]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", chosen["cpu_devices"])
@@ -128,7 +128,7 @@ def _train(run: Run, checkpoints: Checkpoints | None, console: Console, verbose:
 
 
 def summary(report: Report, verbose: bool = False) -> list[str]:
-    """What became of the step and what it gained; `verbose`: and a line for each pass that ran, in their order."""
+    """Lines about the outcome of the step and its gain. `verbose` adds a line for each pass that ran, in order."""
     lines = headline.text(report).splitlines()
     for entry in (entry for entry in report if entry.ran and verbose):
         words = [f"{entry.name}: {entry.outcome}", *entry.summary]
@@ -152,7 +152,7 @@ def _introduce(run: Run, console: Console) -> None:
 
 
 def say_resumed(run: Run, checkpoints: Checkpoints, console: Console) -> None:
-    """That a run goes on, and what makes its batches others than those of an unbroken run."""
+    """Says that the run resumes, and why its batches may differ from those of an unbroken run."""
     before, now = checkpoints.notes(run.first), trainer.batch_notes(run)
     say(console, f"resumed from step {run.first} in {checkpoints.folder}")
     for name in (name for name in now if before.get(name) != now[name]):

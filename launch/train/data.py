@@ -1,7 +1,7 @@
-"""Byte-level text to train on: any file or folder, by default the Python standard library's own sources.
+"""Byte-level text to train on: any file or folder, by default the sources of the Python standard library.
 
-A batch is a function of the step's number alone, so that a resumed run reads what an unbroken one would have
-read, and each host reads only the rows that its devices hold.
+For given settings, a batch depends on the step's number alone. So a resumed run reads the same batches as an unbroken
+one, and each host reads only the rows that its devices hold.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from dhelix.errors import DhelixError
 VOCABULARY = 256
 """One token per byte."""
 
-_END = 2**20  # bytes that a fingerprint reads at either end
+_END = 2**20  # number of bytes that a fingerprint reads at either end
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -30,19 +30,19 @@ class DataError(DhelixError):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A text as one array of bytes, uint8 `[size]`; `name` says where it is from."""
+    """A text as one array of bytes, uint8 `[size]`. `name` says where it comes from."""
 
     name: str
     tokens: np.ndarray
 
     @property
     def fingerprint(self) -> str:
-        """Of the size and of the content's two ends: tells whether a resumed run reads the same text."""
+        """A hash of the size and of both ends of the text, to check that a resumed run reads the same text."""
         ends = zlib.crc32(self.tokens[-_END:].data, zlib.crc32(self.tokens[:_END].data))
         return f"{len(self.tokens)}-{ends:08x}"
 
     def check(self, seq: int) -> None:
-        """Raises DataError unless a row of `seq` + 1 tokens can be cut out."""
+        """Raises DataError if the text is too short for a row of `seq` + 1 tokens."""
         if len(self.tokens) < seq + 1:
             raise DataError(
                 f"{self.name} holds {len(self.tokens)} bytes, and a row of --seq {seq} needs {seq + 1}; "
@@ -50,7 +50,7 @@ class Corpus:
             )
 
     def offsets(self, step: int, rows: int, seq: int, seed: int = 0) -> np.ndarray:
-        """Where the rows of batch number `step` begin: uniform over the text, int64 `[rows]`."""
+        """Start positions of the rows of batch number `step`: uniform over the text, int64 `[rows]`."""
         self.check(seq)
         return np.random.default_rng([seed, step]).integers(0, len(self.tokens) - seq, rows)
 
@@ -62,7 +62,7 @@ class Corpus:
     def sharded_batch(
         self, step: int, rows: int, seq: int, sharding: NamedSharding, seed: int = 0
     ) -> dict[str, jax.Array]:
-        """`{"tokens": int32 [rows, seq + 1]}` over the devices of `sharding`; a host reads its own rows."""
+        """`{"tokens": int32 [rows, seq + 1]}` over the devices of `sharding`. A host reads only its own rows."""
 
         def local(index: Any) -> np.ndarray:
             return self.batch(step, rows, seq, seed, index[0])[:, index[1]]
@@ -71,9 +71,12 @@ class Corpus:
 
 
 def load(path: str | os.PathLike[str] | None = None) -> Corpus:
-    """The text of a file, or of all files of a folder in the order of their paths; None is the library's.
+    """Loads a file, or all files of a folder in the order of their paths. None: the standard library's sources.
 
-    A single file is mapped, not read. Hidden files and folders are left out. Raises DataError.
+    A single file is memory-mapped. In a folder, hidden files and folders are skipped.
+
+    Raises:
+      DataError: the text does not exist, cannot be read, or is empty.
     """
     if path is None:
         library = Path(sysconfig.get_path("stdlib"))
@@ -87,7 +90,7 @@ def load(path: str | os.PathLike[str] | None = None) -> Corpus:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Regular files below `folder`, by their paths relative to it: the same order on every host."""
+    """Regular files below `folder` that are not hidden, sorted by relative path: the same order on every host."""
     files = [
         file
         for file in folder.rglob("*")

@@ -1,4 +1,4 @@
-"""The flags of `dhelix train`, and what `--help` says above them. Nothing here imports jax."""
+"""The flags of `dhelix train`, and the text that `--help` prints above them. Imports no jax."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Trains a Llama on text, byte by byte, its micro-batches interleaved as two stran
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """The flags, on `values`."""
+    """Defines the flags on `values`."""
     number = functools.partial(flags.DEFINE_integer, flag_values=values)
     real = functools.partial(flags.DEFINE_float, lower_bound=0.0, flag_values=values)
     text = functools.partial(flags.DEFINE_string, flag_values=values)

@@ -1,4 +1,4 @@
-"""What to train and how, as data. It imports nothing heavy: `dhelix train --help` needs it."""
+"""What to train and how, as data. Imports nothing heavy, because `dhelix train --help` needs it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from dhelix.runtime.step.options import StepOptions
 class Options:
     """What to train and how; the flags of `dhelix train` by name.
 
-    `batch` counts the sequences of one optimizer step: micro-batches x micro-batch size x dp. None leaves a
-    choice to the preset, or to the number of devices. `step`: how micro-batches are interleaved.
+    None leaves a choice to the preset, or to the number of devices.
+
+    Attributes:
+      batch: sequences of one optimizer step: micro-batches x micro-batch size x dp.
+      step: how micro-batches are interleaved.
     """
 
     preset: str = "llama-demo"
@@ -44,6 +47,6 @@ class Options:
     peak_tflops: float | None = None
 
     def said(self) -> dict[str, Any]:
-        """All but how micro-batches are interleaved, as JSON values: what `Options(**said)` takes."""
+        """All fields but `step`, as JSON values for `Options(**said)`."""
         fields = (field.name for field in dataclasses.fields(self) if field.name != "step")
         return {name: getattr(self, name) for name in fields}

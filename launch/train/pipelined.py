@@ -5,23 +5,25 @@
     state = training.init(jax.random.key(0))
     state, metrics = step(state, batch)
 
-The model file does not change. Each device has the layers of its stage's chunks, [chunks of the stage, layers of a
-chunk, ...]. The optimizer works on the folded state (`runtime.pipeline.folded_state`); checkpoints hold the model's own
-order, so a run may go on with another number of stages.
+The model file does not change. Each device holds the layers of its stage's chunks, [chunks of the stage, layers of a
+chunk, ...]. The optimizer works on the folded state (`runtime.pipeline.folded_state`). Checkpoints hold the model's own
+order, so a run may resume with another number of stages.
 
-    embedding, head    split over    computed by                                          for
-    shared ends        tp and pp     all stages, each its part of the vocabulary          lockstep schedules, by hand
-    own ends           tp            the stage of the first and of the last chunk alone   other schedules; "auto"
+    embedding, head    split over    computed by                                          default for
+    shared ends        tp and pp     all stages, each its part of the vocabulary          lockstep with "shard_map"
+    own ends           tp            only the stage of the first or of the last chunk     other schedules; "auto"
 
-Shared ends keep the stages equal but join them where an end is computed, which is 1F1B's undoing: some of its stages go
-forward then and some backward (docs/pipeline.md). Own ends lie on every stage, since one program runs on all of them.
+Shared ends give all stages equal work, but all stages must compute an end together. This slows 1F1B down, because at
+that time some of its stages go forward and others backward (docs/pipeline.md). Own ends are stored on every stage,
+since all stages run one program.
 
-`sharding="shard_map"`: one `shard_map` over pp, dp and tp. What `value_and_grad` returns is of the device's own work,
-and is summed over the axes that a parameter is replicated over, once per step. "auto": a `shard_map` over pp alone,
-made by `value_and_grad`, inside of which XLA's partitioner inserts the collectives of dp and tp; so gradients are
-summed over dp where they arise, in each layer of each micro-batch.
+`sharding="shard_map"`: one `shard_map` over pp, dp and tp. `value_and_grad` returns the gradients of the device's own
+work. They are summed once per step, over the axes that a parameter is replicated over.
 
-DHelix paper, section 4.1.
+`sharding="auto"`: `value_and_grad` makes a `shard_map` over pp alone. Inside it, XLA's partitioner inserts the
+collectives of dp and tp. So gradients are summed over dp where they arise: in each layer of each micro-batch.
+
+Model folding: DHelix section 4.1 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ AXIS = "pp"
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedTraining(Training):
-    """A `Training` whose `train_step` is for `strand_interleave(microbatches=..., pipeline=fold)`, and for no other
-    way to call it: a folded state means nothing to a step without a pipeline."""
+    """A `Training` whose `train_step` must run in `strand_interleave(microbatches=..., pipeline=fold)`.
+
+    A step without a pipeline cannot use the folded state.
+    """
 
     fold: Fold = dataclasses.field(kw_only=True)
 
@@ -67,14 +71,15 @@ def make_pipelined_step(
     shared_ends: bool | None = None,
     sends_beside: bool = False,
 ) -> PipelinedTraining:
-    """A train step of `config` over `mesh` (axes `pp`, `dp` and `tp`), its layers on the stages that `schedule` says.
+    """A train step of `config` over `mesh` (axes `pp`, `dp` and `tp`), with the layers on the stages that `schedule`
+    says.
 
     Args:
-      optimizer: works element by element or with norms; see `folded_state` for what padding forbids.
+      optimizer: works element by element or with norms; `folded_state` says what padding forbids.
       schedule, chunks_per_stage, sends_beside: see `Fold`.
-      sharding: collectives of dp and tp by hand, or by XLA's partitioner.
-      shared_ends: whether embedding and head are split over `pp`, too; by default in lockstep
-        (schedules "w" and "interleaved_si") by hand.
+      sharding: whether collectives of dp and tp are written by hand or made by XLA's partitioner.
+      shared_ends: whether embedding and head are split over `pp`, too. Default: yes for lockstep schedules ("w",
+        "interleaved_si") with "shard_map".
 
     Raises:
       ValueError: the model does not divide over the mesh, or its layers are not stacked.
@@ -107,7 +112,7 @@ def _shares_ends(schedule: str, sharding: str, asked: bool | None) -> bool:
 
 
 def _attention(config: LlamaConfig, mesh: Mesh, sharding: str) -> Literal["xla", "cudnn"]:
-    """JAX does not partition cuDNN's attention (`custom_partitioning`) where one axis is manual and others are not."""
+    """JAX does not partition cuDNN's attention (`custom_partitioning`) if one axis is manual and others are not."""
     if sharding == "auto" and config.attention == "cudnn":
         raise DhelixError("attention='cudnn' in a pipeline needs sharding='shard_map'; take attention='xla'")
     return "xla" if sharding == "auto" else resolve_attention(config, mesh.devices.flat[0].platform)
@@ -121,7 +126,7 @@ def _loss(config: LlamaConfig, parallel: Parallel) -> Callable[[llama.Params, ja
 
 
 def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shared_ends: bool) -> Gradients:
-    """Loss and gradients under `shard_map`; `check_vma=False` for the reason that `models.train_step` gives."""
+    """Loss and gradients under `shard_map`. `models.train_step` gives the reason for `check_vma=False`."""
     loss_of = _loss(config, ManualParallel(pipeline=AXIS if shared_ends else None))
 
     def local(params: llama.Params, rows: jax.Array) -> tuple[jax.Array, llama.Params]:
@@ -132,7 +137,7 @@ def _manual_gradients(config: LlamaConfig, mesh: Mesh, specs: llama.Params, shar
 
 
 def _initial(config: LlamaConfig, mesh: Mesh, layout: Layout) -> Callable[[jax.Array], llama.Params]:
-    """Parameters of the values that the model has without a pipeline, folded as they arise."""
+    """The same initial values that the model has without a pipeline, folded as they are made."""
     move = Move(layout, mesh, AXIS, fold=True)
     specs = llama.param_specs(config)["layers"]
 

@@ -1,7 +1,7 @@
-"""Flags that say which train step, and how it is interleaved: those that several commands have in common.
+"""Flags that several commands share: which train step, and how it is interleaved.
 
-Which step: `dhelix train`, `dhelix plan` and `dhelix profile`. How: all that `StepOptions` has a flag for in
-`dhelix train`, and what concerns the order in `dhelix plan`.
+`dhelix train`, `dhelix plan` and `dhelix profile` have the flags of the step. `dhelix train` has a flag for every
+option of `StepOptions` that allows one; `dhelix plan` has those that concern the order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ _NAMES = (
 
 
 def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
-    """The flags, on `values`. `preset` is the default; `mesh` says what an empty one means."""
+    """Defines the flags of the step on `values`.
+
+    Args:
+      preset: default of --preset.
+      mesh: help text for what an empty --mesh means.
+    """
     number = functools.partial(flags.DEFINE_integer, flag_values=values, lower_bound=1)
     text = functools.partial(flags.DEFINE_string, flag_values=values)
     choice = functools.partial(flags.DEFINE_enum, flag_values=values)
@@ -57,8 +62,10 @@ def define(values: flags.FlagValues, preset: str | None, mesh: str) -> None:
 
 
 def define_options(values: flags.FlagValues, names: Collection[str] | None = None) -> None:
-    """A flag for each option of a step that has one (`StepOptions`), or for those of `names`. None stands for what the
-    step has by default, so that a command can tell what was said."""
+    """Defines a flag for each option of `StepOptions` that has one, or only for those in `names`.
+
+    The default None stands for the step's own default, so that a command can tell which flags were given.
+    """
     for name, flag in step_options.flags().items():
         if names is not None and name not in names:
             continue
@@ -73,10 +80,10 @@ def define_options(values: flags.FlagValues, names: Collection[str] | None = Non
 
 
 def given(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a step that flags of `define_options` name."""
+    """The step's options whose flags were given."""
     return {name: chosen[name] for name in step_options.flags() if chosen.get(name) is not None}
 
 
 def options(chosen: Mapping[str, Any], plain: bool = False) -> Options:
-    """The step that the flags say."""
+    """The options of the step that the flags choose."""
     return Options(**{name: chosen[name] for name in _NAMES}, plain=plain)

@@ -1,7 +1,7 @@
-"""Training a Llama on text: what `dhelix train` and the demo do.
+"""Trains a Llama on text, for `dhelix train` and the demo.
 
-The model knows nothing of the passes, and the passes nothing of the model; they meet in `prepare`, where the
-plain train step goes to `jax.jit` or to `interleaved`.
+The model and the passes know nothing of each other. `make_step` joins them: it gives the plain train step to `jax.jit`
+or to `interleaved`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dhelix.runtime.step import options as step_options
 from dhelix.runtime.step.options import StepOptions
 from dhelix.runtime.step.strand_interleave import interleaved
 
-# What a checkpoint's arrays and their meaning depend on; the rest of a configuration may change on resume.
+# A checkpoint's arrays and their meaning depend on these; the rest of a configuration may change on resume.
 _MODEL_FIELDS = (
     "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "rope_theta", "rope_factor",
     "norm_eps", "tie_embeddings", "param_dtype", "scan_layers",
@@ -40,7 +40,13 @@ _MODEL_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One optimizer step: its number from 1, the mean loss (nats per token) and how long it took."""
+    """One optimizer step.
+
+    Attributes:
+      number: counted from 1.
+      loss: mean loss, in nats per token.
+      seconds: how long the step took.
+    """
 
     number: int
     loss: float
@@ -52,7 +58,10 @@ class Step:
 class Run:
     """A train step with its state and its text.
 
-    `first` counts the steps taken before this run; the state is None until `start` has made or restored it.
+    Attributes:
+      batch: sequences per step.
+      state: None until `start` makes or restores it.
+      first: number of steps that were taken before this run.
     """
 
     options: Options
@@ -72,7 +81,7 @@ class Run:
         return self.batch * self.seq
 
     def tokens(self, number: int) -> dict[str, jax.Array]:
-        """The batch of step `number` (from 0)."""
+        """The batch of step `number`, counted from 0."""
         sharding = self.training.batch_sharding
         return self.corpus.sharded_batch(number, self.batch, self.seq, sharding, self.options.seed)
 
@@ -83,7 +92,7 @@ class Run:
         return self.step.report(self.training.abstract_state(), self.training.abstract_batch(self.batch))  # type: ignore
 
     def take_steps(self) -> Iterator[Step]:
-        """Takes the remaining steps one by one. Raises DhelixError when the loss is not a number."""
+        """Takes the remaining steps one by one. Raises DhelixError if the loss is not finite."""
         for number in range(self.first, self.options.steps):
             tokens = self.tokens(number)
             begun = time.perf_counter()
@@ -97,14 +106,14 @@ class Run:
             yield Step(number + 1, loss, grad_norm, time.perf_counter() - begun)
 
     def _recorded(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """The profiler around the last step, if the options say so."""
+        """The profiler around the last step, if `trace` is set."""
         if self.options.trace is None or number + 1 < self.options.steps:
             return contextlib.nullcontext()
         return jax.profiler.trace(self.options.trace)
 
 
 def prepare(options: Options) -> Run:
-    """Everything but the state. Raises DhelixError for options that do not fit each other or the devices."""
+    """Makes a run without its state. Raises DhelixError if options do not fit each other or the devices."""
     config = configuration(options)
     if config.vocab < data.VOCABULARY:
         raise DhelixError(f"the model has {config.vocab} tokens, and bytes need {data.VOCABULARY}: give --vocab")
@@ -115,15 +124,16 @@ def prepare(options: Options) -> Run:
 
 
 def configuration(options: Options) -> LlamaConfig:
-    """The model. Raises DhelixError for options that do not fit each other."""
+    """The model. Raises DhelixError if options do not fit each other."""
     given = _given(seq=options.seq, vocab=options.vocab, dtype=options.dtype, remat=options.remat)
     return _valid(lambda: preset(options.preset, options.layers, **given))
 
 
 def make_training(options: Options, config: LlamaConfig, devices: Sequence[Any]) -> tuple[Training, int]:
-    """The plain train step on a mesh over the first of `devices`, and how many sequences it takes.
+    """The plain train step on a mesh over the first of `devices`, and its batch size in sequences.
 
-    Raises DhelixError for options that do not fit each other or the devices.
+    Raises:
+      DhelixError: options do not fit each other or the devices.
     """
     dp, tp = _mesh_axes(options.mesh, len(devices), config.kv_heads, options.pp)
     mesh = _valid(lambda: make_mesh(dp, tp, devices, options.pp))
@@ -156,10 +166,13 @@ def _training(options: Options, config: LlamaConfig, mesh: Mesh) -> Training:
 
 
 def make_step(training: Training, plain: bool, options: StepOptions | None = None) -> Any:
-    """The train step to call: as it was written, or interleaved. Either way it takes over its state. A pipeline is
-    one either way, since only its schedule says how its stages work together; plain, it is left to XLA.
+    """The train step to call: as it was written, or interleaved. Both donate the state.
 
-    Raises DhelixError for options that mean nothing, such as a `plan` that is none.
+    A pipeline always goes through `interleaved`, since only its schedule says how its stages work together. If it is
+    `plain`, no passes run, and the order is left to XLA.
+
+    Raises:
+      DhelixError: invalid options, such as a `plan` that is none.
     """
     options = options or StepOptions()
     if isinstance(training, PipelinedTraining):
@@ -171,7 +184,7 @@ def make_step(training: Training, plain: bool, options: StepOptions | None = Non
 
 
 def optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, a linear warm-up and a cosine down to a tenth."""
+    """AdamW with gradient clipping, a linear warm-up, and a cosine decay to a tenth of the learning rate."""
     warmup = options.warmup if options.warmup is not None else min(100, max(1, options.steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, options.lr, warmup, max(options.steps, warmup + 1), 0.1 * options.lr
@@ -180,7 +193,11 @@ def optimizer(options: Options) -> optax.GradientTransformation:
 
 
 def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
-    """Gives `run` its state: new, or with `resume` that of the newest checkpoint."""
+    """Gives `run` its state: a new one, or with `resume` the newest checkpoint's.
+
+    Raises:
+      DhelixError: the folder's checkpoints do not fit the options.
+    """
     if checkpoints is None:
         run.state = run.training.init(jax.random.key(run.options.seed))
         return
@@ -201,7 +218,9 @@ def start(run: Run, checkpoints: Checkpoints | None = None) -> None:
 
 
 def _restore(run: Run, checkpoints: Checkpoints) -> tuple[int, Any]:
-    """Step and state of the newest checkpoint. One of another preset is said to be that, and not where it differs."""
+    """Step and state of the newest checkpoint. If its preset differs, the error names the presets instead of the
+    first difference.
+    """
     try:
         step, stored = checkpoints.restore(run.training.to_model_order(run.training.abstract_state()))
         return step, run.training.from_model_order(stored)
@@ -221,9 +240,13 @@ def train(
     checkpoints: Checkpoints | None = None,
     on_step: Callable[[list[Step]], None] = lambda steps: None,
 ) -> list[Step]:
-    """Takes the remaining steps, saves on the way and at the end, and returns what was measured.
+    """Takes the remaining steps, and saves checkpoints on the way and at the end.
 
-    `on_step` is called after each step with all steps so far.
+    Args:
+      on_step: called after each step with all steps so far.
+
+    Returns:
+      The steps, with their losses and times.
     """
     options, steps = run.options, []
     for step in run.take_steps():
@@ -236,14 +259,15 @@ def train(
 
 
 def step_seconds(steps: list[Step]) -> float:
-    """Median step time; the first step, which compiles, counts only if there is no other."""
+    """Median step time. Leaves out the first step, which compiles, unless it is the only one."""
     return statistics.median(step.seconds for step in steps[1:] or steps)
 
 
 def utilization(run: Run, seconds: float) -> float | None:
-    """MFU of a step: the model's operations over what all devices could do, not halved for the causal mask.
+    """MFU of a step that takes `seconds`: the model's operations over what all devices could do in that time.
 
-    None where the peak of the devices is unknown and `peak_tflops` does not say.
+    Attention counts in full, not halved for the causal mask. None if the devices' peak is unknown and `peak_tflops` is
+    not set.
     """
     peak = run.options.peak_tflops and run.options.peak_tflops * 1e12
     kind = run.training.mesh.devices.flat[0].device_kind
@@ -256,14 +280,14 @@ def utilization(run: Run, seconds: float) -> float | None:
 
 
 def speed(run: Run, steps: list[Step]) -> tuple[str, ...]:
-    """Tokens per second and MFU, as words, over the latest steps."""
+    """Tokens per second and MFU over the latest steps, in words."""
     seconds = step_seconds(steps[-20:] if len(steps) > 20 else steps)
     mfu = utilization(run, seconds)
     return f"{run.tokens_per_step / seconds:,.0f} tokens/s", *([] if mfu is None else [f"MFU {mfu:.1%}"])
 
 
 def results(run: Run, steps: list[Step]) -> dict[str, Any]:
-    """All of a run as JSON values. The first step's time contains compilation."""
+    """All results of a run as JSON values. The first step's time contains compilation."""
     seconds = step_seconds(steps)
     report = run.report()
     return {
@@ -288,23 +312,26 @@ def _said(options: Options) -> dict[str, Any]:
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """What a checkpoint of this run must share with it."""
+    """The configuration that a checkpoint must share with this run."""
     return {"model": {name: getattr(run.training.config, name) for name in _MODEL_FIELDS}}
 
 
 def notes(run: Run) -> dict[str, Any]:
-    """What is stored with a checkpoint for messages alone."""
+    """Values that are stored with a checkpoint for messages alone."""
     return {"preset": run.options.preset, **batch_notes(run)}
 
 
 def batch_notes(run: Run) -> dict[str, Any]:
-    """What decides about the batches; a remark if it changes on resume."""
+    """The values that determine the batches. If one changes on resume, the user gets a note."""
     return {"data": run.corpus.fingerprint, "batch": run.batch, "seq": run.seq, "seed": run.options.seed}
 
 
 def _mesh_axes(text: str, devices: int, kv_heads: int, pp: int = 1) -> tuple[int, int]:
-    """(dp, tp) of `dp=2,tp=4`, on each of `pp` stages. An axis that is left out takes what is left of the devices; with
-    neither, tp is the largest that divides the key-value heads too."""
+    """(dp, tp) of `dp=2,tp=4`, on each of `pp` stages.
+
+    An axis that is left out takes the remaining devices. Without both, tp is the largest size that divides the devices
+    of a stage and the key-value heads.
+    """
     axes: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
@@ -331,7 +358,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _valid(make: Callable[[], Any]) -> Any:
-    """The models know nothing of dhelix's errors; theirs are as clear."""
+    """Calls `make`, and turns the models' ValueError into a DhelixError with the same message."""
     try:
         return make()
     except ValueError as error:
