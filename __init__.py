@@ -6,11 +6,11 @@
     def train_step(params, opt_state, batch):
         loss, grads = value_and_grad(loss_fn)(params, batch)      # in place of jax.value_and_grad
 
-Public are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError` and `__version__`. Two modules are
-meant for use, too, and may change between versions: `dhelix.deviceless` (meshes of GPUs that exist on paper) and
-`dhelix.collective_matmul` (collective matmuls as functions).
+The public names are `strand_interleave`, `value_and_grad`, `Fold` (pipelines), `DhelixError` and `__version__`. Two
+modules are also meant for use, but may change between versions: `dhelix.deviceless` (meshes of GPUs that this machine
+does not have) and `dhelix.collective_matmul` (collective matmuls as functions).
 
-Names are loaded when they are first used: `dhelix --help` imports no JAX, and importing dhelix touches no device.
+Names are loaded on first use, so `dhelix --help` does not import JAX and importing dhelix touches no device.
 """
 
 import importlib

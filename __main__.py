@@ -1,4 +1,4 @@
-"""`python -m dhelix`: the command line, where the script `dhelix` is not on the path."""
+"""`python -m dhelix`: the command line, for environments whose PATH lacks the `dhelix` script."""
 
 from dhelix.launch.cli import main
 

@@ -1,32 +1,32 @@
-"""Errors of dhelix. Each message is one line that says what is wrong and what to do about it."""
+"""The errors of dhelix. Each message is one line that says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
 
 class DhelixError(ValueError):
-    """Base of every error that a user of dhelix is meant to read."""
+    """Base class of all errors whose message is meant for the user."""
 
 
 class UnknownPassError(DhelixError):
-    """A pass was asked for by a name that no pass of the list has."""
+    """The user named a pass that is not in the list of passes."""
 
 
 class HostsDisagreeError(DhelixError):
-    """Hosts would run different programs and deadlock in their collectives."""
+    """The hosts of a job would run different programs and deadlock in their collectives."""
 
 
 class PassRefusal(DhelixError):
-    """A pass met something it does not understand; the module stays as it was.
+    """A pass found something that it does not support, so the module stays unchanged.
 
     Attributes:
-      reason: one line, the same for every module it applies to (it is the key for "say it once").
-      instruction: name of the HLO instruction that caused it, or None.
-      place: that instruction itself, where it is at hand.
-      facts: values for the report, such as a limit that would do.
+      reason: one line, identical for every module it applies to, because each reason is logged only once.
+      instruction: name of the HLO instruction that caused the refusal, or None.
+      place: the `instruction` argument as it was given: the instruction itself, its name, or None.
+      facts: values for the report, such as a memory limit that would suffice.
     """
 
     def __init__(self, reason: str, instruction: object = None, **facts: int):
-        """`instruction` is an instruction of the module view or its name."""
+        """`instruction`: an instruction of the HLO module, or its name."""
         self.reason = reason
         self.facts = facts
         self.place = instruction

@@ -1,4 +1,4 @@
-"""Matmuls whose collective runs beside them: `operations.py` is what users call, `form_choice.py` decides how."""
+"""Matmuls that hide their collective. `operations.py` is the user's interface; `form_choice.py` chooses the form."""
 
 from dhelix.runtime.collective_matmul.operations import (
     CollectiveMatmuls,

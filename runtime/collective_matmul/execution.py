@@ -1,6 +1,6 @@
-"""Collective matmuls in a form that is known to be possible, with one weight or several that share the collective.
+"""Runs collective matmuls in a form that is known to be possible, with one weight or several that share the collective.
 
-All but the monolithic form multiply with the weights side by side, made once, and split the result.
+All forms but the monolithic one concatenate the weights once, multiply, and split the result.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Arrays = tuple[jax.Array, ...]
 def all_gather_matmul(
     form: Form, x: jax.Array, weights: Arrays, axis_name: AxisName, transposed: bool = False
 ) -> tuple[Arrays, jax.Array]:
-    """Gathered `x` times each of `weights`, or times the transpose of the only one; and gathered `x`."""
+    """Returns (gathered `x` times each of `weights`, or times the transpose of the only weight) and gathered `x`."""
     if form.name == "monolithic" or not isinstance(axis_name, str):
         gathered = monolithic.all_gather(x, axis_name)
         return tuple(matmul(gathered, w, transposed) for w in weights), gathered
@@ -60,12 +60,13 @@ def matmul_all_reduce(form: Form, x: jax.Array, w: jax.Array, axis_name: AxisNam
 def all_gather_gradients(
     form: Form, x: jax.Array, weights: Arrays, cotangents: Arrays, axis_name: AxisName
 ) -> tuple[jax.Array, Arrays]:
-    """Of `all_gather_matmul`: dx, whose reduce-scatter takes `form`, and dw of each weight, for which `x` is gathered
-    again.
+    """The gradients of `all_gather_matmul`: dx, and dw of each weight. `x` is gathered again for dw.
 
-        monolithic       gather x beside dy w^T, then reduce-scatter beside x^T dy
-        ring, hybrid     gather x beside the first chunk, which has no other collective; then as in forward
-        mosaic           gather x before the kernel, beside what precedes that: nothing may run beside a kernel
+    The reduce-scatter of dx uses `form`. The gather of `x` overlaps as follows:
+
+        monolithic       with dy w^T; then the reduce-scatter overlaps with x^T dy
+        ring, hybrid     with the first chunk's matmul, which overlaps with no other collective; then as in forward
+        mosaic           with what precedes the kernel: nothing may overlap with the kernel
     """
     gathered = monolithic.all_gather(x, axis_name)
     if form.name == "monolithic" or not isinstance(axis_name, str):
@@ -86,17 +87,17 @@ def all_gather_gradients(
                 cotangents, w, axis_name, _DIRECTIONS[form.name], transposed=True, beside=(gathered,)
             )
     dws = tuple(row_product(gathered, dy, w) for dy, w in zip(cotangents, weights, strict=True))
-    # Else XLA goes on with what depends on dx, and the last collective has nothing beside it.
+    # Otherwise XLA runs users of dx before dw, and the last collective overlaps with no compute.
     return lax.optimization_barrier((dx, dws))
 
 
 def _side_by_side(weights: Arrays) -> jax.Array:
-    """`[k, all columns]`, made once: without the barrier XLA makes it again for each use."""
+    """Concatenates the weights to `[k, all columns]`. Without the barrier XLA would repeat that for each use."""
     return weights[0] if len(weights) == 1 else lax.optimization_barrier(joined(weights, axis=1))
 
 
 def _split(y: jax.Array, columns: Sequence[int]) -> Arrays:
-    """The other way round, along the last dimension."""
+    """The inverse: splits the last dimension."""
     ends = list(accumulate(columns))
     return tuple(
         y if width == y.shape[-1] else lax.slice_in_dim(y, end - width, end, axis=y.ndim - 1)

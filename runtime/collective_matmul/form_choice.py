@@ -1,9 +1,10 @@
-"""Which form a collective matmul takes: what the user asks for, or what was measured to be the fastest here.
+"""Chooses the form of a collective matmul: the form that the user asks for, or the fastest one by measurement.
 
-"auto"               the fastest known for the site on these GPUs over this link; monolithic where nothing was
-                     measured, as on CPU. Where the fastest cannot be had, the next one, and one line in the log
-a name, or a Form    that one, or DhelixError with what to do. Its derivatives take it too where they can, and
-                     otherwise the monolithic form, and one line in the log
+"auto"               the form with the shortest measured time for the site on these GPUs and this link; monolithic if
+                     nothing was measured, as on CPU. If that form is impossible here: the next best one, and a line
+                     in the log
+a name, or a Form    this form, or a DhelixError that says what to do. The derivatives use this form, too, if it is
+                     possible there; otherwise the monolithic form, and a line in the log
 """
 
 import functools
@@ -23,20 +24,20 @@ from dhelix.runtime.collective_matmul.monolithic import AxisName
 from dhelix.runtime.processes import launch_settings
 from dhelix.runtime.processes.launch_settings import link_of
 
-_DTYPES = ("bfloat16", "float16", "float32", "float64")  # of all forms but the monolithic one
-_MOST_CHUNKS = 4  # of a hybrid that does not say how many
+_DTYPES = ("bfloat16", "float16", "float32", "float64")  # that forms other than the monolithic one support
+_MOST_CHUNKS = 4  # if the form "hybrid" names no number of chunks
 _GPU = ("cuda", "gpu")
 _HOPPER = re.compile(r"\bG?H\d{2,3}\b")  # H100, H200, H800, H20, GH200
 
 
 @dataclass(frozen=True)
 class Place:
-    """A site in a program: what decides which forms can be had.
+    """A site in a program; decides which forms are possible.
 
     Attributes:
-      site: what decides how long they take.
+      site: decides how long the forms take.
       axis_name: the mesh axis, or several.
-      rows: rows of one batch element that a device's operand (all-gather) or result has.
+      rows: rows of one batch element in a device's operand (all-gather) or result.
     """
 
     site: Site
@@ -45,10 +46,15 @@ class Place:
 
 
 def requested(form: str | Form, place: Place, graphs: bool | None = None) -> Form | None:
-    """The form that a user asks for, or None for "auto"; `graphs` as of `refusal`.
+    """Returns the form that the user asks for, or None for "auto".
+
+    Args:
+      form: "auto", the name or key of a form, or a `Form`.
+      place: where it is to run.
+      graphs: see `refusal`.
 
     Raises:
-      DhelixError: there is no such form, or it cannot be had at `place`.
+      DhelixError: there is no such form, or it is impossible at `place`.
     """
     if form == "auto":
         return None
@@ -64,7 +70,11 @@ def requested(form: str | Form, place: Place, graphs: bool | None = None) -> For
 
 
 def resolve(wanted: Form | None, place: Place) -> Form:
-    """The form that runs at `place`: `wanted`, or with None the best; one that can be had in any case."""
+    """Returns the form that runs at `place`. It is always possible there.
+
+    It is `wanted` if that is possible, otherwise the monolithic form. With `wanted` None, it is the fastest possible
+    one.
+    """
     if wanted is None and place.site.dtype not in _DTYPES:
         _log_once(f"{place.site.key}: {MONOLITHIC.key}, since no other form multiplies {place.site.dtype}")
         return MONOLITHIC
@@ -82,10 +92,14 @@ def resolve(wanted: Form | None, place: Place) -> Form:
 
 
 def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
-    """Why `form` cannot be had at `place`, and what to do, so that it reads on after the form's name; or None.
+    """Returns why `form` is impossible at `place` and what to do, or None.
+
+    The text continues a sentence after the form's name.
 
     Args:
-      graphs: whether the program's custom calls become part of CUDA graphs; None: as this process was started.
+      form: the form.
+      place: where it is to run.
+      graphs: whether the program's custom calls become part of CUDA graphs; None: read it from this process's settings.
     """
     if form.name == "monolithic":
         return None
@@ -109,13 +123,12 @@ def refusal(form: Form, place: Place, graphs: bool | None = None) -> str | None:
 
 
 def _no_kernels_here(form: Form, graphs: bool | None) -> str | None:
-    """Why kernels that use their peers' memory cannot run on these devices, or None.
+    """Returns why kernels that access their peers' memory cannot run on these devices, or None.
 
-    All blocks of a kernel must run at a time: those of one device wait for those of another.
+    All blocks of a kernel must be resident at once, because the blocks of one device wait for blocks of another.
 
-    A CUDA graph keeps the addresses that a kernel was recorded with, and XLA records anew where a device's own buffers
-    move, not where its peers' do: then the kernel reads what lies there now (seen on 2 H200s with jax 0.11.2, in every
-    third call while memory moved, and never without graphs).
+    A CUDA graph keeps the addresses that a kernel was recorded with. XLA records it again if a device's own buffers
+    move, but not if a peer's buffers move. Then the kernel reads other data at the old address (seen with jax 0.11.2).
     """
     platform, kind, there = _devices_here()
     if platform not in _GPU or not _HOPPER.search(kind):
@@ -140,7 +153,7 @@ def _parsed(text: str, place: Place) -> Form:
 
 
 def _devices_here() -> tuple[str, str, int | None]:
-    """Platform and kind of the devices of the mesh around, which need not exist; multiprocessors, if that is known."""
+    """Platform, kind and number of multiprocessors (None if unknown) of the current mesh's devices, abstract or not."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None:
         default = jax.devices()[0]

@@ -5,15 +5,17 @@
     y = matmul_reduce_scatter(x, w)    dx = all_gather_matmul(dy, w^T)          dw = x^T gathered dy
     y = matmul_all_reduce(x, w)        dx = dy w^T                              dw = x^T dy
 
-What is kept for backward is x and w as they came. For dw, x is gathered again, as in Megatron, which keeps 1 / n of
-the memory; dy has been gathered for dx. Each of them is a site of its own (`choice.resolve`): what the user asked for
-counts there too where it can be had. "auto" does not look for dx of all-gather, where there are two matmuls for the two
-collectives, and both are hidden whole: gather x beside dy w^T, then reduce-scatter beside gathered x^T dy.
+The residuals are x and w as passed in. For dw of all-gather, x is gathered again, as in Megatron, so that the residual
+takes 1 / n of the memory. dy was already gathered for dx. Each collective matmul of the backward pass is a site of its
+own (`form_choice.resolve`), and uses the form that the user asked for if that is possible there.
 
-The derivatives are those of JAX's collectives. Under `shard_map` with `check_vma=True` the cotangent of an all-reduce's
-result is whole on each device; with `check_vma=False` it is what each device contributes to it, and JAX sums it first,
-so this does too: one all-reduce in backward that `check_vma=True` does without.
-(Reducing Activation Recomputation in Large Transformer Models, section 4.2.2, has the pairs.)
+Exception: with "auto", dx of all-gather uses the monolithic form. It has two matmuls for two collectives, so a whole
+matmul hides each: the gather of x overlaps with dy w^T, then the reduce-scatter overlaps with gathered x^T dy.
+
+The derivatives equal JAX's. Under `shard_map` with `check_vma=True` the cotangent of an all-reduce's result is whole on
+each device. With `check_vma=False` it is each device's contribution, and JAX sums it first. So does this module, by one
+more all-reduce in backward.
+Source: "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2, has the pairs.
 """
 
 import functools
@@ -31,7 +33,7 @@ from dhelix.runtime.collective_matmul.products import matmul, row_product
 
 
 def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name: AxisName) -> Place:
-    """Where a collective matmul of `x [..., rows, contraction]` to so many columns stands."""
+    """The place of a collective matmul of `x [..., rows, contraction]` to `columns` columns."""
     n = lax.axis_size(axis_name)
     rows = x.size // max(x.shape[-1], 1) * (n if kind == "all_gather_matmul" else 1)
     own = x.shape[-2] // (n if kind == "matmul_reduce_scatter" else 1)
@@ -41,12 +43,12 @@ def place_of(kind: str, x: jax.Array, contraction: int, columns: int, axis_name:
 def varying_axes(x: jax.Array) -> frozenset[str]:
     """Mesh axes over which `shard_map` knows `x` to vary; none with `check_vma=False`."""
     kind: Any = jax.typeof(x)
-    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # a later or an earlier name of the same
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # the newer and the older name in JAX
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gather_matmul(x: jax.Array, weights: Arrays, axis_name: AxisName, wanted: Form | None) -> Arrays:
-    """Products of gathered `x` with each of the weights. Operands vary over the same mesh axes, also `axis_name`."""
+    """Products of gathered `x` with each of the weights. Operands vary over the same axes, including `axis_name`."""
     place = place_of("all_gather_matmul", x, x.shape[-1], sum(w.shape[1] for w in weights), axis_name)
     return execution.all_gather_matmul(resolve(wanted, place), x, weights, axis_name)[0]
 
@@ -59,7 +61,7 @@ def _all_gather_matmul_backward(axis_name: AxisName, wanted: Form | None, kept: 
     x, weights = kept
     contraction = sum(w.shape[1] for w in weights)
     place = place_of("matmul_reduce_scatter", dys[0], contraction, x.shape[-1], axis_name)
-    # The collectives of the monolithic form run beside a whole matmul each, which is more than any other form can do.
+    # In the monolithic form each collective overlaps with a whole matmul, more than in any other form.
     form = MONOLITHIC if wanted is None else resolve(wanted, place)
     return execution.all_gather_gradients(form, x, weights, dys, axis_name)
 
@@ -69,7 +71,7 @@ all_gather_matmul.defvjp(_all_gather_matmul_forward, _all_gather_matmul_backward
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
-    """The sum over devices of `x` times `w`, scattered. Operands vary as above."""
+    """The sum over devices of `x` times `w`, scattered over rows. Operands vary as in `all_gather_matmul`."""
     place = place_of("matmul_reduce_scatter", x, x.shape[-1], w.shape[1], axis_name)
     return execution.matmul_reduce_scatter(resolve(wanted, place), x, w, axis_name)
 
@@ -92,7 +94,10 @@ matmul_reduce_scatter.defvjp(_matmul_reduce_scatter_forward, _matmul_reduce_scat
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, wanted: Form | None) -> jax.Array:
-    """The sum over devices of `x` times `w`. Operands vary as above, and the result no longer over `axis_name`."""
+    """The sum over devices of `x` times `w`. Operands vary as in `all_gather_matmul`.
+
+    The result does not vary over `axis_name`.
+    """
     place = place_of("matmul_all_reduce", x, x.shape[-1], w.shape[1], axis_name)
     return execution.matmul_all_reduce(resolve(wanted, place), x, w, axis_name)
 

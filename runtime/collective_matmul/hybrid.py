@@ -1,4 +1,4 @@
-"""NCCL's collectives in a few chunks of rows, each beside the matmul of its neighbour.
+"""NCCL's collectives in a few chunks of rows; each chunk's collective overlaps with its neighbour's matmul.
 
     all_gather_matmul       gather c0 | gather c1   | gather c2   | gather c3   |
                                       | multiply c0 | multiply c1 | multiply c2 | multiply c3
@@ -6,17 +6,17 @@
     matmul_reduce_scatter   multiply c0 | multiply c1 | multiply c2 | multiply c3 |
     matmul_all_reduce                   | reduce c0   | reduce c1   | reduce c2   | reduce c3
 
-A chunk is a part of every device's rows, so that its gathered or scattered rows are spread over the result:
+A chunk is a part of every device's rows. So its gathered or scattered rows are spread over the result:
 
     rows of  device 0: c0 c1 c2 c3   device 1: c0 c1 c2 c3        c0 gathered: [device 0's c0, device 1's c0]
 
-Optimization barriers between steps keep the order, and keep XLA from combining the collectives into one again, or the
-matmuls, which share `w`.
+Optimization barriers between steps keep the order. They also keep XLA from combining the collectives again, and from
+merging the matmuls, which share `w`.
 
-Legality: chunks divide the rows of a device; for all-reduce, all rows.
-Cost: the first chunk's gather, or the last one's reduction, is exposed; `chunks` smaller GEMMs; all-gather copies each
-chunk's result to its places, reduce-scatter each chunk's rows out of theirs. (DistFuse, section 3: chunks where tiles
-cannot be sent one by one.)
+Legality: the number of chunks must divide the rows of a device; for all-reduce, all rows.
+Cost: the first chunk's gather, or the last chunk's reduction, is exposed; `chunks` smaller GEMMs; all-gather copies
+each chunk's result to its rows, reduce-scatter copies each chunk's rows out of `x`. (DistFuse, section 3, uses chunks
+if tiles cannot be sent one by one.)
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from dhelix.runtime.collective_matmul.products import columns_of, joined, matmul
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, chunks: int, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`x [..., rows / n, k]` gathered, times `w`; and `x` gathered, which is dropped where nobody reads it."""
+    """Returns (`x [..., rows / n, k]` gathered, times `w`) and gathered `x`, which XLA drops if it has no users."""
     n, rows = lax.axis_size(axis_name), x.shape[-2] // chunks
 
     def gather(x: jax.Array, chunk: int) -> jax.Array:
@@ -59,8 +59,11 @@ def matmul_reduce_scatter(
     transposed: bool = False,
     beside: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """`xs [..., rows, k / n]` side by side times `w`, summed over the devices: this one's rows, `[..., rows / n,
-    columns]`; and `beside`, made in the first step, which has no collective."""
+    """`xs [..., rows, k / n]`, concatenated, times `w`, summed over the devices.
+
+    Returns:
+      This device's rows, `[..., rows / n, columns]`; and `beside`, computed in the first step, which has no collective.
+    """
     n = lax.axis_size(axis_name)
 
     def multiply(xs: Sequence[jax.Array], w: jax.Array, chunk: int) -> jax.Array:
@@ -92,7 +95,7 @@ def _reduced_chunks(
     reduce: Callable[[jax.Array], jax.Array],
     beside: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """Chunk by chunk multiplied, and reduced while the next one is multiplied; the results below each other."""
+    """Multiplies chunk by chunk, and reduces each chunk while the next one is multiplied. Concatenates the results."""
     results: list[jax.Array] = []
     for chunk in range(chunks):
         product = multiply(xs, w, chunk)
@@ -107,13 +110,13 @@ def _by_device(x: jax.Array, devices: int, chunks: int) -> jax.Array:
 
 
 def _chunk_of(x: jax.Array, chunk: int) -> jax.Array:
-    """Of `[..., devices, chunks, rows of a chunk, k]` one chunk, `[..., rows, k]`."""
+    """One chunk of `[..., devices, chunks, rows of a chunk, k]`, as `[..., rows, k]`."""
     piece = lax.index_in_dim(x, chunk, axis=x.ndim - 3, keepdims=False)
     return piece.reshape(*piece.shape[:-3], -1, piece.shape[-1])
 
 
 def _with_chunk(x: jax.Array, piece: jax.Array, chunk: int) -> jax.Array:
-    """The other way round: `x` with this chunk."""
+    """The inverse of `_chunk_of`: `x` with this chunk replaced."""
     piece = piece.reshape(*x.shape[:-3], 1, *x.shape[-2:])
     return lax.dynamic_update_slice_in_dim(x, piece, chunk, axis=x.ndim - 3)
 

@@ -1,9 +1,9 @@
-"""Collective and matmul one after the other, as a user would write them: what the other forms are measured against.
+"""Collective and matmul one after the other. The other forms are measured against this one.
 
     gathered = all-gather(x)         sums = x @ w                       sums = x @ w
     out = gathered @ w               out = reduce-scatter(sums)         out = all-reduce(sums)
 
-Works for every size and type, and for a tuple of mesh axes. Nothing is hidden inside of it.
+Works for every size and type, and for a tuple of mesh axes. The communication is not overlapped with the matmul.
 """
 
 import functools
@@ -19,15 +19,15 @@ AxisName = str | tuple[str, ...]
 
 
 def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`x [..., rows / n, k]` of all devices: `[..., rows, k]`."""
+    """Gathers `x [..., rows / n, k]` of all devices to `[..., rows, k]`."""
     return lax.all_gather(x, axis_name, axis=rows_axis(x), tiled=True)
 
 
 def sum_of_products(xs: Sequence[jax.Array], weights: Sequence[jax.Array], transposed: bool = False) -> jax.Array:
-    """This device's part of the sum: of each `x` times its `w`."""
+    """This device's partial sum: the sum of each `x` times its `w`."""
     return functools.reduce(operator.add, (matmul(x, w, transposed) for x, w in zip(xs, weights, strict=True)))
 
 
 def reduce_scatter(sums: jax.Array, axis_name: AxisName) -> jax.Array:
-    """The sum over devices of `[..., rows, columns]`, scattered: `[..., rows / n, columns]`."""
+    """Sums `[..., rows, columns]` over the devices and scatters the rows: `[..., rows / n, columns]`."""
     return lax.psum_scatter(sums, axis_name, scatter_dimension=rows_axis(sums), tiled=True)

@@ -1,16 +1,16 @@
-"""From arrays with batch dimensions to the Mosaic-GPU kernels of `kernels/`, which take two-dimensional ones.
+"""Calls the two-dimensional Mosaic-GPU kernels of `kernels/` on arrays with batch dimensions.
 
-Rows are gathered and scattered by device, and batch elements lie inside of a device's rows:
+The kernels gather and scatter rows by device. Batch elements are inside a device's rows:
 
     x [b, rows / n, k] on each device = [b * rows / n, k]  -gather->  [n, b, rows / n, k]  -transpose->  [b, rows, k]
 
-With one batch element the transpose is none. With more it costs a copy, of the result (all-gather) or of the operand
-(reduce-scatter). All-reduce does not care which row is which.
+With one batch element the transpose is a no-op. With more it costs a copy of the result (all-gather) or of the operand
+(reduce-scatter). All-reduce needs no transpose, because every device has all rows.
 
-Kernels are imported where they are used: Mosaic GPU is not there on every platform.
+Kernels are imported on first use, because Mosaic GPU does not exist on every platform.
 
-While a kernel waits for its peers it holds the streaming multiprocessors that a collective of NCCL in flight may still
-need on another device: both at a time can deadlock, so callers order them by data.
+A kernel that waits for its peers holds streaming multiprocessors. An NCCL collective in flight may need them on another
+device. Both together can deadlock, so callers order them by data dependencies.
 """
 
 import importlib
@@ -27,7 +27,7 @@ _KERNELS = "dhelix.runtime.collective_matmul.kernels"
 
 
 def refusal(site: Site, tiles: Tiles | None) -> str | None:
-    """Why there is no kernel for `site` with these tiles, or None."""
+    """Returns why no kernel serves `site` with these tiles, or None."""
     try:
         supported = _kernel(site.kind, "supported")
     except ImportError as error:
@@ -38,7 +38,7 @@ def refusal(site: Site, tiles: Tiles | None) -> str | None:
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`x [..., rows / n, k]` gathered, times `w`; and `x` gathered."""
+    """Returns (`x [..., rows / n, k]` gathered, times `w`) and gathered `x`."""
     kernel = _kernel("all_gather_matmul", "all_gather_matmul_kernel")
     results = kernel(_folded(x), w.T if transposed else w, axis_name, tiles)
     out, gathered = (_from_devices(y, x, lax.axis_size(axis_name)) for y in results)
@@ -48,7 +48,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None, transposed: bool = False
 ) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: this one's rows, `[..., rows / n, columns]`."""
+    """`x [..., rows, k / n]` times `w`, summed over the devices: this device's rows, `[..., rows / n, columns]`."""
     kernel = _kernel("matmul_reduce_scatter", "matmul_reduce_scatter_kernel")
     n = lax.axis_size(axis_name)
     out = kernel(_by_device(x, n), w.T if transposed else w, axis_name, tiles)
@@ -56,7 +56,7 @@ def matmul_reduce_scatter(
 
 
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None) -> jax.Array:
-    """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`."""
+    """`x [..., rows, k / n]` times `w`, summed over the devices; returns all rows, `[..., rows, columns]`."""
     out = _kernel("matmul_all_reduce", "matmul_all_reduce_kernel")(_folded(x), w, axis_name, tiles)
     return out.reshape(*x.shape[:-1], w.shape[1])
 
@@ -70,12 +70,12 @@ def _folded(x: jax.Array) -> jax.Array:
 
 
 def _by_device(x: jax.Array, n: int) -> jax.Array:
-    """`x [..., rows, k]` with the rows of device 0 first, of all batch elements: `[all rows, k]`."""
+    """`x [..., rows, k]` as `[all rows, k]`, device by device: first the rows of device 0 of all batch elements."""
     batch = math.prod(x.shape[:-2])
     return _folded(x.reshape(batch, n, -1, x.shape[-1]).swapaxes(0, 1))
 
 
 def _from_devices(y: jax.Array, x: jax.Array, n: int) -> jax.Array:
-    """The other way round, for a result `y` of gathering `x [..., rows / n, k]`."""
+    """The inverse of `_by_device`, for a result `y` of gathering `x [..., rows / n, k]`."""
     batch, rows, columns = math.prod(x.shape[:-2]), x.shape[-2], y.shape[-1]
     return y.reshape(n, batch, rows, columns).swapaxes(0, 1).reshape(*x.shape[:-2], n * rows, columns)

@@ -1,13 +1,13 @@
-"""Collective matmuls, for use under `jax.shard_map`: a matmul and the collective of its operand or result in one.
+"""Collective matmuls for use under `jax.shard_map`: a matmul fused with the collective of its operand or result.
 
     y = all_gather_matmul(x, w, "tp")             = all_gather(x) @ w          column-parallel layer, rows sharded
     q, k, v = all_gather_matmul(x, (wq, wk, wv), "tp")                         one gather for all
     y = matmul_reduce_scatter(x, w, "tp")         = psum_scatter(x @ w)        row-parallel layer, rows sharded
     y = matmul_all_reduce(x, w, "tp")             = psum(x @ w)                row-parallel layer, rows whole
 
-The results, and their derivatives, are those of the expression on the right, in the operands' type and but for the
-order of additions. `form` says how: `form_choice.py` what the forms are and which is taken, `gradients.py` what is kept
-for backward. Batch dimensions lead, before rows; each batch element's rows are sharded.
+Results and derivatives equal the expression on the right, in the operands' type, up to the order of additions. `form`
+selects the implementation: see `form_choice.py` for the forms, `gradients.py` for the residuals. Batch dimensions come
+before rows; each batch element's rows are sharded.
 """
 
 from collections.abc import Sequence
@@ -37,16 +37,15 @@ def all_gather_matmul(
 
     Args:
       x: `[..., rows / n, k]`, this device's rows.
-      w: `[k, columns]`, or a sequence of such, for which `x` is gathered once.
-      axis_name: mesh axis of n devices; several are served by the monolithic form.
-      form: "auto" for the one that was measured to be the fastest; or one of `FORMS`, its key (such as "hybrid:4"), or
-        a `Form`.
+      w: `[k, columns]`, or a sequence of such weights, for which `x` is gathered once.
+      axis_name: mesh axis of n devices; a tuple of several axes always uses the monolithic form.
+      form: "auto" for the fastest form by measurement; or one of `FORMS`, its key (such as "hybrid:4"), or a `Form`.
 
     Returns:
-      `[..., rows, columns]`, rows in the order of devices; a tuple of such for a sequence of weights.
+      `[..., rows, columns]`, rows in the order of devices; a tuple of such products for a sequence of weights.
 
     Raises:
-      DhelixError: operands that do not fit, an axis that is not there, or a form that was asked for and cannot be had.
+      DhelixError: operands do not fit, the axis does not exist, or the requested form is impossible.
     """
     axis_name = _axis(axis_name)
     several = isinstance(w, Sequence)
@@ -58,19 +57,19 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str | Form = "auto") -> jax.Array:
-    """Multiplies and sums over the devices of an axis, each of which keeps its rows of the sum.
+    """Multiplies and sums over the devices of an axis; each device keeps its rows of the sum.
 
     Args:
-      x: `[..., rows, k / n]`, this device's part of the contraction. Rows divide by n.
+      x: `[..., rows, k / n]`, this device's part of the contraction. Rows must be divisible by n.
       w: `[k / n, columns]`, likewise.
-      axis_name: as of `all_gather_matmul`.
-      form: as of `all_gather_matmul`.
+      axis_name: see `all_gather_matmul`.
+      form: see `all_gather_matmul`.
 
     Returns:
       `[..., rows / n, columns]`.
 
     Raises:
-      DhelixError: as `all_gather_matmul`, and for rows that do not divide by n.
+      DhelixError: as for `all_gather_matmul`, or rows are not divisible by n.
     """
     axis_name = _axis(axis_name)
     x, w = _checked("matmul_reduce_scatter", x, (w,), axis_name)
@@ -90,14 +89,14 @@ def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: AxisName, form: str
     Args:
       x: `[..., rows, k / n]`, this device's part of the contraction.
       w: `[k / n, columns]`, likewise.
-      axis_name: as of `all_gather_matmul`.
-      form: as of `all_gather_matmul`. The rings scatter rows in between, which must divide by n.
+      axis_name: see `all_gather_matmul`.
+      form: see `all_gather_matmul`. The rings scatter rows in between, so they need rows that are divisible by n.
 
     Returns:
       `[..., rows, columns]`, the same on all devices.
 
     Raises:
-      DhelixError: as `all_gather_matmul`.
+      DhelixError: as for `all_gather_matmul`.
     """
     axis_name = _axis(axis_name)
     x, w = _checked("matmul_all_reduce", x, (w,), axis_name)
@@ -127,14 +126,16 @@ class CollectiveMatmuls:
 
 
 def _axis(axis_name: AxisName) -> AxisName:
-    """One axis by its name, however it was written; several as a tuple."""
+    """One axis as its name, even if it was given as a tuple; several axes as a tuple."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     return names[0] if len(names) == 1 else names
 
 
 def _checked(kind: str, x: jax.Array, weights: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """The operands, all varying over the same mesh axes, as those of `lax.dot_general` do: so that JAX, and not our
-    derivatives, sums the cotangent of one that was the same on some devices."""
+    """Checks the operands and makes all of them vary over the same mesh axes, like the operands of `lax.dot_general`.
+
+    So JAX, not our derivatives, sums the cotangent of an operand that was replicated over some devices.
+    """
     try:
         lax.axis_size(axis_name)
     except NameError:

@@ -1,9 +1,10 @@
-"""The local products that collective matmuls consist of, and rows of them. Any number of batch dimensions.
+"""The local products of collective matmuls, and access to rows. All functions take any number of batch dimensions.
 
-Arrays may be sharded over explicit mesh axes that the surrounding `shard_map` leaves out: batch dimensions, as a rule.
+Arrays may be sharded over explicit mesh axes that the surrounding `shard_map` leaves out; typically these shard batch
+dimensions.
 
-Products are in the operands' type, and XLA accumulates them in float32: asked for a float32 result that is cast
-afterwards, it would write float32 and cast in a kernel of its own.
+Products have the operands' type, and XLA accumulates them in float32. A float32 result with a cast would make XLA write
+float32 and cast in a separate kernel.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,10 @@ def matmul(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
 
 
 def row_product(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
-    """The transpose of `x [..., rows, k]` times `y [..., rows, columns]`, summed over the batch: the gradient of `w
-    [k, columns]`."""
+    """The transpose of `x [..., rows, k]` times `y [..., rows, columns]`, summed over the batch.
+
+    This is the gradient of `w [k, columns]`.
+    """
     summed = tuple(range(x.ndim - 1))
     return lax.dot_general(x, y, ((summed, summed), ((), ())), out_sharding=_explicit_sharding(w))
 
@@ -31,19 +34,19 @@ def rows_axis(x: jax.Array) -> int:
 
 
 def rows_of(x: jax.Array, start: jax.Array | int, rows: int) -> jax.Array:
-    """`rows` rows of `x [..., all rows, k]` from `start` on."""
+    """`rows` rows of `x [..., all rows, k]`, beginning with row `start`."""
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + rows, axis=rows_axis(x))
     return lax.dynamic_slice_in_dim(x, start, rows, axis=rows_axis(x))
 
 
 def with_rows(x: jax.Array, piece: jax.Array, start: jax.Array | int) -> jax.Array:
-    """`x [..., all rows, k]` with `piece [..., rows, k]` from row `start` on."""
+    """`x [..., all rows, k]` with `piece [..., rows, k]` written from row `start` on."""
     return lax.dynamic_update_slice_in_dim(x, piece, start, axis=rows_axis(x))
 
 
 def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Array:
-    """Memory for `[..., rows, columns]`, batch and type those of `like`. Every element is to be written."""
+    """Uninitialized `[..., rows, columns]` with batch and type of `like`. The caller must write every element."""
     shape = (*like.shape[:-2], rows, like.shape[-1] if columns is None else columns)
     sharding = _explicit_sharding(like)
     if sharding is not None:
@@ -52,16 +55,16 @@ def unwritten(like: jax.Array, rows: int, columns: int | None = None) -> jax.Arr
 
 
 def columns_of(w: jax.Array, transposed: bool) -> int:
-    """Columns of a product with `w`."""
+    """Number of columns of a product with `w`."""
     return w.shape[0] if transposed else w.shape[1]
 
 
 def joined(arrays: Sequence[jax.Array], axis: int) -> jax.Array:
-    """Side by side; a single array is not copied."""
+    """Concatenates arrays along `axis`; a single array is not copied."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=axis)
 
 
 def _explicit_sharding(x: jax.Array) -> NamedSharding | None:
-    """How `x` is sharded by its type; None where no mesh axis is explicit."""
+    """The sharding in the type of `x`; None if no mesh axis is explicit."""
     sharding = jax.typeof(x).sharding
     return sharding if AxisType.Explicit in sharding.mesh.axis_types else None

@@ -1,4 +1,4 @@
-"""Rings of `ppermute` with partial matmuls: while one chunk is multiplied, the next one travels.
+"""Rings of `ppermute` with partial matmuls: the next chunk travels while the current chunk is multiplied.
 
     all_gather_matmul, device 1 of 4         step     0          1          2          3
                                     multiply          x1         x0         x3         x2     -> rows of out
@@ -9,19 +9,21 @@
                                     receive           -          sum 3      sum 2      sum 1
                                     send on           sum 0      sum 3      sum 2      -      sum 1 is the result
 
-Each step's products and permutes are independent of each other, and those of the next step wait for both: an
-optimization barrier between steps. Without it XLA runs all permutes first and then nothing is left to hide them, and
-makes one large matmul of several chunks, because they share `w`.
+The products and permutes of one step are independent of each other. An optimization barrier between steps makes the
+next step wait for both. Without the barrier XLA runs all permutes first, so that nothing is left to hide them, and
+merges the matmuls of several chunks, because they share `w`.
 
-`directions`: RING is one ring. BIDIRECTIONAL is two, each with half of a chunk's rows, so that both directions of a
-link carry data. Sums travel in the operands' type, as NCCL's do, and are added outside of the matmul: as its addend
-they would have to arrive before it starts.
+`directions`: RING is one ring. BIDIRECTIONAL is two rings, each with half of a chunk's rows, so that both directions of
+a link carry data. Sums travel in the operands' type, as in NCCL. They are added outside of the matmul: a matmul with an
+addend could not start before the addend arrives.
 
-Legality: rows of `x` divide over the axis (reduce-scatter, all-reduce); two rows per device for two rings.
-Cost: the GEMM in n pieces; each chunk's result is copied to its place (all-gather), each chunk's rows out of theirs and
-one addition (reduce-scatter), because a GEMM kernel of a library takes no offset that only the device knows.
-(Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023, describes the rings; DistFuse,
-section 3, what they do on GPUs.)
+Legality: rows of `x` must be divisible by the axis size (reduce-scatter, all-reduce). Two rings need two rows per
+device.
+Cost: the GEMM in n pieces. All-gather copies each chunk's result to its rows. Reduce-scatter copies each chunk's rows
+out of `x` and adds once. The copies exist because a library's GEMM kernel takes no offset that is known only at run
+time.
+Sources: the rings are from "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023);
+DistFuse, section 3, discusses them on GPUs.
 """
 
 from collections.abc import Sequence
@@ -49,7 +51,7 @@ BIDIRECTIONAL: Directions = (1, -1)
 
 @dataclass(frozen=True)
 class _Lane:
-    """One ring: rows `start` .. `start + rows` of every chunk, which is `chunk` rows, travel in `direction`."""
+    """One ring: rows `start` .. `start + rows` of every chunk travel in `direction`; a chunk has `chunk` rows."""
 
     axis_name: str
     direction: int
@@ -58,12 +60,12 @@ class _Lane:
     rows: int
 
     def permute(self, piece: jax.Array) -> jax.Array:
-        """To the next device; returns what came from the one before."""
+        """Sends to the next device and returns the piece of the previous one."""
         n = lax.axis_size(self.axis_name)
         return lax.ppermute(piece, self.axis_name, [(i, (i + self.direction) % n) for i in range(n)])
 
     def row(self, steps_back: int) -> jax.Array:
-        """Where, among all rows, this lane's part of the chunk of the device that many steps back begins."""
+        """The first row, among all rows, of this lane's part of the chunk that comes from `steps_back` devices back."""
         n = lax.axis_size(self.axis_name)
         me = lax.axis_index(self.axis_name)
         return lax.rem(me + (-self.direction * steps_back) % n, jnp.int32(n)) * self.chunk + self.start
@@ -78,22 +80,22 @@ def _lanes(axis_name: str, chunk: int, directions: Directions) -> list[_Lane]:
 
 
 def _send(lanes: Sequence[_Lane], pieces: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The pieces of all lanes on their way, at the same time."""
+    """Sends the pieces of all lanes at the same time."""
 
     def permute(pieces: Sequence[jax.Array]) -> list[jax.Array]:
         return [lane.permute(piece) for lane, piece in zip(lanes, pieces, strict=True)]
 
     if len(lanes) == 1:
         return permute(pieces)
-    # XLA has one collective in flight at a time; a call with these attributes it runs as one, a group of NCCL's.
+    # XLA has one collective in flight at a time. It runs a call with these attributes as one NCCL group.
     with set_xla_metadata(_collectives_group="", inlineable="false"):
         return jax.jit(permute)(pieces)
 
 
 def _products(pieces: Sequence[jax.Array], w: jax.Array, transposed: bool) -> tuple[list[jax.Array], jax.Array]:
-    """Of each piece with `w`, one after the other; and `w`, to be used from there on.
+    """The product of each piece with `w`, one after the other; and `w`, for later uses.
 
-    XLA makes one matmul of several that share an operand, and copies the others together for it: barriers.
+    The barriers keep XLA from merging matmuls that share an operand, which would copy the other operands together.
     """
     products: list[jax.Array] = []
     for piece in pieces:
@@ -105,7 +107,7 @@ def _products(pieces: Sequence[jax.Array], w: jax.Array, transposed: bool) -> tu
 def all_gather_matmul(
     x: jax.Array, w: jax.Array, axis_name: str, directions: Directions, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`x [..., rows / n, k]` gathered, times `w`; and `x` gathered, which is dropped where nobody reads it."""
+    """Returns (`x [..., rows / n, k]` gathered, times `w`) and gathered `x`, which XLA drops if it has no users."""
     n, chunk = lax.axis_size(axis_name), x.shape[-2]
     lanes = _lanes(axis_name, chunk, directions)
     held = [rows_of(x, lane.start, lane.rows) for lane in lanes]
@@ -130,8 +132,11 @@ def matmul_reduce_scatter(
     transposed: bool = False,
     beside: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
-    """`xs [..., rows, k / n]` side by side times `w`, summed over the devices: this one's rows, `[..., rows / n,
-    columns]`; and `beside`, made in the first step, which has no permute."""
+    """`xs [..., rows, k / n]`, concatenated, times `w`, summed over the devices.
+
+    Returns:
+      This device's rows, `[..., rows / n, columns]`; and `beside`, computed in the first step, which has no permute.
+    """
     n = lax.axis_size(axis_name)
     lanes = _lanes(axis_name, xs[0].shape[-2] // n, directions)
     sums: Sequence[jax.Array] = []
@@ -147,7 +152,7 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(x: jax.Array, w: jax.Array, axis_name: str, directions: Directions) -> jax.Array:
     """`x [..., rows, k / n]` times `w`, summed over the devices: all rows, `[..., rows, columns]`.
 
-    In two shots: the ring above, then an all-gather, which has no matmul to run beside.
+    Runs `matmul_reduce_scatter`, then an all-gather, which overlaps with no matmul.
     """
     scattered, _ = matmul_reduce_scatter((x,), w, axis_name, directions)
     return lax.all_gather(scattered, axis_name, axis=rows_axis(scattered), tiled=True, to="invarying")

@@ -1,1 +1,1 @@
-"""Between JAX and XLA: lowering to HLO and back, the compiler hook, deviceless and tuned compiles, memory needs."""
+"""The layer between JAX and XLA: lowering to HLO and back, compiler hooks, deviceless compilation, memory needs."""

@@ -1,17 +1,17 @@
-"""What XLA's autotuner chose on a card, as a file that other compiles read.
+"""Reads and merges files of the choices that XLA's autotuner made on a GPU, for use in other compilations.
 
-    XLA_FLAGS=--xla_gpu_dump_autotune_results_to=8b.pbtxt dhelix train --preset llama-8b ...     # on the card
-    python -m dhelix.runtime.compiler.autotune_results h200.autotune.pbtxt 25b.pbtxt 8b.pbtxt    # one file of two
+    XLA_FLAGS=--xla_gpu_dump_autotune_results_to=8b.pbtxt dhelix train --preset llama-8b ...     # on the GPU
+    python -m dhelix.runtime.compiler.autotune_results h200.autotune.pbtxt 25b.pbtxt 8b.pbtxt    # merges two files
 
-A file is an `xla.autotuner.AutotuneCache` in text form. An entry says which backend an instruction is to have
-(cuBLASLt with which algorithm, Triton with which tiles, which of XLA's own emitters) and is found by
+A file is an `xla.autotuner.AutotuneCache` in text form. An entry names the backend for one instruction: cuBLASLt with
+an algorithm, Triton with tile sizes, or one of XLA's own emitters. XLA finds an entry by
 
-- the device: a hash of compute capability, cores, clock, memory bandwidth and L2 size, not of the name;
+- the device: a hash of compute capability, cores, clock, memory bandwidth and L2 size, but not of the name;
 - the instruction: a hash of its HLO with types and layouts, without names and metadata;
-- the versions of the backends (Triton's commit, cuBLAS's number): another version of the one that was chosen is
-  a miss, another version of any other is not.
+- the versions of the backends (Triton's commit, cuBLAS's number). An entry misses if the version of its chosen backend
+  differs; versions of the other backends do not matter.
 
-Merged files have one entry a line, sorted, so that the same dumps give the same bytes and changes can be read.
+Merged files have one entry per line, sorted. The same dumps therefore give the same bytes, and diffs are readable.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from dhelix.profiles.files import storage
 
 SHIPPED = storage.SHIPPED
 SUFFIX = ".autotune.pbtxt"
-_ENTRY = re.compile(r"^entries \{(?: [^\n]* \}|\n.*?^\})$", re.MULTILINE | re.DOTALL)  # on one line, or on many
+_ENTRY = re.compile(r"^entries \{(?: [^\n]* \}|\n.*?^\})$", re.MULTILINE | re.DOTALL)  # on one or several lines
 _KEY = re.compile(r"entries \{ (key \{ .* \}) value \{ .* \} \}")
 _SCOPE = re.compile(r'^\w+_scope: ".*"$|^#.*$', re.MULTILINE)
 
 
 def merge(texts: Mapping[str, str]) -> str:
-    """One text for several: of entries for the same device, instruction and versions the last one counts.
+    """Merges several texts. If entries have the same device, instruction and versions, the last one wins.
 
     Args:
-      texts: by the names that errors are to give them, usually those of files.
+      texts: the texts by name, usually a file name. Error messages use the name.
 
-    Raises DhelixError for what is no such text.
+    Raises:
+      DhelixError: a text holds something other than autotuning results in text form.
     """
     entries: dict[str, str] = {}
     for name, text in texts.items():
@@ -55,7 +56,7 @@ def merge(texts: Mapping[str, str]) -> str:
 
 
 def merged(files: Iterable[Path]) -> str:
-    """`merge` of files. Raises DhelixError, also for a file that cannot be read."""
+    """`merge` applied to files. Raises DhelixError like `merge`, and if a file cannot be read."""
     texts = {}
     for path in files:
         try:
@@ -67,9 +68,10 @@ def merged(files: Iterable[Path]) -> str:
 
 @functools.cache
 def file() -> Path | None:
-    """What comes with dhelix, overridden by what `dhelix profile` left beside the user's profiles; None without any.
+    """The shipped results, overridden by those that `dhelix profile` wrote next to the user's profiles; None if none.
 
-    One file for all GPUs, because XLA reads only the first that a process names. Raises DhelixError as `merged`.
+    The results of all GPUs are in one file, because XLA reads only the first file that a process names. Raises
+    DhelixError like `merged`.
     """
     folders = (SHIPPED, storage.users_file("", "").parent)
     found = [path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))]
@@ -87,7 +89,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Merges files: `OUT IN IN ...`; an IN may be OUT."""
+    """Command line: merges the files `IN ...` into OUT. An IN may be OUT itself."""
     if len(arguments) < 2:
         raise SystemExit("usage: python -m dhelix.runtime.compiler.autotune_results OUT IN [IN ...]; later ones count")
     out, *sources = map(Path, arguments)

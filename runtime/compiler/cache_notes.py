@@ -1,7 +1,7 @@
-"""Small files beside JAX's compilation cache, so that a step out of the cache knows what was found out about it.
+"""Small files next to JAX's compilation cache that hold facts about a step, for runs that load the step from the cache.
 
-Others write to that folder, too, at the same time and not always whole: what is damaged counts as missing. (Local
-folders only.)
+Other processes write to the same folder concurrently and may leave incomplete files, so damaged files count as missing.
+Only local cache folders are supported.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ _LARGEST = 64 << 20  # bytes
 
 
 def path_of(name: str) -> Path | None:
-    """Where a file of that name lies; None where there is no cache."""
+    """Path of the file with this name; None without a local compilation cache."""
     folder = jax.config.jax_compilation_cache_dir
     return Path(folder) / "dhelix" / name if folder and "://" not in str(folder) else None
 
 
 def write(name: str, content: str | bytes) -> None:
-    """Whole or not at all; where it cannot be written, it is not. Text is for people, too; bytes get a checksum."""
+    """Writes the file atomically; does nothing if that is impossible. Text stays readable; bytes get a checksum."""
     path = path_of(name)
     if path is None:
         return
@@ -39,13 +39,13 @@ def write(name: str, content: str | bytes) -> None:
 
 
 def read(name: str) -> str | None:
-    """None where there is no such file. Raises OSError, UnicodeDecodeError or DhelixError where it cannot be read."""
+    """Text of the file; None if it does not exist. Raises OSError, UnicodeDecodeError or DhelixError if unreadable."""
     data = _read(name)
     return None if data is None else data.decode()
 
 
 def read_bytes(name: str) -> bytes | None:
-    """None where there is no such file, or one that is not what was written. Raises OSError or DhelixError."""
+    """Bytes of the file; None if it is missing or its checksum is wrong. Raises OSError or DhelixError."""
     data = _read(name)
     if data is None or hashlib.sha256(data[32:]).digest() != data[:32]:
         return None

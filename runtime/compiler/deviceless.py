@@ -1,20 +1,20 @@
-"""Compiling for GPUs on a machine that has none.
+"""Compiles for GPUs on a machine that has none.
 
     deviceless.prepare_environment()                   # before JAX looks for devices
-    mesh = deviceless.mesh({"dp": 2, "tp": 4})         # 8 H200s that exist on paper
+    mesh = deviceless.mesh({"dp": 2, "tp": 4})         # 8 H200s that this machine does not have
     lowered = jax.jit(step).lower(jax.ShapeDtypeStruct(..., sharding=NamedSharding(mesh, ...)))
     compiled = deviceless.compile(lowered)             # as_text(), memory_analysis(): those of the GPU
 
-The CUDA plugin compiles for a described target instead of an attached device. It runs no kernel, so it tunes
-nothing; what XLA's autotuner chose on a card, it reads from a file (`autotune_results`):
+The CUDA plugin compiles for a described target instead of an attached device. It runs no kernels, so it cannot tune.
+It reads the choices that XLA's autotuner made on a real GPU from a file (`autotune_results`):
 
-                                       known there       unknown
-    matrix product                     as on the card    cuBLASLt, which algorithm is left to the library
+                                       result known      result unknown
+    matrix product                     as on the GPU     cuBLASLt, which picks the algorithm itself
     another fusion, `compile`          not tuned         not tuned
-    another fusion, `tuned.compile`    as on the card    not tuned
+    another fusion, `tuned.compile`    as on the GPU     not tuned
 
-The target must agree with the card in what XLA's key of a device is made of (clock, memory bandwidth, L2 size),
-else nothing is found.
+The target description must agree with the real GPU in the values that XLA hashes for its device key (clock, memory
+bandwidth, L2 size). Otherwise XLA finds no results.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ _GPUS_PER_HOST = 8
 _INSTALL = "pip install 'dhelix[compile]'"
 _LOAD = "xla_gpu_load_autotune_results_from"
 COMPILER_OPTIONS: Mapping[str, str | int | bool] = {
-    # No device to time kernels on. Above 0, XLA would also ask for its choice for each other fusion, and compile
-    # those that nothing is known of one by one; and it would try untuned.pbtxt on library calls, and crash.
+    # There is no device to time kernels on. Above 0, XLA would also look up all other fusions and compile the unknown
+    # ones one by one. It would also apply untuned.pbtxt to library calls and crash.
     "xla_gpu_autotune_level": 0,
     "xla_candidate_configs_file": str(autotune_results.SHIPPED / "untuned.pbtxt"),
 }
 
 
 class DevicelessError(DhelixError):
-    """This machine, or this environment, cannot compile for GPUs."""
+    """This machine or environment cannot compile for GPUs."""
 
 
 def prepare_environment() -> None:
-    """Let the CUDA plugin load without a GPU. To be called before JAX looks for devices; harmless with GPUs.
+    """Lets the CUDA plugin load without a GPU. Call it before JAX looks for devices. With GPUs it does nothing.
 
-    Without this, a plugin that is installed on a machine without GPUs reports missing libraries and is not
-    there to compile either. JAX_PLATFORMS=cpu has the same effect.
+    Without this call, an installed plugin reports missing libraries on a machine without GPUs and cannot compile.
+    JAX_PLATFORMS=cpu has the same effect as this call.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def targets() -> list[str]:
-    """Names of the GPUs that `topology` knows."""
+    """Names of the GPUs that `topology` accepts."""
     return sorted(path.stem for path in _TARGETS.glob("*.pbtxt"))
 
 
 def topology(target: str = "h200", shape: str = "1x1x4") -> topologies.TopologyDescription:
-    """GPUs that need not exist; `.devices` lists them, slice by slice and host by host.
+    """Describes GPUs that this machine need not have; `.devices` lists them slice by slice and host by host.
 
     Args:
       target: one of `targets()`, or the path of a file with XLA's `GpuTargetConfigProto` in text form.
-      shape: slices x hosts per slice x GPUs per host. GPUs of a slice are joined by NVLink.
+      shape: slices x hosts per slice x GPUs per host. NVLink connects the GPUs of a slice.
 
     Raises:
       DevicelessError: unknown target, malformed shape, or no CUDA plugin.
@@ -91,13 +91,16 @@ def mesh(
     shape: str | None = None,
     axis_type: AxisType = AxisType.Auto,
 ) -> Mesh:
-    """A mesh over GPUs that need not exist, the last axis over neighbours.
+    """A mesh over GPUs that this machine need not have. The last axis spans neighbouring GPUs.
 
     Args:
       axes: size of each axis by name, outermost first: `{"dp": 2, "tp": 4}`.
       target: as in `topology`.
-      shape: as in `topology`; by default one slice of hosts of at most 8 GPUs.
-      axis_type: of all axes.
+      shape: as in `topology`; by default one slice of hosts with at most 8 GPUs each.
+      axis_type: the type of all axes.
+
+    Raises:
+      DevicelessError: as in `topology`, or `axes` and `shape` have different numbers of GPUs.
     """
     count = int(np.prod(list(axes.values())))
     if shape is None:
@@ -111,25 +114,25 @@ def mesh(
 
 
 def compile(lowered: jax.stages.Lowered, **options: Any) -> jax.stages.Compiled:
-    """Compile a program lowered for devices of `topology`, its matrix products as on the card where that is known.
+    """Compiles a program for devices of `topology`, with the GPU's own choices for matrix products if they are known.
 
     Args:
       lowered: result of `.lower` with arguments sharded over a mesh of such devices.
       options: XLA options without dashes, for example `xla_gpu_enable_latency_hiding_scheduler=True`. They
-        take the place of those in XLA_FLAGS and in COMPILER_OPTIONS.
+        override XLA_FLAGS and COMPILER_OPTIONS.
     """
     return lowered.compile({**COMPILER_OPTIONS, **results_option(), **options})
 
 
 def are_attached(devices: Sequence[Any]) -> bool:
-    """Whether a process can run on these devices, so that they are not such as `topology` lists."""
+    """Whether this process can run on these devices, as opposed to devices that `topology` describes."""
     return bool(devices) and devices[0] in jax.devices()
 
 
 def results_option() -> dict[str, str]:
-    """What loads what is known of the card, unless XLA_FLAGS load something else.
+    """The XLA option that loads the known autotuning results; empty if there are none or XLA_FLAGS name a file.
 
-    XLA heeds it in the first compile of a process that has it, and from then on in all compiles.
+    XLA reads the file at the first compilation that has this option and uses it in all later ones of the process.
     """
     file = autotune_results.file()
     return {} if file is None or _LOAD in os.environ.get("XLA_FLAGS", "") else {_LOAD: str(file)}

@@ -1,13 +1,13 @@
-"""Reading the HLO of a `jax.stages.Lowered`, and putting a changed program in its place.
+"""Reads the HLO of a `jax.stages.Lowered` and replaces its program with a changed one.
 
-How a program comes back (`with_hlo`):
-1. HLO -> StableHLO by jaxlib's own converter, parsed into the MLIR context of the original module.
-2. Shardy's operations, which HLO holds as custom calls, are rebuilt (`dhelix.passes.hlo.shardy_import`).
-3. Graft. The converter loses what belongs to JAX rather than to the program: donation, shardings, memory
-   kinds and layouts of arguments and results, the number of partitions. They are attributes of the module and
-   of its `main`, and `main` may not change its signature, so they are taken over from the original.
+How `with_hlo` replaces the program:
+1. jaxlib's converter turns the HLO into StableHLO, parsed into the MLIR context of the original module.
+2. `dhelix.passes.hlo.shardy_import` rebuilds Shardy's operations, which HLO holds as custom calls.
+3. Graft. The converter loses facts that belong to JAX rather than to the program: donation, shardings, memory kinds and
+   layouts of arguments and results, and the number of partitions. They are attributes of the module and of its `main`.
+   `main` must keep its signature, so they are copied from the original.
 
-docs/lowering.md lists what a round trip keeps and what it does not; tests/runtime/compiler/test_lowering.py checks it.
+docs/lowering.md lists what a round trip keeps and what it loses; tests/runtime/compiler/test_lowering.py checks it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from dhelix.passes.hlo.shardy_import import import_shardy, symbol_name
 
 
 class LoweringError(DhelixError):
-    """A changed HLO module cannot take the place of the lowered one."""
+    """A changed HLO module cannot replace the lowered program."""
 
 
 def hlo_bytes(lowered: jax.stages.Lowered) -> bytes:
-    """The program of `lowered` as a serialized `HloModuleProto`, as XLA receives it (no XLA pass has run)."""
+    """The program of `lowered` as a serialized `HloModuleProto`, before any XLA pass."""
     return jax_compat.stablehlo_to_hlo(jax_compat.refined(lowered))
 
 
 def module_name(lowered: jax.stages.Lowered) -> str:
-    """Name of the program, by which the compiler's hooks know it; in no time, where `hlo_bytes` converts all of it."""
+    """Name of the program, by which the compiler hooks identify it. Fast: unlike `hlo_bytes` it converts nothing."""
     return symbol_name(jax_compat.stablehlo_module(lowered).operation)
 
 
 def compiled_module(compiled: jax.stages.Compiled) -> HloModule:
-    """The scheduled program that XLA made. Its text does not always parse again, its proto does.
+    """The scheduled program that XLA made, read from its proto, because its text does not always parse again.
 
-    Raises DhelixError for an executable that does not say its HLO (out of another runtime's cache, for example).
+    Raises DhelixError if the executable does not provide its HLO, for example one from another runtime's cache.
     """
     try:
         executable: Any = compiled.runtime_executable()
@@ -61,24 +61,27 @@ def device_count(lowered: jax.stages.Lowered) -> int:
 
 
 def with_hlo(lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | None = None) -> jax.stages.Lowered:
-    """A `Lowered` that compiles the changed module and is otherwise like `lowered`, which stays as it was.
+    """A `Lowered` that compiles the changed module and is otherwise like `lowered`, which is not modified.
 
     Args:
       lowered: result of `jax.jit(f).lower(...)`.
       new_bytes: serialized `HloModuleProto` with the same entry signature (types and order of parameters
-        and results). Sharding, donation, layout and memory kind of arguments and results come from `lowered`,
-        whatever the module says about them.
-      module_name: new name of the module, which HLO passes see and which is part of the key of JAX's
-        persistent compilation cache. None keeps the name.
+        and results). Sharding, donation, layout and memory kind of arguments and results always come from
+        `lowered`; those of the module are ignored.
+      module_name: new name of the module; None keeps the name. HLO passes see the name, and it is part of the key
+        of JAX's persistent compilation cache.
 
     Raises:
       LoweringError: the bytes are not an HLO module, or the entry signature changed.
-      ShardyImportError: a shard_map was taken apart.
+      ShardyImportError: the changed module no longer has complete HLO form of a shard_map.
     """
     original = jax_compat.stablehlo_module(lowered)
     with original.context, ir.Location.unknown(original.context):
+        # 1. HLO -> StableHLO.
         changed = _parse(new_bytes)
+        # 2. Rebuild Shardy's operations.
         import_shardy(changed)
+        # 3. Graft.
         _graft_attributes(original, changed)
         _graft_meshes(original, changed)
         if module_name is not None:
@@ -87,17 +90,17 @@ def with_hlo(lowered: jax.stages.Lowered, new_bytes: bytes, module_name: str | N
 
 
 def _parse(proto: bytes) -> ir.Module:
-    """StableHLO module of a serialized `HloModuleProto`, in the current MLIR context."""
+    """Converts a serialized `HloModuleProto` to StableHLO in the current MLIR context."""
     try:
         return ir.Module.parse(hlo_to_stablehlo(proto))
-    except Exception as error:  # jaxlib raises several types; all of them mean the same to the caller
+    except Exception as error:  # jaxlib raises several types for the same failure
         lines = str(error).strip().splitlines()
         reason = next((line for line in lines if line.startswith("error:")), (*lines, type(error).__name__)[0])
         raise LoweringError(f"the changed HLO cannot be turned back into StableHLO: {reason}") from error
 
 
 def _graft_attributes(original: ir.Module, changed: ir.Module) -> None:
-    """Give `changed` what `original` says of the module and of the arguments and results of `main`."""
+    """Copies the attributes of the module and of the arguments and results of `main` from `original`."""
     old, new = original.operation, changed.operation
     for name in _names(new.attributes):
         del new.attributes[name]
@@ -116,7 +119,7 @@ def _graft_attributes(original: ir.Module, changed: ir.Module) -> None:
 
 
 def _graft_meshes(original: ir.Module, changed: ir.Module) -> None:
-    """Take the meshes of `original`, which hold JAX's own notes, and keep those that only `changed` has."""
+    """Copies the meshes of `original`, which hold JAX's own attributes, and keeps meshes that only `changed` has."""
     old = {symbol_name(op): op for op in _meshes(original)}
     for op in _meshes(changed):
         if symbol_name(op) in old:

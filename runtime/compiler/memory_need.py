@@ -1,13 +1,13 @@
-"""What a step needs on one GPU, known before it is compiled, or said by the compiler.
+"""Memory that a step needs on one GPU, estimated before compilation or reported by the compiler.
 
     plain = memory_need.of_module(scheduled)       # the plain step, as XLA schedules it (`step/plain_step.py`)
-    limit = plain.allowed()                        # 2.5 % more than it needs, arguments and all
-    memory_need.of_compiled(compiled).total        # of the interleaved step, to be compared with that
+    limit = plain.allowed()                        # 2.5 % more than the plain step needs, arguments included
+    memory_need.of_compiled(compiled).total        # of the interleaved step, to compare with the limit
 
-The promise is that interleaving takes no more than 3 % of the plain step's memory (DHelix section 6), and what the
-plain step takes is XLA's to say. To compile all of it would cost as much again as the step itself. Its schedule
-is enough (`runtime/compiler/scheduled_only.py`): what lives at once in that order is within 1 % of what XLA allocates
-(8.33 GiB for 8.34; unrolled layers 8.47 for 8.52). For that, half a per cent of the 3 is kept back.
+Interleaving may take at most 3 % more memory than the plain step (DHelix section 6, arXiv 2411.15871). Only XLA knows
+how much the plain step takes, and compiling it fully would cost as much again as compiling the step. The plain step's
+schedule is enough (`runtime/compiler/scheduled_only.py`): its peak by live ranges is within 1 % of XLA's allocation.
+Half a percentage point of the 3 % is reserved for that difference.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from dhelix.passes.hlo import HloModule
 from dhelix.passes.ordering.order_rules import MEMORY_SLACK
 
 SLACK = MEMORY_SLACK - 0.005
-"""Of the plain step's memory by live ranges, that a step may need more; the rest is lost in gaps."""
+"""Fraction by which a step may exceed the plain step's memory by live ranges. The rest of the 3 % is for gaps."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on one GPU: of the arguments, and beside them: temporaries, and results that take over no argument."""
+    """Bytes on one GPU.
+
+    Attributes:
+      arguments: bytes of the arguments.
+      beside: temporaries, and results that do not reuse a donated argument.
+    """
 
     arguments: int
     beside: int
@@ -36,19 +41,19 @@ class MemoryNeed:
         return self.arguments + self.beside
 
     def allowed(self, slack: float = SLACK) -> int:
-        """Bytes altogether, if they may be `slack` more than this."""
+        """Total bytes of a step that may need a fraction `slack` more than this one."""
         return int((1.0 + slack) * self.total)
 
 
 def of_module(module: HloModule) -> MemoryNeed:
-    """By live ranges in the order of a schedule; gaps between buffers are left out."""
+    """Memory of a scheduled module by live ranges, without gaps between buffers."""
     memory = Memory(module)
     return MemoryNeed(memory.arguments, memory.peak(module.entry, module.schedule[module.entry]))
 
 
 def of_compiled(compiled: jax.stages.Compiled) -> MemoryNeed:
-    """As XLA allocates it on a GPU."""
+    """Memory as XLA allocates it on a GPU."""
     found = compiled.memory_analysis()
-    assert found is not None  # GPU executables say it
+    assert found is not None  # GPU executables always report it
     beside = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return MemoryNeed(found.argument_size_in_bytes, beside)

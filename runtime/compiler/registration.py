@@ -1,6 +1,6 @@
-"""From a lowered program through the compiler: sessions, the hook, and reports that survive a cache hit.
+"""Takes a lowered program through the compiler: sessions, compiler hooks, and reports that survive a cache hit.
 
-A `Session` is one lowered program on its way to an executable. The order of use:
+A `Session` accompanies one lowered program until it is an executable. The order of use:
 
     session = Session(manager, module, "jit_step")  # fingerprints the inputs, registers the hook on first use
     new = session.run_lowered()                     # LOWERED passes; None when they changed nothing
@@ -9,12 +9,13 @@ A `Session` is one lowered program on its way to an executable. The order of use
         executable = lowered.compile()              # XLA calls the hook: PRE_ and POST_SCHEDULER passes
     session.report()
 
-The hook is global to the process: it is registered once per stage and platform for all sessions, finds its
-session by the marker in the module's name, and returns at once for modules without one. Registering starts
-JAX's backends, so nothing here runs at import or decoration: `jax.distributed.initialize()` works after both.
+The hook is registered once per process, stage and platform, and serves all sessions. It finds its session by the marker
+in the module's name, and returns at once for modules without a marker. Registering starts JAX's backends, so nothing
+here runs at import or decoration: `jax.distributed.initialize()` works after both.
 
-The compilation cache knows nothing of passes. The marker in the name keeps two plans for one program apart in
-it, and the report is stored in its folder too, because after a hit no pass runs. (Local cache folders only.)
+JAX's compilation cache does not know about passes. The marker in the module's name gives two plans for one program
+different cache entries. Reports are stored in the cache's folder too, because no pass runs after a cache hit. (Local
+cache folders only.)
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _HOOK_STAGES = {
 GPU_PLATFORMS = ("cuda",)
 
 _lock = threading.RLock()
-_sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; a session lives as long as what it compiled
+_sessions: dict[str, weakref.WeakSet[Session]] = {}  # by marker; weak, so sessions are freed with their owners
 _registered: dict[tuple[Stage, str], bool] = {}  # False: no such platform in this process
-_temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # with what modules' names hold
+_temporary: list[tuple[str, Callable[[Stage, bytes], bytes | None]]] = []  # (part of the module name, transform)
 
 
 def enabled() -> bool:
-    """Whether dhelix may touch programs: the environment variable DHELIX is not "off"."""
+    """Whether the environment variable DHELIX lets dhelix change programs. Raises DhelixError for an unknown value."""
     value = os.environ.get("DHELIX", "on").strip().lower()
     if value not in ("", "on", "1", "off", "0"):
         raise DhelixError(f"DHELIX={value!r} means nothing; set it to on or off")
@@ -65,8 +66,10 @@ def on() -> bool:
 
 
 def switched_off() -> str:
-    """What switches dhelix off, in words; "" where nothing does. Where JAX looks for NaNs it runs a step again,
-    operation by operation; it can do so of its own programs alone."""
+    """Says what switches dhelix off; "" if nothing does.
+
+    JAX's NaN checks rerun a failing step operation by operation, which works only for programs that JAX lowered itself.
+    """
     config = jax.config
     switches = {
         "DHELIX=off": not enabled(),
@@ -79,12 +82,12 @@ def switched_off() -> str:
 
 
 class Session:
-    """One lowered program on its way to an executable.
+    """Accompanies one lowered program until it is an executable.
 
     Attributes:
       marker: fingerprint of the inputs, 16 hex digits.
-      module_name: the name, marker included, under which the program must be compiled.
-      compiles: whether `compiling` is entered.
+      module_name: the name that the program must be compiled under; includes the marker.
+      compiles: whether the session is inside `compiling`.
     """
 
     def __init__(
@@ -101,10 +104,10 @@ class Session:
           manager: the passes to run.
           module: the lowered program as a serialized HloModuleProto, before any pass.
           name: its name, such as "jit_step".
-          profile: what the passes' costs come from; goes into the fingerprint.
-          platforms: where the hook runs. On "cpu" POST_SCHEDULER only: PRE_SCHEDULER comes after copy
-            insertion there, and restructuring loops is unsafe.
-          played: says of a scheduled module what its time is made of, for the report.
+          profile: source of the passes' costs; part of the fingerprint.
+          platforms: where the hook runs. On "cpu" only POST_SCHEDULER runs: PRE_SCHEDULER comes after copy
+            insertion there, when restructuring loops is unsafe.
+          played: predicts the parts of a scheduled module's time, for the report.
         """
         self.manager = manager
         self.marker = manager.fingerprint(module, profile)
@@ -124,10 +127,10 @@ class Session:
     def run_lowered(self) -> bytes | None:
         """Runs the LOWERED passes, once. Returns the new module, or None when nothing changed.
 
-        What they made of the same inputs, byte for byte, in an earlier process is taken from beside the compilation
-        cache, where it was stored if every pass did its work: what one refuses, each process says.
+        Reuses the result of an earlier process from next to the compilation cache if the inputs are byte-identical.
+        Results are stored only if no pass refused or failed, so every process reports refusals itself.
         """
-        module, self._module = self._module, b""  # a program may hold constants of any size
+        module, self._module = self._module, b""  # frees it: a program may hold constants of any size
         name = f"{self.marker}_{fingerprint.of_all_but_id(module)}.lowered"
         if self.manager.dump_to is None and (known := self._known_lowered(name)) is not None:
             changed, self._stages[Stage.LOWERED] = known
@@ -156,7 +159,7 @@ class Session:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Around `lowered.compile()`: with `strict`, a pass's own error, not the XLA error around it."""
+        """Wraps `lowered.compile()`. With `strict`, raises a pass's own error instead of the XLA error around it."""
         self._error, self.compiles = None, True
         try:
             yield
@@ -168,12 +171,12 @@ class Session:
             self.compiles = False
 
     def run_hook(self, stage: Stage, module: bytes) -> bytes | None:
-        """Called by the compiler. Raises only with `strict`."""
+        """Runs the passes of `stage` when the compiler calls the hook. Raises only with `strict`."""
         try:
             changed, found = self.manager.run(stage, module, fingerprint.module_name(module))
             if stage is Stage.POST_SCHEDULER:
                 found = self._with_parts(found, changed or module)
-            for session in _sessions_of(self.marker):  # the same inputs, so the same passes
+            for session in _sessions_of(self.marker):  # they have the same inputs, so the same passes
                 session._stages[stage] = found
             self._store()
             return changed
@@ -188,7 +191,7 @@ class Session:
             return None
 
     def _with_parts(self, found: StageReport, module: bytes) -> StageReport:
-        """With what the scheduled step is predicted to take. What only predicts must not stop a job."""
+        """Adds the scheduled step's predicted times. A failed prediction must not stop a job, so it is only logged."""
         if self._played is None:
             return found
         start = time.perf_counter()
@@ -201,7 +204,7 @@ class Session:
         return dataclasses.replace(found, parts=parts, seconds=found.seconds + time.perf_counter() - start)
 
     def report(self, collective_fingerprint: str | None = None) -> Report:
-        """What the passes did: in this process or, for an executable out of the cache, back then."""
+        """What the passes did in this process, or in an earlier one if the executable comes from the cache."""
         stored = self._stored()
         stages = []
         for stage in Stage:
@@ -215,12 +218,12 @@ class Session:
         return Report(self.module_name, self.marker, tuple(stages), collective_fingerprint)
 
     def _store(self) -> None:
-        """Writes the hook stages' reports beside the compilation cache, if any."""
+        """Writes the hook stages' reports next to the compilation cache, if there is one."""
         stages = tuple(self._stages[s] for s in _HOOK_STAGES if s in self._stages)
         cache_notes.write(f"{self.marker}.json", Report(self.module_name, self.marker, stages).to_json())
 
     def _stored(self) -> dict[Stage, StageReport]:
-        """What lies beside the compilation cache."""
+        """The stage reports stored next to the compilation cache; empty if they are missing or damaged."""
         name = f"{self.marker}.json"
         try:
             text = cache_notes.read(name)
@@ -230,14 +233,14 @@ class Session:
             if report.fingerprint != self.marker:
                 raise DhelixError("it is of another step")
             return {Stage(s.stage): s for s in report.stages}
-        except (OSError, ValueError, DhelixError) as error:  # ValueError: no UTF-8, or a stage that does not exist
+        except (OSError, ValueError, DhelixError) as error:  # ValueError: not UTF-8, or an unknown stage
             path = cache_notes.path_of(name)
             say_once(f"the stored report {path} is left out: {' '.join(str(error).split())}", ("stored", str(path)))
             return {}
 
 
 def _sessions_of(marker: str) -> list[Session]:
-    """Those of one program; first the one that compiles it, if any."""
+    """The sessions of one program; one that is compiling, if any, comes first."""
     with _lock:
         return sorted(_sessions.get(marker, ()), key=lambda session: not session.compiles)
 
@@ -249,7 +252,7 @@ def _forget(marker: str) -> None:
 
 
 def register(stage: Stage, platforms: Sequence[str]) -> None:
-    """Registers the hook for `stage`, once per process and platform; missing platforms are passed over."""
+    """Registers the hook for `stage`, once per process and platform. Skips platforms that this process lacks."""
     for platform in platforms:
         if platform == "cpu" and stage is Stage.PRE_SCHEDULER:
             continue
@@ -270,7 +273,7 @@ def register(stage: Stage, platforms: Sequence[str]) -> None:
 
 
 def clear() -> None:
-    """Takes the hook back from every platform and forgets all sessions."""
+    """Removes the hook from every platform and forgets all sessions."""
     with _lock:
         for (stage, platform), present in _registered.items():
             if present:
@@ -283,9 +286,11 @@ def clear() -> None:
 def temporary_hook(
     transform: Callable[[Stage, bytes], bytes | None], module_name: str, platforms: Sequence[str] = GPU_PLATFORMS
 ) -> Iterator[None]:
-    """Compilations inside go through `transform` if the module's name holds `module_name`, after the passes of its
-    session if any, and after hooks around this one. XLA is told nothing of it: to take a hook back while another thread
-    compiles crashes."""
+    """Applies `transform` to compilations inside the context if the module's name contains `module_name`.
+
+    `transform` runs after the passes of the module's session and after enclosing temporary hooks. The process-wide hook
+    calls it; nothing is unregistered in XLA, because unregistering a hook while another thread compiles crashes.
+    """
     for stage in _HOOK_STAGES:
         register(stage, platforms)
     entry = module_name, transform

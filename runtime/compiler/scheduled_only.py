@@ -1,10 +1,10 @@
-"""A program as XLA schedules it, without compiling it to the end.
+"""The scheduled program that XLA makes, without compiling it to the end.
 
-    lowered --> XLA: partitioner, fusion, schedule --| here it is broken off |--> tuned kernels, code
+    lowered --> XLA: partitioner, fusion, schedule --| stopped here |--> tuned kernels, code
 
-Breaking off there takes a tenth of the time (0.6 s for 5 s, 2.0 s for 6 s with 8 unrolled layers), where nothing is
-tuned: products that tuning would give to Triton are cuBLAS's there. `tuned=True` has them as a compilation to the end
-would; on GPUs that takes as long as tuning does, and whoever compiles the same products later finds them tuned.
+Stopping there takes about a tenth of a full compilation if nothing is tuned. Matrix products that tuning would give to
+Triton are then cuBLAS's. With `tuned=True` products are tuned as in a full compilation. On GPUs this takes as long as
+the tuning, but a later compilation of the same products finds them tuned.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dhelix.passes.framework import fingerprint
 from dhelix.passes.framework.manager import Stage
 from dhelix.runtime.compiler import deviceless, lowering, registration
 
-# Two threads may ask about one program, and each module is for one of them. Passes of a program that is broken off by
-# `at_schedule` may ask for a `scheduled` one.
+# A lock, because two threads may schedule the same program, and each must receive its own module. Two locks, because
+# passes that run inside `at_schedule` may call `scheduled`.
 _lock, _at_schedule_lock = threading.Lock(), threading.Lock()
 
 
 class _BrokenOffError(Exception):
-    """All that was asked for is known."""
+    """Stops a compilation once the scheduled module is recorded."""
 
 
 def scheduled(
@@ -37,16 +37,19 @@ def scheduled(
     before: Callable[[bytes], bytes | None] = lambda module: None,
     tuned: bool = False,
 ) -> bytes | None:
-    """The scheduled module that XLA makes of `source`, serialized; None where it does not come to a schedule, which
-    whoever compiles the program hears of, too. Takes the time of XLA's passes.
+    """The scheduled module that XLA makes of `source`, serialized. Takes the time of XLA's passes.
+
+    Returns None if XLA fails before it has a schedule; the error is not raised, since compiling the program raises it
+    too. Also returns None if hosts share binaries (`jax_share_binary_between_hosts`).
 
     Args:
-      lowered: what `source`, a serialized module, is lowered from.
+      lowered: the program that `source` comes from.
+      source: a serialized module.
       purpose: a word for the module's name.
-      before: called with the module at PRE_SCHEDULER; returns what it becomes, or None to leave it.
-      tuned: with the operators that a compilation to the end would have.
+      before: called with the module at PRE_SCHEDULER; returns the changed module, or None to leave it unchanged.
+      tuned: tune products as a full compilation does.
     """
-    if jax.config.jax_share_binary_between_hosts:  # the others would wait for what is broken off here
+    if jax.config.jax_share_binary_between_hosts:  # other hosts would wait for the binary that is never made
         return None
     name = f"{fingerprint.unmark(fingerprint.module_name(source))}_{purpose}_{fingerprint.of_bytes(source)}"
     found: list[bytes] = []
@@ -68,8 +71,10 @@ def scheduled(
 
 
 def at_schedule(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> bytes | None:
-    """The module that passes at POST_SCHEDULER leave, serialized, where `lowered` is compiled so; None
-    where several hosts would wait for it. Raises what the compiler and the passes raise.
+    """The module after the POST_SCHEDULER passes, serialized, when `lowered` is compiled with these options.
+
+    Returns None if hosts share binaries (`jax_share_binary_between_hosts`). Raises what the compiler and the passes
+    raise.
     """
     if jax.config.jax_share_binary_between_hosts:
         return None

@@ -1,1 +1,1 @@
-"""Executing a pipeline schedule (`dhelix.passes.pipeline_fold`) as one SPMD program. Start at `executor.py`."""
+"""Executes a pipeline schedule (`dhelix.passes.pipeline_fold`) as one SPMD program. Start at `executor.py`."""

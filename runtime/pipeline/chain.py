@@ -1,19 +1,23 @@
-"""A loss function taken apart: embedding, a chain of equal layers, head.
+"""Splits a loss function into embedding, a chain of equal layers, and head.
 
     loss(params, batch):                         Chain
       x = params.embedding[batch.tokens]           embed(params, batch)          -> x
       x, _ = lax.scan(layer, x, params.layers)     layer(context, x, weights)    -> x       once per layer
       return mean(cross_entropy(x @ params.head))  head(params, batch, x)        -> loss
 
-The function is traced once; the `lax.scan` over the most parameters is the chain, and each part is the slice of the
-trace that computes its results. So nothing is asked of the model's code but that its layers are one scan.
+The function is traced once. The chain is the `lax.scan` over stacked parameters. Each part is the slice of the trace
+that computes the part's results. The model's code must only run its layers in one scan.
 
-Contract. The trace is of all the model's layers; the parts run with those of a stage. What a layer reads beside its own
-weights (`context`: rotary tables, masks) may depend on the batch but on no parameter; weights are those that the scan
-runs over, and what makes them of the parameters (a cast, a split) sees no batch and treats each layer alone. Anything
-else is refused with one line that says what stands in the way: values handed from each layer to the head, weights
-shared by all layers, random keys among the scan's xs, a loop that runs backwards. Slices overlap where both ends need a
-value; it is then computed twice, and its gradient is the sum, which is what differentiating the whole would give.
+Contract:
+- The trace contains all layers of the model. The parts run with the layers of one stage.
+- `context` is what a layer reads besides its own weights (rotary tables, masks). It may depend on the batch, but on no
+  parameter.
+- Weights are the arrays that the scan iterates over. The code that makes them from the parameters (a cast, a split)
+  reads no batch and keeps layers apart.
+- Everything else raises a DhelixError of one line that names the obstacle: per-layer outputs that the head reads,
+  weights shared by all layers, random keys among the scan's xs, a scan in reverse.
+- If embedding and head both need a value, both compute it. The gradient is the sum of both parts, as in the
+  derivative of the whole function.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from dhelix.runtime.pipeline.jaxprs import as_keys, as_numbers, part, shape, var
 
 Values = list[Any]
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
-# Operations on the numbers of an array one by one.
+# Primitives that work element by element.
 _ELEMENTWISE = frozenset(
     "abs add convert_element_type copy div erf exp integer_pow log logistic max min mul neg pow round rsqrt sign sqrt"
     " square stop_gradient sub tanh".split()
@@ -43,18 +47,19 @@ class Chain:
     """The parts of a loss function, on flat lists of arrays.
 
     Attributes:
-      layer_leaves: numbers of the parameters (in the order of the leaves) that the layers are made of.
-      end_leaves: those that embedding and head read.
-      prepare: the layers' parameters, stacked, to the scan's stacked weights.
-      casts: where each stack is a parameter or its cast, which of the layers' parameters; else empty.
-      context: (batch) -> what every layer reads beside its weights.
-      context_of_batch: whether that differs from micro-batch to micro-batch.
+      layer_leaves: indices of the parameters (in the order of the leaves) from which the layers' weights are made.
+      end_leaves: indices of the parameters that embedding and head read.
+      prepare: (the layers' parameters, stacked) -> the scan's stacked weights.
+      casts: for each stack, the index of the layers' parameter that it is or that it is a cast of. Empty if stacks and
+        these parameters do not correspond one to one.
+      context: (batch) -> what every layer reads besides its weights.
+      context_of_batch: whether `context` differs from micro-batch to micro-batch.
       embed: (end parameters, batch) -> what the first layer reads.
       layer: (context, x, one layer's weights) -> x.
       head: (end parameters, batch, x) -> the outputs of the loss function.
-      state: shapes of x. Random keys that go from layer to layer are numbers there.
+      state: shapes of x. Loop-carried random keys are represented by their key data.
       weights: shapes of the scan's stacked weights.
-      length: layers that the scan runs over.
+      length: number of layers that the scan runs over.
     """
 
     layer_leaves: tuple[int, ...]
@@ -72,18 +77,20 @@ class Chain:
 
 
 def trace(function: Callable[..., Sequence[Any]], params: Sequence[Any], batch: Sequence[Any]) -> Any:
-    """The trace of `function(*params, *batch)`, which returns a flat list with the loss first.
+    """Traces `function(*params, *batch)`, which returns a flat list with the loss first.
 
     Args:
-      params, batch: arrays or shapes; a batch is one micro-batch, and everything else that is no parameter.
+      params: the parameters, arrays or shapes.
+      batch: one micro-batch and all other arguments that are no parameters, arrays or shapes.
     """
     return _inline_calls(jax.make_jaxpr(function)(*params, *batch))
 
 
 def take_apart(jaxpr: Any, parameters: int) -> Chain:
-    """The chain in a `trace` whose first `parameters` arguments are the parameters.
+    """Returns the chain in a `trace` whose first `parameters` arguments are the parameters.
 
-    Raises DhelixError where the function is no chain of equal layers.
+    Raises:
+      DhelixError: the function is no chain of equal layers.
     """
     return _Cut(jaxpr, parameters).chain()
 
@@ -151,7 +158,7 @@ class _Cut:
         return tuple(layer_params.index(var) for var in sources)
 
     def _find_scan(self) -> Any:
-        """The loop over the most parameters."""
+        """The scan over stacked parameters; there must be exactly one."""
         loops = [eqn for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"]
         sizes = [self._parameter_bytes(eqn) for eqn in loops]
         if not loops or not max(sizes):
@@ -168,7 +175,7 @@ class _Cut:
 
     def _parameter_bytes(self, eqn: Any) -> int:
         stacks = [v for v in eqn.invars[sum(_consts_and_carries(eqn)) :] if not isinstance(v, jex_core.Literal)]
-        # Not what another loop makes of parameters: a head may take the last layer's result in pieces.
+        # Results of other loops do not count as parameters: a head may scan over pieces of the last layer's result.
         made = [var for loop in self.jaxpr.eqns if loop.primitive.name == "scan" for var in loop.outvars]
         used = self._reads(stacks, stop=made)
         return sum(v.aval.size * v.aval.dtype.itemsize for v in self.params if v in used)
@@ -201,7 +208,7 @@ class _Cut:
             )
 
     def _check_preparation(self) -> None:
-        """Weights are made of parameters layer by layer: a stage has the parameters of its own layers alone."""
+        """Refuses weights that mix layers: a stage has only the parameters of its own layers."""
         needed = variables(self.stacks)
         for eqn in reversed(self.jaxpr.eqns):
             if needed.isdisjoint(eqn.outvars):
@@ -214,7 +221,7 @@ class _Cut:
                 )
 
     def _reads(self, outputs: Sequence[Any], stop: Sequence[Any] = ()) -> set[Any]:
-        """Inputs of the function, and variables of `stop`, that `outputs` depend on, not looking behind `stop`."""
+        """Inputs of the function and variables of `stop` that `outputs` depend on. Does not look behind `stop`."""
         needed, met = variables(outputs), set()
         for eqn in reversed(self.jaxpr.eqns):
             met |= needed & set(stop)
@@ -226,7 +233,7 @@ class _Cut:
 
 
 def _consts_and_carries(scan: Any) -> tuple[int, int]:
-    """How many of a scan's operands stay the same, and how many are its state. Told by rank, which the body's share."""
+    """Numbers of a scan's loop-invariant and loop-carried operands. Stacks have a higher rank than in the body."""
     body = scan.params["jaxpr"]
     stacked = sum(v.aval.ndim > w.aval.ndim for v, w in zip(scan.invars, body.invars, strict=True))
     carries = sum(v.aval.ndim == w.aval.ndim for v, w in zip(scan.outvars, body.outvars, strict=True))
@@ -234,7 +241,7 @@ def _consts_and_carries(scan: Any) -> tuple[int, int]:
 
 
 def _keeps_layers_apart(eqn: Any) -> bool:
-    """Whether row l of the results depends on row l of the operands alone, and the number of rows does not matter."""
+    """Whether row l of the results depends only on row l of the operands, for any number of rows."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [v.aval.shape for v in [*variables(eqn.invars), *eqn.outvars] if v.aval.shape]
     if len({shape[0] for shape in shapes}) > 1:
@@ -252,7 +259,7 @@ def _keeps_layers_apart(eqn: Any) -> bool:
 
 
 def _inline_calls(jaxpr: Any) -> Any:
-    """`jaxpr` with the body of each call that holds a scan in the call's place."""
+    """Inlines each call in `jaxpr` that contains a scan."""
     while any(_holds_scan(eqn) for eqn in jaxpr.eqns):
         jaxpr = jax.make_jaxpr(functools.partial(_inlined, jaxpr))(*(shape(var) for var in jaxpr.invars))
     return jaxpr
@@ -278,6 +285,6 @@ def _inlined(jaxpr: Any, *args: Any) -> Values:
 
 
 def _alone(jaxpr: Any, eqn: Any) -> Any:
-    """A program of `eqn` alone."""
+    """A jaxpr that consists of `eqn`."""
     inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex_core.Literal)))
     return jaxpr.replace(constvars=[], invars=inputs, outvars=eqn.outvars, eqns=[eqn])

@@ -1,4 +1,4 @@
-"""What a pipeline computes of a chain: its parts forward and backward, with what must be kept between the passes.
+"""The functions that a pipeline runs: a chain's parts forward and backward, and the residuals kept in between.
 
     layer_forward    (context, x, weights)              -> x, residuals
     layer_backward   (context, weights, residuals, dx)  -> dx, dweights
@@ -6,15 +6,15 @@
     embed_backward   (ends, batch, dx)                  -> dends
     head             (ends, batch, x)                   -> dx, dends, outputs
 
-`jax.vjp` keeps whatever the backward pass reads. Of that only what depends on x is a residual here: weights lie where
-they lie for the whole step, and what is made of weights and context alone (a cast, a transpose) is made again in the
-backward pass. So a slot of the residual ring holds activations and nothing else.
+`jax.vjp` keeps whatever the backward pass reads. Here only the values that depend on x are residuals. Weights stay
+where they are for the whole step. Values made from weights and context alone (a cast, a transpose) are recomputed in
+the backward pass. So a slot of the residual ring holds activations and nothing else.
 
-The ends keep nothing: the head's passes run together, and the embedding's forward is traced again for its backward,
-where XLA drops what a look-up does not need.
+The ends keep nothing. The head runs forward and backward together. The embedding's backward pass repeats its forward
+pass, and XLA drops the parts that a look-up does not need.
 
-Values that are no floating-point numbers (counters) are handed on and have no cotangent. Everything is traced where
-`derive` is called and may run elsewhere: where the mesh of the trace has manual axes.
+Values that are not floating-point (counters) are carried along and have no cotangent. `derive` traces everything where
+it is called; the functions may run under a mesh in which axes of the trace's mesh are manual.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Derivatives:
     """The functions above, on flat lists of arrays.
 
     Attributes:
-      context: (batch) -> what every layer reads beside its weights; see `Chain`.
-      context_of_batch: whether that differs from micro-batch to micro-batch.
+      context: (batch) -> what every layer reads besides its weights; see `Chain`.
+      context_of_batch: whether `context` differs from micro-batch to micro-batch.
       state: shapes of x.
-      moving: which of x have cotangents. Cotangents are lists of these alone.
-      weight: (batch) -> how often the micro-batch counts.
-      trained, trained_ends: which weights and which parameters of the ends have gradients; likewise.
+      moving: indices of the arrays of x that have cotangents. Lists of cotangents contain only these.
+      weight: (batch) -> the micro-batch's weight in the sum.
+      trained: indices of the weights that have gradients. Lists of gradients contain only these.
+      trained_ends: the same for the parameters of the ends.
       residuals: shapes of what a layer keeps.
-      outputs: shapes of what the head returns: the loss function's outputs, by the micro-batch's weight.
+      outputs: shapes of what the head returns: the loss function's outputs times the micro-batch's weight.
     """
 
     context: Callable[..., Values]
@@ -67,12 +68,13 @@ class Derivatives:
 def derive(
     chain: Chain, ends: Sequence[Any], batch: Sequence[Any], seed: Callable[[Sequence[Any]], jax.Array]
 ) -> Derivatives:
-    """
+    """Derives the functions of a pipeline from a chain.
+
     Args:
       chain: the loss function's parts.
       ends: shapes of the parameters of embedding and head.
       batch: shapes of one micro-batch.
-      seed: (batch) -> the cotangent of the micro-batch's loss: its weight in the sum.
+      seed: (batch) -> the cotangent of the micro-batch's loss, which is its weight in the sum.
     """
     state, weights = list(chain.state), [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in chain.weights]
     moving, trained, trained_ends = _floating(state), _floating(weights), _floating(ends)
@@ -121,8 +123,8 @@ def derive(
 def _layer(
     chain: Chain, context: Values, x: Values, weights: Values, moving: Sequence[int], trained: Sequence[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
-    """The passes of one layer, and what is kept between them."""
-    structure: list[Any] = []  # of what jax.vjp returns
+    """Forward and backward of one layer, and the shapes of its residuals."""
+    structure: list[Any] = []  # the tree structure of the function that jax.vjp returns
 
     def both(context: Values, x: Values, weights: Values) -> tuple[Values, Values]:
         def of_floats(floats: Values, floating_weights: Values) -> tuple[Values, Values]:
@@ -176,7 +178,7 @@ def _with(values: Sequence[Any], places: Sequence[int], replaced: Sequence[Any])
 
 
 def _unless_weightless(weight: jax.Array, values: Any) -> Any:
-    """Zeros for a micro-batch that does not count: one without tokens may have a loss of 0/0."""
+    """Zeros for a micro-batch without weight: its loss may be 0/0 if it has no tokens."""
     return jax.tree.map(lambda value: jnp.where(weight == 0, jnp.zeros_like(value), value), values)
 
 

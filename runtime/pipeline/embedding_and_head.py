@@ -1,12 +1,12 @@
-"""Embedding and head of a pipeline, by all stages together or by the one that they belong to.
+"""Computes embedding and head of a pipeline, on all stages together or on the stage that needs them.
 
-Shared: all stages compute an end for the same micro-batch, each its share of it, which the model's own collectives
-over the pipeline axis put together. The head's input is zero but on the stage that made it, and the model sums it or
-scatters the sum; its cotangent counts on that stage alone. Likewise the embedding's result serves the stage of the
-first chunk, and its cotangent is zero on the others.
+Shared: all stages compute an end for the same micro-batch. Each stage computes its share, and the model's own
+collectives over the pipeline axis combine the shares. The head's input is zero except on the stage that made it; the
+model sums it, or scatters the sum. The head's cotangent is used on that stage only. Likewise, only the stage of the
+first chunk uses the embedding's result, and the embedding's cotangent is zero on all other stages.
 
-Not shared: one stage computes, in a loop of one round where the others' have none; the next message makes them wait.
-Or all compute, `along`, and all but one drop it.
+Not shared: one stage computes the end, in a loop of one iteration. On the other stages that loop has no iterations, and
+they wait at the next message. With `along`, all stages compute the end, and all but one drop the result.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class Ends:
-    """
+    """Embedding and head of a step.
+
     Attributes:
       of: embedding and head, forward and backward.
       params: their parameters.
-      batches: of all micro-batches, [M, ...] each.
-      shared: see above.
-      lockstep: whether a tick that holds an end always needs it.
+      batches: inputs of all micro-batches, [M, ...] each.
+      shared: whether all stages compute the ends together (see the module).
+      lockstep: whether every tick that contains an end needs it.
       along: whether stages that do not need an end compute it, too.
     """
 
@@ -49,13 +50,16 @@ class Ends:
         return [at(array, microbatch) for array in self.batches]
 
     def embed(self, forward: Row) -> Values:
-        """What the first chunk reads, on its stage."""
+        """The input of the first chunk; valid on the stage of the first chunk."""
         microbatch, wanted = self._of(forward, "opens")
         start = [zeros(x) for x in self.of.state]
         return self._if(wanted, lambda _: self.of.embed(self.params, self.batch(microbatch)), start)
 
     def head(self, backward: Row, last: Values, sums: Values, outputs: Values) -> tuple[Values, Values, Values]:
-        """The cotangents of `last`, what the last chunk made, on its stage; gradients and outputs are added."""
+        """Returns the cotangents of `last`, and `sums` and `outputs` with the head's gradients and outputs added.
+
+        `last` is the last chunk's result. It and its cotangents are valid on the stage of the last chunk.
+        """
         microbatch, wanted = self._of(backward, "opens")
         mine = backward.on & backward.opens
 
@@ -69,9 +73,9 @@ class Ends:
         return self._if(wanted, run, (start, sums, outputs))
 
     def embed_backward(self, backward: Row, counts: jax.Array, cotangents: Values, sums: Values) -> Values:
-        """Gradients are added: those of what the first chunk read, whose cotangents its stage has.
+        """Returns `sums` with the embedding's gradients added; `cotangents` belong to the first chunk's input.
 
-        `counts`: whether this stage's micro-batch does; if not, its cotangents may be no numbers.
+        `counts`: whether this stage's micro-batch has weight. If not, its cotangents may be NaN.
         """
         microbatch, wanted = self._of(backward, "closes")
         mine = backward.on & backward.closes & counts
@@ -84,15 +88,15 @@ class Ends:
         return self._if(wanted, run, sums)
 
     def _of(self, row: Row, condition: str) -> tuple[jax.Array, jax.Array]:
-        """The micro-batch that this stage computes an end for in this tick, and whether it does."""
+        """The micro-batch whose end this stage computes in this tick, and whether it computes one."""
         if self.shared:
             return row.of_any_stage("microbatch", condition)
         return row.microbatch, row.on & getattr(row, condition)
 
     def _if(self, wanted: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-        """`body(carry)` where it is wanted: a loop of no or one round, whose state XLA updates in place.
+        """`body(carry)` if wanted, else `carry`: a loop of zero or one iteration, whose state XLA updates in place.
 
-        In lockstep shared ends run in each tick that holds them, without a loop that hides them from the scheduler.
+        Shared ends of a lockstep schedule run without the loop, which would hide them from the scheduler.
         """
         if self.shared and self.lockstep:
             return body(carry)

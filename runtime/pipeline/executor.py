@@ -1,28 +1,29 @@
 """Executes a pipeline schedule in one SPMD program: losses and gradients of all micro-batches.
 
-Runs under `shard_map` with the pipeline axis manual; other axes may be manual too, or automatic. Each stage holds its
-own chunks' layers; all run the same program, and tables (`tables.py`) say what a stage does in a tick:
+Runs under `shard_map` with the pipeline axis manual; other axes may be manual or automatic. Each stage holds the layers
+of its own chunks. All stages run the same program. Tables (`tables.py`) say what a stage does in each tick:
 
-    x  = embed(micro-batch)      where the stage starts chunk 0                        else from the inbox
-    dx = cotangent of the head   where it goes backward from the last chunk            else from the inbox
+    x  = embed(micro-batch)      if the stage starts chunk 0                        else from the inbox
+    dx = cotangent of the head   if it goes backward from the last chunk            else from the inbox
     for l in the layers of a chunk:                                        forward, backward, or both: an SI block
         residuals of layer n-1-l <- slot;  dx, dweights = backward(...);  gradients += dweights
         x, residuals = forward(x, weights of layer l);  slot <- residuals
-    x, dx -> the stages that need them next (collective-permute), or with the next tick (`phases.Messages`)
+    x, dx -> the stages that need them next (collective-permute), now or during the next tick (`phases.Messages`)
 
-In an SI block neither strand reads what the other one makes, so the loop over layers is what the passes make of a step
-without a pipeline, and the same scheduling applies. Messages stand behind that loop, beside nothing; with
-`sends_beside` the last layers stand there, too, and the scheduling has both in hand. A forward may write its residuals
-over those that the backward has read in the same iteration; a barrier keeps the read before the write, else XLA copies
-the whole ring.
+In an SI block neither strand reads what the other strand computes. So this loop over layers has the same form as the
+one that the passes make of a step without a pipeline, and the same scheduling applies. Messages follow the loop and are
+exposed. With `sends_beside`, the last layers also follow the loop, so that the scheduling passes can hide the messages
+behind them. The forward pass may overwrite residuals that the backward pass reads in the same iteration. A barrier
+orders the read before the write; without the barrier XLA copies the whole ring.
 
-Masking. In a lockstep schedule a stage without work computes along, on whatever lies there, and what it makes is
-dropped: residuals go to a dead slot, gradients pass a `where` (never a product: 0 * NaN). In other schedules the loops
-over layers run zero times where a stage has nothing to do, so each runs its own work only; but on CPU devices, where
-stages may have to meet in each layer (`gradients.py`), they run and all that they make is dropped.
+Masking. In a lockstep schedule a stage without work computes on arbitrary data, and the results are dropped: residuals
+go to a dead slot, and gradients pass a `where` (never a product: 0 * NaN is NaN). In other schedules a stage without
+work runs its layer loops zero times. On CPU devices, stages may rendezvous in each layer (`gradients.py`); then the
+loops run on all stages, and a `where` drops the unwanted results.
 
-Memory: `schedule.slots` times the residuals of one chunk, one inbox each way, float32 gradients of the stage's layers.
-Cost of masking: a select per gradient and tick, fused into the addition. DHelix paper, 4.1.
+Memory: `schedule.slots` times the residuals of one chunk, one inbox per direction, float32 gradients of the stage's
+layers. Cost of masking: one select per gradient and tick, fused into the addition.
+DHelix section 4.1 (arXiv 2411.15871).
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ Values = list[Any]
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the micro-batches, on each stage: of the work that it did itself.
+    """Sums over the micro-batches. Each stage holds the sums of its own work.
 
     Attributes:
-      outputs: of the loss function; zero on stages that did not compute the head.
+      outputs: outputs of the loss function; zero on stages that did not compute the head.
       layers: float32 gradients of the stage's stacked weights [chunks of the stage, padded, ...]; None for integers.
-      ends: float32 gradients of the ends' parameters; None for integers.
+      ends: float32 gradients of the parameters of embedding and head; None for integers.
     """
 
     outputs: Values
@@ -64,14 +65,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a step's pipeline is made of.
+    """The pipeline of a step.
 
     Attributes:
       of: the loss function's parts, forward and backward.
+      schedule: the schedule to execute.
       axis: the mesh axis of the stages.
       shared_ends: whether all stages compute embedding and head together (`embedding_and_head.py`).
-      sends_beside: whether the last layers of an SI block stand outside of its loop, for messages to lie beside.
-      along: whether stages without work compute along, and drop it, under any schedule.
+      sends_beside: whether the last layers of an SI block follow its loop, so that messages can overlap with them.
+      along: whether stages without work compute too and drop the results, under any schedule.
     """
 
     of: Derivatives
@@ -82,12 +84,13 @@ class Pipeline:
     along: bool = False
 
     def run(self, stage: jax.Array, stacks: Sequence[Any], ends: Sequence[Any], batches: Sequence[Any]) -> Sums:
-        """
+        """Runs all ticks and returns the sums of this stage's work.
+
         Args:
           stage: the number of this stage, int32.
           stacks: the stage's weights, [chunks of the stage, padded, ...] each.
           ends: parameters of embedding and head.
-          batches: of all micro-batches, [M, ...] each.
+          batches: inputs of all micro-batches, [M, ...] each.
         """
         return _Run(self, stage, stacks, ends, batches).all_phases()
 
@@ -95,11 +98,11 @@ class Pipeline:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """What goes from tick to tick. Inboxes are [places, ...], the ring [slots, padded, ...] per array."""
+    """State that is carried from tick to tick. Inboxes are [places, ...], ring arrays are [slots, padded, ...]."""
 
     inbox: Values
     cotangents: Values
-    late: Values  # what the tick before made and has not sent (`phases.Messages`); empty if that never happens
+    late: Values  # results of the previous tick that are not sent yet (`phases.Messages`); empty if never late
     late_cotangents: Values
     last: Values  # the last chunk's result, for the head
     ring: Values
@@ -114,7 +117,7 @@ class _State:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Going:
-    """What goes from layer to layer: forward, backward, and what both keep."""
+    """State that is carried from layer to layer: forward x, backward cotangents, residual ring, weight gradients."""
 
     x: Values
     cotangents: Values
@@ -127,7 +130,7 @@ class _Going:
 
 @dataclass(frozen=True)
 class _Tick:
-    """One tick of this stage: its pattern, its rows, and what its layers read beside their weights."""
+    """One tick of this stage: its pattern, its rows, and the context of each direction."""
 
     pattern: Pattern
     forward: Row
@@ -148,7 +151,7 @@ class _Run:
         self.forward_table, self.backward_table = directions(self.schedule)
         self.ends = Ends(self.of, list(ends), batches, pipeline.shared_ends, self.schedule.lockstep, pipeline.along)
         self.context = self.of.context(self.ends.batch(0))
-        self.counts = lax.map(self.of.weight, list(batches)) != 0  # one without tokens may make NaN anywhere
+        self.counts = lax.map(self.of.weight, list(batches)) != 0  # a micro-batch without tokens may yield NaN
 
     def all_phases(self) -> Sums:
         state = self._start()
@@ -182,7 +185,7 @@ class _Run:
         return lax.fori_loop(0, phase.rounds, one_round, state)
 
     def _run(self, pattern: Pattern, first: jax.Array, ticks: int, state: _State) -> _State:
-        """`ticks` ticks from `first` on."""
+        """Runs `ticks` ticks, starting with tick `first`."""
 
         def one_tick(number: jax.Array | int, state: _State) -> _State:
             tick = self._tick(pattern, first + number)
@@ -196,7 +199,7 @@ class _Run:
         return one_tick(0, state) if ticks == 1 else lax.fori_loop(0, ticks, one_tick, state)
 
     def _chunk(self, tick: _Tick, going: _Going) -> _Going:
-        """All layers of a chunk."""
+        """Runs all layers of a chunk."""
         n, pattern, forward, backward = self.padded, tick.pattern, tick.forward.on, tick.backward.on
 
         def ahead(layer: jax.Array, going: _Going) -> _Going:
@@ -222,20 +225,21 @@ class _Run:
                 )
             elif wanted:
                 going = lax.fori_loop(0, jnp.where(on, n, 0), body, going)
-            if wanted and body is behind:  # a later loop writes the ring: not before this one has read it
+            if wanted and body is behind:  # a later loop writes the ring: it must wait until this loop has read it
                 ring, cotangents = lax.optimization_barrier((going.ring, going.cotangents))
                 going = going.but(ring=ring, cotangents=cotangents)
         if pattern.both and self.sends_beside:
             going = self._last_pair(tick, going)
-        if pattern.forward and pattern.backward:  # nothing is sent that waits for its receiver beside another loop
+        if pattern.forward and pattern.backward:  # no send may wait for its receiver while another loop runs
             x, cotangents = lax.optimization_barrier((going.x, going.cotangents))
             going = going.but(x=x, cotangents=cotangents)
         return going
 
     def _last_pair(self, tick: _Tick, going: _Going) -> _Going:
-        """The last layer of both strands, neither of which waits for the other one.
+        """The last layer of both strands; neither strand waits for the other.
 
-        Places wait for what the layers start from, or all that they read would be fetched, and held, before the loop.
+        The layers' indices depend on what the layers start from. Otherwise XLA would fetch the layers' operands before
+        the loop and hold them during the loop.
         """
         behind = _after([*going.cotangents, *going.layers], 0)
         ahead = _after(going.x, self.padded - 1)
@@ -244,7 +248,7 @@ class _Run:
     def _begin(self, tick: _Tick, state: _State) -> tuple[_State, _Going]:
         x = self._begin_forward(tick, state)
         state, cotangents = self._begin_backward(tick, state)
-        if tick.pattern.forward and tick.pattern.head:  # the stages of a shared head meet before one of them goes on
+        if tick.pattern.forward and tick.pattern.head:  # a shared head is a rendezvous: no stage may run ahead of it
             x, cotangents = lax.optimization_barrier((x, cotangents))
         return state, _Going(x, cotangents, state.ring, state.layers)
 
@@ -268,7 +272,7 @@ class _Run:
         return going.but(x=self._unless_padding(layer < row.layers, x, going.x), ring=ring)
 
     def _layer_backward(self, tick: _Tick, layer: jax.Array, going: _Going, written: bool) -> _Going:
-        """`written`: a forward may write to the place that this layer's residuals are read from, after that."""
+        """`written`: a forward layer may overwrite this layer's residuals, after they were read."""
         row, ring = tick.backward, going.ring
         saved = [at(slots, row.slot, self._place(row, layer)) for slots in ring]
         if written:
@@ -292,7 +296,7 @@ class _Run:
         padding = len(set(self.schedule.layout.chunk_layers)) > 1
         return choose(real, result, given) if padding else result
 
-    # Where a chunk begins and ends.
+    # Begin and end of a chunk.
 
     def _begin_forward(self, tick: _Tick, state: _State) -> Values:
         x = [at(inbox, tick.forward.takes) for inbox in state.inbox]
@@ -325,13 +329,16 @@ class _Run:
     # Messages.
 
     def _exchange_late(self, tick: _Tick, state: _State) -> tuple[Values, Values]:
-        """What the tick before made, where it is needed: on the way while this tick computes."""
+        """Sends the previous tick's results to the stages that need them, while this tick computes."""
         activations = self._exchange(state.late, tick.pattern.activations.before)
         return activations, self._exchange(state.late_cotangents, tick.pattern.cotangents.before)
 
     def _arrived(self, messages: tuple[Values, Values], going: _Going) -> tuple[tuple[Values, Values], _Going]:
-        """Messages are waited for here, behind the layers. If an end came first whose stages communicate, as of one
-        that is shared, XLA could put neither beside the message, nor the layers before it."""
+        """Waits for late messages after the layers.
+
+        Embedding and head may contain collectives. If they came first, XLA could hide the message neither behind them
+        nor behind the preceding layers.
+        """
         messages, x, cotangents = lax.optimization_barrier((messages, going.x, going.cotangents))
         return messages, going.but(x=x, cotangents=cotangents)
 
@@ -361,9 +368,9 @@ def _after(values: Values, layer: int) -> jax.Array:
 
 
 def _put_message(row: Row, place: str, stays: str, inbox: Values, made: Values, arrived: Values) -> Values:
-    """`inbox` with what `arrived`, or with what the stage `made` where that stays.
+    """Returns `inbox` with `arrived` stored, or with `made` if this stage keeps its own result.
 
-    `place` and `stays` name entries of the row. Where nothing was sent, `made` is what arrived.
+    `place` and `stays` name entries of the row. If nothing was sent, `arrived` is `made`.
     """
     some_stay = arrived is not made and getattr(row.table, stays).any()
     brought = choose(getattr(row, stays), made, arrived) if some_stay else arrived

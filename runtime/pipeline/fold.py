@@ -1,4 +1,4 @@
-"""What a user says of a pipeline: `@strand_interleave(microbatches=M, pipeline=Fold(stages=P))`."""
+"""The user's pipeline options: `@strand_interleave(microbatches=M, pipeline=Fold(stages=P))`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Fold:
 
     Attributes:
       stages: P, the size of that axis.
-      layers: of the model; None where 2P (the chunks) divide them. Otherwise layers of identity fill up the chunks, and
-        only this number tells them apart.
+      layers: the model's number of layers. None if the number of chunks divides it. Otherwise identity layers pad the
+        chunks, and only this number tells how many.
       schedule: "w" (the fold: two strands on every stage), "interleaved_si" (the same without the fold: a shorter
-        bubble for more residuals), or a baseline: "1f1b", "interleaved", "dualpipev".
-      chunks_per_stage: of the interleaved schedules.
-      axis: of the mesh.
-      mesh: needed where `value_and_grad` is called outside of `jax.shard_map`.
-      sends_beside: of "w" and "interleaved_si": whether messages of an SI block may leave beside its last layers. Where
-        links are slow that is faster by a part of what messages take, for up to 2 % more memory; with chunks of two
-        layers, whose loop has one round then and is none, 8 to 13 % (docs/pipeline.md).
+        bubble, but more residuals), or a baseline: "1f1b", "interleaved", "dualpipev".
+      chunks_per_stage: for the interleaved schedules.
+      axis: the mesh axis of the stages.
+      mesh: needed if `value_and_grad` is called outside of `jax.shard_map`.
+      sends_beside: for "w" and "interleaved_si": whether messages of an SI block may overlap with its last layers. Pays
+        on slow links, for slightly more memory. Avoid it with chunks of two layers, whose loop it unrolls
+        (docs/pipeline.md).
     """
 
     stages: int
@@ -66,17 +66,18 @@ class Fold:
 
     @property
     def places(self) -> int:
-        """Chunks on each stage."""
+        """Number of chunks on each stage."""
         if self.schedule in INTERLEAVED:
             return self.chunks_per_stage
         return 1 if self.schedule == "1f1b" else 2
 
     def fold(self, state: Any, mesh: Mesh | None = None, stacked: tuple[Path, ...] = (("layers",),)) -> Any:
-        """A train state with its layers in this pipeline's order (`folded_state.fold_state`).
+        """Returns a train state with its layers in this pipeline's order (`folded_state.fold_state`).
 
         Args:
-          mesh: of the stages; by default the one that was given to `Fold`.
-          stacked: the names under which stacked layers lie, [layers, ...] each.
+          state: the train state in the model's order.
+          mesh: the mesh of the stages; default: the `mesh` of this `Fold`.
+          stacked: paths of the stacked layers, [layers, ...] each.
         """
         _check_paths(stacked)
         layers = self.layers or leading_dimensions(state, stacked, 1)[0]
@@ -89,7 +90,7 @@ class Fold:
         return unfold_state(state, stacked, self.layout(layers), self._mesh(mesh), self.axis)
 
     def layout(self, layers: int | None = None) -> Layout:
-        """Which of the model's `layers` lie where; by default of the number that was given."""
+        """Which stage holds which of the model's `layers` (default: the `layers` of this `Fold`)."""
         layers = self.layers if layers is None else layers
         if layers is None:
             raise DhelixError("Fold(layers=) is needed to lay out layers: give the model's number of layers")
@@ -113,7 +114,7 @@ class Fold:
         return found
 
     def make_schedule(self, layers: int, microbatches: int) -> Schedule:
-        """The schedule for `layers` layers and `microbatches` micro-batches, checked."""
+        """Returns the validated schedule for `layers` layers and `microbatches` micro-batches."""
         schedule = make_schedule(self.schedule, self.layout(layers), microbatches)
         validate(schedule)
         return schedule

@@ -1,28 +1,31 @@
-"""A train state whose layers lie in the order of a pipeline, and the way back to the model's own order.
+"""Folds a train state: puts its layers into a pipeline's order, and back into the model's own order.
 
-A model that is a scan over layers stacks their parameters. A pipeline keeps them chunk by chunk, the chunks stage by
-stage, each padded with zeros to the length of the longest; so a stage holds its own layers and no others.
+A model that is a scan over layers stacks their parameters. A pipeline keeps them by stage and chunk; each chunk is
+padded with zeros to the longest chunk's length. So a stage holds only its own layers.
 
     8 layers on 2 stages, U layout       model's order                    folded
     wq                                   [8, hidden, heads, head_dim]     [4, 2, hidden, heads, head_dim]
                                          P(None, "pp", "tp")              P("pp", None, None, "tp")
                                          0 1 2 3 4 5 6 7                  (0 1)(6 7) on stage 0, (2 3)(4 5) on stage 1
 
-Folding adds a dimension, so a state in the wrong order has the wrong rank and does not compute anything by accident.
-Checkpoints hold the model's order: they know nothing of stages, and any number of them reads them.
+Folding adds a dimension, so a state in the wrong order has the wrong rank and fails instead of computing nonsense.
+Checkpoints hold the model's order, so any number of stages can read them.
 
-Contract. `stacked` names what is stacked, by key paths relative to the parameters: a leaf, `("layers", "wq")`, or all
-that lies under a name, `("layers",)`. In a state every array whose path contains one of them and whose leading
-dimension is the number of layers is changed: parameters, and moments of the optimizer, which lie under the same names.
-All else stays as it is. The round trip is exact. Padding is zero, has zero gradients, and stays zero under optimizers
-that work element by element or with norms; not under those that take means over an array (Adafactor's clipping) or
-treat an array as one matrix. What asks for the number of dimensions, as masks of weight decay do, finds one more.
+Contract:
+- `stacked` names the stacked arrays by key paths relative to the parameters: a leaf, `("layers", "wq")`, or everything
+  under a name, `("layers",)`.
+- An array of the state changes if its path contains one of these paths and its leading dimension is the number of
+  layers. So parameters change, and optimizer moments, which lie under the same names. All else stays as it is.
+- The round trip is exact.
+- Padding is zero and has zero gradients. It stays zero under optimizers that work element by element or with norms. It
+  does not under optimizers that average over an array (Adafactor's clipping) or treat an array as one matrix.
+- Code that looks at the number of dimensions, such as weight-decay masks, finds one more.
 
-Cost. Stages have their share of the arrays in the model's order too, along another dimension, the first after the
-layers that divides: so folding is a permutation on each device and one all-to-all, and no device ever holds a whole
-stack. Both orders are in memory while one is made of the other.
+Cost: in the model's order, too, arrays are sharded over the stages, along the first free dimension of a layer that
+divides. So folding is a permutation on each device and one all-to-all, and no device holds a whole stack. While an
+array is moved, both orders of it are in memory.
 
-DHelix paper, section 4.1 (model folding); the permutation is `passes.pipeline_fold.layouts.storage_order`.
+DHelix section 4.1 (arXiv 2411.15871), model folding. The permutation is `passes.pipeline_fold.layouts.storage_order`.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ Path = tuple[str | int, ...]
 
 
 def fold_leaf(x: jax.Array, layout: Layout) -> jax.Array:
-    """Stacked layers `[L, ...]` as the pipeline keeps them, `[chunks, padded, ...]`; padding is zero."""
+    """Stacked layers `[L, ...]` in the pipeline's order, `[chunks, padded, ...]`; padding is zero."""
     order = storage_order(layout).reshape(layout.chunks, layout.padded)
     return x.at[order].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -55,16 +58,18 @@ def unfold_leaf(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def fold_state(state: Any, stacked: tuple[Path, ...], layout: Layout, mesh: Mesh, axis: str = "pp") -> Any:
-    """`state` with its stacked layers in the pipeline's order, split over mesh axis `axis` by stages.
+    """Returns `state` with its stacked layers in the pipeline's order, sharded over mesh axis `axis` by stages.
 
     Args:
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`s, whose stacked layers are `[L, ...]`.
-      stacked: what is stacked (see above).
-      layout: which layers lie on which stage.
-      mesh: has `axis`, of as many devices as the layout has stages. Other axes that an array is split over by its
-        `NamedSharding` stay.
+      stacked: paths of the stacked arrays (see the module).
+      layout: which layers each stage holds.
+      mesh: has `axis`, with one device per stage. An array's `NamedSharding` over other axes stays.
+      axis: the mesh axis of the stages.
 
-    Raises DhelixError: nothing under a path of `stacked` is layers in the model's order; the mesh is another one.
+    Raises:
+      DhelixError: a path of `stacked` has no layers in the model's order; or an array or the layout does not fit the
+        mesh.
     """
     return _move_state(state, stacked, Move(layout, mesh, axis, fold=True))
 
@@ -75,7 +80,11 @@ def unfold_state(state: Any, stacked: tuple[Path, ...], layout: Layout, mesh: Me
 
 
 def leading_dimensions(state: Any, stacked: tuple[Path, ...], count: int) -> tuple[int, ...]:
-    """The first `count` dimensions of the first stack. Raises DhelixError where nothing lies under these names."""
+    """Returns the first `count` dimensions of the first stacked array.
+
+    Raises:
+      DhelixError: no array with that many dimensions lies under these paths.
+    """
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if len(getattr(leaf, "shape", ())) >= count and any(_lies_under(path, names) for names in stacked):
             return tuple(leaf.shape[:count])
@@ -85,7 +94,7 @@ def leading_dimensions(state: Any, stacked: tuple[Path, ...], count: int) -> tup
 
 @dataclass(frozen=True)
 class Move:
-    """From one order to the other, on a mesh."""
+    """A move from one order to the other, on a mesh."""
 
     layout: Layout
     mesh: Mesh
@@ -94,7 +103,7 @@ class Move:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Leading dimensions of stacked layers in the order that is left."""
+        """Leading dimensions of stacked layers before the move."""
         return self._leading(not self.fold)
 
     @property
@@ -113,7 +122,7 @@ class Move:
         return jax.ShapeDtypeStruct((*self.after, *own), leaf.dtype, sharding=sharding)
 
     def array(self, x: jax.Array, rest: PartitionSpec) -> jax.Array:
-        """A stack in the other order; in between every device has all layers of its part of a layer."""
+        """A stack in the other order. In between, every device holds its part of each layer, for all layers."""
         own = x.shape[len(self.before) :]
         spread = self.spread(rest, own)
         x = self._constrain(x, PartitionSpec(*(None for _ in self.before), *spread))
@@ -122,17 +131,17 @@ class Move:
         return self._constrain(x, self.spec(rest, own))
 
     def rest(self, leaf: Any) -> PartitionSpec:
-        """How one layer is split, over the stages aside."""
+        """How one layer is sharded, without the stages' axis."""
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         return _shorten(tuple(_without(entry, self.axis) for entry in spec[len(self.before) :]))
 
     def spec(self, rest: PartitionSpec, own: tuple[int, ...]) -> PartitionSpec:
-        """How a stack in the new order is split; `own` is the shape of one layer."""
+        """How a stack is sharded after the move; `own` is the shape of one layer."""
         return _shorten((self.axis, None, *rest) if self.fold else (None, *self.spread(rest, own)))
 
     def spread(self, rest: PartitionSpec, own: tuple[int, ...]) -> PartitionSpec:
-        """`rest` with the stages' axis at the first dimension that is free and divides; without, if none does."""
+        """`rest` with the stages' axis at the first free dimension that divides; unchanged if none does."""
         entries = [*rest, *(None for _ in own[len(rest) :])]
         for i, size in enumerate(own):
             if entries[i] is None and size % self.layout.stages == 0:
@@ -173,7 +182,7 @@ def _move_state(state: Any, stacked: tuple[Path, ...], move: Move) -> Any:
 
 
 def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
-    """As of an array that was restored from a checkpoint to one device."""
+    """Refuses an array on other devices than the mesh's, such as one restored from a checkpoint to a single device."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return
     if leaf.sharding.device_set != set(mesh.devices.flat):
@@ -186,12 +195,12 @@ def _check_devices(path: tuple[Any, ...], leaf: Any, mesh: Mesh) -> None:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def move_array(stack: jax.Array, move: Move, rest: PartitionSpec) -> jax.Array:
-    """`move.array`, compiled; array by array, so that what it needs beside its result is as much as one of them."""
+    """`move.array`, compiled for one array at a time, so that the extra memory is at most one array's."""
     return move.array(stack, rest)
 
 
 def _lies_under(path: tuple[Any, ...], names: Path) -> bool:
-    """Whether `names` stand one after another in the key path of a leaf."""
+    """Whether the key path of a leaf contains `names` as consecutive keys."""
     keys = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
     return any(tuple(keys[i : i + len(names)]) == names for i in range(len(keys) - len(names) + 1))
 
@@ -203,7 +212,7 @@ def _without(entry: Any, axis: str) -> Any:
 
 
 def _shorten(entries: tuple[Any, ...]) -> PartitionSpec:
-    """Without the Nones at the end, which say nothing and would make equal shardings unequal."""
+    """Drops trailing Nones, which have no meaning but would make equal shardings unequal."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)

@@ -1,16 +1,16 @@
-"""`dhelix.value_and_grad` under a pipeline: the loss function's gradients by a schedule over stages.
+"""`dhelix.value_and_grad` under a pipeline: the loss function's gradients, computed by a schedule over stages.
 
     @strand_interleave(microbatches=16, pipeline=Fold(stages=4))
     def train_step(state, batch):
         loss, grads = dhelix.value_and_grad(loss_fn)(state.params, batch)
 
-The layers' parameters come folded, [chunks, padded, ...] where the model has [layers, ...] (`folded_state.py`), and so
-do their gradients. The loss function is traced with the shapes that it knows.
+The layers' parameters are folded, [chunks, padded, ...] instead of the model's [layers, ...] (`folded_state.py`). So
+are their gradients. The loss function is traced with the model's own shapes.
 
-Contract, under a `shard_map` over the pipeline axis: gradients are those of this device's own work, as without JAX's
-tracking of replication (`check_vma=False`); a parameter that lies on several stages has its parts added by the caller,
-as over every other axis. Losses are the same on all stages. Outside of one, this makes the `shard_map` itself, over the
-pipeline axis alone: other axes stay automatic, and everything comes back whole.
+Contract under a `shard_map` over the pipeline axis: gradients are the contributions of this device, as in JAX with
+`check_vma=False`. If a parameter is replicated over stages, the caller sums its gradients, as over every other axis.
+Losses are the same on all stages. Outside of such a `shard_map`, this module makes one over the pipeline axis; other
+axes stay automatic, and losses and gradients are complete.
 """
 
 from __future__ import annotations
@@ -41,15 +41,20 @@ def pipelined_sums(
     batches: Sequence[jax.Array],
     seed: Callable[[Sequence[Any]], jax.Array],
 ) -> tuple[Values, Values]:
-    """Sums over the micro-batches of what `function(*params, *batch)` returns, and of the loss's gradients.
+    """Sums the outputs of `function(*params, *batch)` and the loss's gradients over the micro-batches.
 
     Args:
-      function: one micro-batch's outputs, flat, the scalar loss first.
-      params: flat; those of the layers are folded.
+      function: returns one micro-batch's outputs, flat, the scalar loss first.
+      fold: the pipeline.
+      params: flat; the layers' parameters are folded.
       batches: flat, with a leading axis of micro-batches.
-      seed: (batch) -> the weight of a micro-batch: its loss, gradients and floating-point outputs count that often.
+      seed: (batch) -> the micro-batch's weight, a factor of its loss, gradients and floating-point outputs.
 
-    Raises DhelixError for a model that is no chain of equal layers, or parameters that are not folded.
+    Returns:
+      The summed outputs, and the gradients of `params`.
+
+    Raises:
+      DhelixError: the model is no chain of equal layers, the parameters are not folded, or the mesh does not fit.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = fold.axis in mesh.manual_axes
@@ -79,7 +84,7 @@ def pipelined_sums(
     of = derive(chain, [shapes[i] for i in chain.end_leaves], batch, seed)
     along = _stages_meet(jaxpr, mesh if manual else fold.mesh, fold.axis)
     pipeline = Pipeline(of, schedule, fold.axis, communicates_over(jaxpr, fold.axis), fold.sends_beside, along)
-    if not chain.casts:  # what makes the weights is traced for as many layers as a stage has
+    if not chain.casts:  # `prepare` must be traced for the number of layers of one stage
         shapes = _stacked(params, folded, padded * fold.places)
         chain = dataclasses.replace(chain, prepare=take_apart(trace(function, shapes, batch), len(params)).prepare)
 
@@ -92,10 +97,10 @@ def pipelined_sums(
 
 
 def _stages_meet(jaxpr: Any, mesh: Any, axis: str) -> bool:
-    """Whether stages have to meet in what a stage computes by itself.
+    """Whether stages rendezvous within the work of a single stage.
 
-    On CPU devices a collective-permute waits for all devices of the program, those of other stages, too. Rings are made
-    of them, and XLA's partitioner makes some where axes are automatic.
+    On CPU devices a collective-permute waits for all devices of the program, including those of other stages. Rings
+    consist of collective-permutes, and XLA's partitioner makes some if axes are automatic.
     """
     device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else getattr(mesh, "abstract_device", None)
     if (jax.default_backend() if device is None else device.platform) != "cpu":
@@ -107,7 +112,7 @@ def _stages_meet(jaxpr: Any, mesh: Any, axis: str) -> bool:
 def _over_stages(
     of_stage: Callable[..., tuple[Values, Values]], fold: Fold, folded: Sequence[bool]
 ) -> Callable[..., Any]:
-    """`of_stage` for the arrays of all stages. A stage reads its number: XLA cannot tell it beside automatic axes."""
+    """`of_stage` for the arrays of all stages. The stage's number is an operand: XLA has none with automatic axes."""
     assert fold.mesh is not None
 
     def local(stage: jax.Array, params: Sequence[jax.Array], batches: Sequence[jax.Array]) -> tuple[Values, Values]:
@@ -149,7 +154,7 @@ def _run(
 
 
 def _of_parameters(chain: Chain, prepare: Callable[..., Values], folded: Sequence[jax.Array], sums: Sums) -> Values:
-    """Gradients of the parameters from those of the scan's weights."""
+    """Gradients of the parameters from the gradients of the scan's weights."""
     if chain.casts:
         return [sums.layers[chain.casts.index(i)] for i in range(len(folded))]
     stacks, vjp = jax.vjp(prepare, list(folded))
@@ -170,7 +175,7 @@ def _check_mesh(mesh: Any, fold: Fold) -> None:
 
 
 def _stacked(params: Sequence[jax.Array], folded: Sequence[bool], layers: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes that the loss function knows, for so many layers."""
+    """The shapes of the loss function's parameters, for `layers` layers."""
     return [
         jax.ShapeDtypeStruct((layers, *x.shape[2:]) if f else x.shape, x.dtype)
         for x, f in zip(params, folded, strict=True)
@@ -182,9 +187,9 @@ def _unfolded(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _folded(params: Sequence[jax.Array], fold: Fold, manual: bool) -> tuple[list[bool], int]:
-    """Which are layers in a pipeline's order, and the length of a chunk.
+    """Which parameters are folded layers, and the length of a chunk.
 
-    Of the parameters that begin [chunks, n], those with the n to which most belongs.
+    Candidates are parameters of shape [chunks, n, ...]. The n with the most elements is the chunk's length.
     """
     chunks = fold.places * (1 if manual else fold.stages)
     sizes: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Slices of traced functions."""
+"""Slices of traced functions, and running them under another mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dhelix.passes import jax_compat
 
 
 def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
-    """The part of `jaxpr` that computes variables `outputs` from variables `inputs`, as a function."""
+    """Returns a function that computes variables `outputs` of `jaxpr` from variables `inputs`."""
     needed = variables(outputs) - set(inputs)
     equations = []
     for equation in reversed(jaxpr.eqns):
@@ -26,14 +26,14 @@ def part(jaxpr: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[
 
 
 def traced(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """`function` as traced here for arguments of these shapes, to be run under any mesh of the same devices."""
+    """Traces `function` for arguments of these shapes. The result runs under any mesh of the same devices."""
     jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     structure, run = jax.tree.structure(shapes), _runner(jaxpr)
     return lambda *arguments: structure.unflatten(run(*jax.tree.leaves(arguments)))
 
 
 def depending(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
-    """Variables of `jaxpr` that depend on `inputs`."""
+    """Variables of `jaxpr` that depend on `inputs`, including `inputs`."""
     reached = set(inputs)
     for equation in jaxpr.eqns:
         if not reached.isdisjoint(variables(equation.invars)):
@@ -42,7 +42,7 @@ def depending(jaxpr: Any, inputs: Sequence[Any]) -> set[Any]:
 
 
 def variables(atoms: Sequence[Any]) -> set[Any]:
-    """Those of `atoms` that are no literals."""
+    """The elements of `atoms` that are not literals."""
     return {atom for atom in atoms if not isinstance(atom, jex_core.Literal)}
 
 
@@ -51,17 +51,17 @@ def shape(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def as_numbers(values: Sequence[Any]) -> list[Any]:
-    """Random keys among `values` as the numbers that they are: those can be stored in slots and sent."""
+    """`values` with random keys replaced by their key data, which can be stored in slots and sent."""
     return [jax.random.key_data(value) if _is_key(value) else value for value in values]
 
 
 def as_keys(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    """The other way round; `like` are the shapes of what it was."""
+    """The inverse of `as_numbers`; `like` are the shapes of the original values."""
     return [_as_key(value, of) if _is_key(of) else value for value, of in zip(values, like, strict=True)]
 
 
 def communicates_over(jaxpr: Any, axis: str) -> bool:
-    """Whether a collective, or a device's place, over mesh axis `axis` is part of `jaxpr`."""
+    """Whether `jaxpr` contains a collective or an axis index over mesh axis `axis`."""
     return any(
         any(_names(value, axis) for value in equation.params.values())
         or any(communicates_over(inner, axis) for inner in _inner(equation))
@@ -70,12 +70,12 @@ def communicates_over(jaxpr: Any, axis: str) -> bool:
 
 
 def holds(jaxpr: Any, primitive: str) -> bool:
-    """Whether a primitive of this name is part of `jaxpr`."""
+    """Whether `jaxpr` contains a primitive of this name."""
     return any(e.primitive.name == primitive or any(holds(i, primitive) for i in _inner(e)) for e in jaxpr.eqns)
 
 
 def _runner(jaxpr: Any) -> Callable[..., list[Any]]:
-    """A function that runs `jaxpr` with what it says of a mesh said of the mesh where it runs."""
+    """A function that runs `jaxpr`, with its shardings moved to the mesh that is current at run time."""
 
     def run(*arguments: Any) -> list[Any]:
         mesh = jax.sharding.get_abstract_mesh()
@@ -136,13 +136,13 @@ def _is_key(value: Any) -> bool:
 
 
 def _as_key(numbers: jax.Array, like: Any) -> jax.Array:
-    kinds: list[Any] = []  # JAX tells it of keys, not of their shapes
+    kinds: list[Any] = []  # JAX tells the implementation of keys, not of their shapes
     jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(numbers, impl=kinds[0])
 
 
 def _const_on_mesh(value: Any, mesh: AbstractMesh) -> Any:
-    """What the loss function took from around it, and lies on the mesh with all axes automatic, as random keys do."""
+    """Moves a constant that the loss function captured, such as a random key, to the mesh at run time."""
     sharding = getattr(jax.typeof(value), "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty or sharding.mesh == mesh:
         return value

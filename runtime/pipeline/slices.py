@@ -1,6 +1,6 @@
-"""Reading and writing one entry of an array by a number that is known only at run time.
+"""Reads and writes one entry of an array at an index that is known only at run time.
 
-Each is one dynamic slice or one dynamic update, in the form that XLA carries out in place in a loop's state.
+Each access is one dynamic slice or one dynamic update, in the form that XLA performs in place in a loop's state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax import lax
 
 
 def at(array: jax.Array, *index: Any) -> jax.Array:
-    """array[index], by one dynamic slice."""
+    """`array[index]`, by one dynamic slice."""
     if array.shape[0] == 1 and len(index) == 1:
         return array[0]
     return _slice(array, index).reshape(array.shape[len(index) :])
@@ -28,7 +28,7 @@ def put(array: jax.Array, value: jax.Array, *index: Any) -> jax.Array:
 
 
 def add(total: jax.Array, value: jax.Array, counts: jax.Array, *index: Any) -> jax.Array:
-    """`total` with `value` added at `index` if it counts. One slice, one update, nothing else: XLA works in place."""
+    """`total` with `value` added at `index` if `counts`. One slice and one update, so that XLA works in place."""
     value = value.astype(total.dtype).reshape([1] * len(index) + list(value.shape))
     return _update(total, _slice(total, index) + jnp.where(counts, value, 0), index)
 
@@ -43,20 +43,20 @@ def _update(array: jax.Array, part: jax.Array, index: Sequence[Any]) -> jax.Arra
 
 
 def _starts(array: jax.Array, index: Sequence[Any]) -> list[jax.Array]:
-    """All of one type: with JAX_ENABLE_X64 a loop's counter is wider than what a table says."""
+    """Start indices of one type: with JAX_ENABLE_X64 a loop counter is wider than a table's entries."""
     return [jnp.int32(place) for place in (*index, *[0] * (array.ndim - len(index)))]
 
 
 def choose(condition: jax.Array, yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    """Arrays of `yes` where the condition holds, else those of `no`."""
+    """The arrays of `yes` if the condition holds, else the arrays of `no`."""
     return [jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)]
 
 
 def where[T](condition: jax.Array, yes: T, no: T) -> T:
-    """As `choose`, of trees of arrays."""
+    """The same as `choose`, for trees of arrays."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def zeros(like: Any, *leading: int, dtype: Any = None) -> jax.Array:
-    """Zeros [*leading, *shape] of an array or shape."""
+    """Zeros of shape [*leading, *shape], for the shape of `like`."""
     return jnp.zeros((*leading, *like.shape), dtype or like.dtype)

@@ -1,10 +1,10 @@
-"""A schedule as a program reads it: tables by tick and stage.
+"""Turns a schedule into tables by tick and stage, which the SPMD program reads.
 
     W, P = 2, forward      tick    0     1     2     3
     stage 0                       F0.0        F1.0  F0.3      tick 2: micro-batch 1, the first chunk, from the embedding
     stage 1                             F0.1  F0.2  F1.1      tick 3: micro-batch 1, from what tick 2 put in the inbox
 
-What arrives before it is needed waits in the stage's inbox; places are given out here, one for W.
+A message that arrives before it is needed waits in the stage's inbox. This module assigns the places; W needs one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ class Direction:
     """What each stage does in one direction, int32[ticks, stages] or bool[ticks, stages].
 
     Attributes:
-      on: whether it does anything.
-      microbatch, place: which one, of which of its chunks.
+      on: whether the stage has work.
+      microbatch: the micro-batch that it works on.
+      place: the index of the chunk among the stage's chunks.
       layers: how many of the chunk's layers are no padding.
-      slot, reversed: where the residuals lie; for a masked forward, where it may write.
-      takes: the inbox's place that what it starts from lies at.
-      opens: whether it starts from no message: the embedding's result, or the head's cotangent.
-      closes: whether its result is no message but the head's input, or the embedding's cotangent.
-      stays: whether its result is for the stage itself.
-      puts: the inbox's place for what the tick brings at its end.
-      late_stays, late_puts: the same two of what the tick before made, if that was late (`phases.Messages`).
-      inbox: how many places there are.
+      slot, reversed: position and order of the residuals in the ring. For a masked forward pass: where it may write.
+      takes: the inbox place that holds the work's input.
+      opens: whether the work reads no message, but the embedding's result or the head's cotangent.
+      closes: whether the work's result is no message, but the head's input or the embedding's cotangent.
+      stays: whether the stage itself reads the result next.
+      puts: the inbox place for the message that arrives at the end of the tick.
+      late_stays, late_puts: `stays` and `puts` for the previous tick's result if it is sent late (`phases.Messages`).
+      inbox: the number of inbox places.
     """
 
     on: np.ndarray
@@ -52,7 +53,7 @@ class Direction:
 
 
 def directions(schedule: Schedule) -> tuple[Direction, Direction]:
-    """The tables of the forward and of the backward direction."""
+    """Returns the tables of the forward and of the backward direction."""
     return _direction(schedule, forward=True), _direction(schedule, forward=False)
 
 
@@ -92,18 +93,18 @@ def _works(schedule: Schedule, forward: bool) -> Iterator[tuple[int, int, Work |
 
 
 def _fill_inbox(schedule: Schedule, forward: bool, takes: np.ndarray, puts: np.ndarray, late_puts: np.ndarray) -> int:
-    """Fills in where messages wait, and returns how many places that takes.
+    """Fills in where messages wait. Returns the number of inbox places.
 
-    A tick that brings nothing still writes if it holds this direction: to a place that nothing waits in.
+    A tick of this direction that receives no message writes all the same: to a place where no message waits.
     """
     layout, brings, places = schedule.layout, _brought(schedule, forward), 1
     for stage in range(layout.stages):
-        waiting: dict[int, int] = {}  # place: when it is taken
+        waiting: dict[int, int] = {}  # place: the tick that takes the message
         was_late = False
         for tick, pattern in enumerate(patterns(schedule)):
             messages = pattern.activations if forward else pattern.cotangents
             goes = pattern.goes_forward if forward else pattern.goes_backward
-            # A message is taken at the start of a tick, and others put at its end.
+            # A message is taken at the start of a tick; new ones are put at the end.
             waiting = {place: taken for place, taken in waiting.items() if taken > tick}
             writes = [(late_puts, brings.get((tick - 1, stage)) if was_late else None)] * bool(messages.before)
             writes += [(puts, brings.get((tick, stage)))] * (goes and not messages.late)
@@ -119,7 +120,7 @@ def _fill_inbox(schedule: Schedule, forward: bool, takes: np.ndarray, puts: np.n
 
 
 def _brought(schedule: Schedule, forward: bool) -> dict[tuple[int, int], int]:
-    """By the tick that makes a message and the stage that takes it: the tick in which it does."""
+    """Maps (tick that makes a message, stage that takes it) to the tick that takes it."""
     layout, step = schedule.layout, 1 if forward else -1
     needed = {
         (work.microbatch, work.chunk): (tick, stage)

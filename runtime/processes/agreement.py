@@ -1,7 +1,8 @@
-"""Agreement between the processes of a job: that they are alike, and on what only some of them know.
+"""Agreement between the processes of a job: that they are alike, and on facts that only some of them know.
 
-All processes of `job` must call these together; one that does not is named after a while (`meetings`). Without a job,
-in a single process, nothing happens. By default the job is all processes of `jax.distributed`.
+All processes of `job` must call these functions together. A process that does not come in time is named in the error
+(`rendezvous`). Without a job, in a single process, nothing happens. By default the job is all processes of
+`jax.distributed`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def check(purpose: str, record: Record, job: Job | None = EVERYONE, times: int =
     """Checks that all processes have the same record.
 
     Args:
-      purpose: see `Job.meet`, as of all functions here; so is `times`.
+      purpose, times: as in `Job.meet`, here and below.
 
     Raises:
-      HostsDisagreeError: in every process, naming the first entry that differs.
+      HostsDisagreeError: the records differ. Raised in every process, with the first entry that differs.
     """
     if (found := _job(job)) is not None:
         found.meet(purpose, records.dumps(record), records.check, times)
@@ -34,7 +35,7 @@ def check(purpose: str, record: Record, job: Job | None = EVERYONE, times: int =
 def largest(purpose: str, value: int, job: Job | None = EVERYONE) -> int:
     """The largest of all processes' values.
 
-    For decisions that all must take alike: what a report or an executable says may differ between them.
+    Use it for decisions that all processes must take alike, because reports and executables may differ between them.
     """
     if (found := _job(job)) is None:
         return value
@@ -42,7 +43,7 @@ def largest(purpose: str, value: int, job: Job | None = EVERYONE) -> int:
 
 
 def gathered(purpose: str, text: str, job: Job | None = EVERYONE) -> list[str]:
-    """What each process says, in the processes' order."""
+    """The texts of all processes, in the order of the processes."""
     if (found := _job(job)) is None:
         return [text]
     return json.loads(found.meet(purpose, text, lambda said: json.dumps([one.text for one in said])))
@@ -51,15 +52,15 @@ def gathered(purpose: str, text: str, job: Job | None = EVERYONE) -> list[str]:
 def together[T](
     purpose: str, make: Callable[[], T], errors: tuple[type[Exception], ...], job: Job | None = EVERYONE
 ) -> T:
-    """What `make` returns, if it returns in all processes: where one failed, the others would wait for it.
+    """Returns the result of `make` if it succeeds in all processes. If it failed in only one, the others would hang.
 
-    What `make` does must not wait for other processes.
+    `make` must not wait for other processes.
 
     Args:
-      errors: what `make` may raise; in a single process it is raised as it is.
+      errors: the errors that `make` may raise. In a single process they are raised unchanged.
 
     Raises:
-      DhelixError: in every process, with what the first one said that failed.
+      DhelixError: `make` failed somewhere. Raised in every process, with the error text of the first that failed.
     """
     if (found := _job(job)) is None:
         return make()
@@ -67,7 +68,7 @@ def together[T](
     why = ""
     try:
         made.append(make())
-    except errors as error:  # its text alone: the traceback would keep what `make` held
+    except errors as error:  # keep only the text: the traceback would keep the objects of `make` alive
         why = " ".join(str(error).split()) or type(error).__name__
     if failed := found.meet(purpose, why, _first_words):
         raise DhelixError(failed)

@@ -1,11 +1,12 @@
-"""What of a step, and of the process that runs it, must be alike in all processes of a job.
+"""The properties of a step, and of the process that runs it, that must be alike in all processes of a job.
 
-Two records. The first one is known before anything is traced: whether dhelix is on, versions, options of the step, and
-options of XLA. The second one is known before XLA compiles: what the options came to on this process's GPUs.
+There are three records. The first is known before tracing: whether dhelix is on, versions, the step's options, and
+XLA's options. The second is known before XLA compiles: what the options resolve to on this process's GPUs. The third is
+known after compilation: the order of collectives.
 
-Values are short texts that a message can show; of plans, profiles and long options, their digest. Not compared is what
-hosts may have of their own without running something else: where they write dumps and caches, where files of the same
-content lie, how many threads compile.
+Values are short texts that a message can show. Plans, profiles and long options are represented by a digest.
+Differences that do not change the program are not compared: folders of dumps and caches, paths of files with the same
+content, and the number of compiler threads.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ _FLAG_ADVICE = "Give every process the same options of XLA"
 _SHAPE_ADVICE = "Give the step arguments of the same shapes on every host, of the last batch, too"
 _CHOICE_ADVICE = "See the log of the host that differs; every host needs the same GPUs, profile and plan files"
 
-_ALWAYS = ("microbatches", "reduce", "pipeline")  # options that hold with DHELIX=off, too
+_ALWAYS = ("microbatches", "reduce", "pipeline")  # options that also apply with DHELIX=off
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-# Of XLA's flags, those that say where something is written or kept, and how many threads compile.
+# XLA flags that each host may set for itself: where files are written or kept, and how many threads compile.
 _OWN_FLAGS = re.compile(
     "dump|cache_(dir|file|mode)|cuda_data_dir|compilation_parallelism|parallel_codegen|host_platform_device_count"
 )
 
 
 def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) -> Record:
-    """What must be alike before a step is traced; where dhelix is off, only what splits the batch all the same.
+    """The record that must be alike before a step is traced. With dhelix off: only the options that split the batch.
 
     Args:
       enabled: whether passes may run.
-      options: of `strand_interleave`, by name.
-      jitted: the step as `jax.jit` made it.
+      options: options of `strand_interleave`, by name.
+      jitted: the step as `jax.jit` returned it.
     """
     by_jax = not enabled and registration.enabled()
     note = "by jax_disable_jit, jax_debug_nans or jax_debug_infs" if by_jax else ""
@@ -78,12 +79,13 @@ def before_tracing(enabled: bool, options: Mapping[str, object], jitted: Any) ->
 def before_compiling(
     lowered: jax.stages.Lowered, manager: PassManager | None, memory_limit: int | None, left_alone: str | None
 ) -> Record:
-    """What must be alike before XLA compiles; of a step that is left alone, nothing else than that.
+    """The record that must be alike before XLA compiles. For a step that is left alone: only that it is left alone.
 
     Args:
-      lowered: the step as the user's function lowers.
-      manager: of the passes that run; None if none do.
-      left_alone: why, or None.
+      lowered: the lowered step before any pass.
+      manager: holds the passes that run; None if no pass runs.
+      memory_limit: bytes that the step may need on a GPU, or None.
+      left_alone: why the step is left alone, or None.
     """
     runs = Entry(
         "what runs", "transformed" if left_alone is None else "as jax.jit runs it", left_alone or "", _CHOICE_ADVICE
@@ -101,13 +103,13 @@ def before_compiling(
 
 
 def after_compiling(order: str | None, marker: str) -> Record:
-    """What must be alike before the compiled step runs.
+    """The record that must be alike before the compiled step runs: the order of collectives.
 
-    Programs that differ in nothing else are no disagreement: one host may print, or have a number of its own.
+    Programs may differ otherwise. For example, one host may print, or have a constant of its own.
 
     Args:
-      order: fingerprint of the order of collectives; None of a step that is left alone.
-      marker: fingerprint of the program, and of what else the passes were given.
+      order: fingerprint of the order of collectives; None for a step that is left alone.
+      marker: fingerprint of the program and of the passes' other inputs; shown, not compared.
     """
     if order is None:
         return [Entry("the order of collectives", "that of the plain step")]
@@ -115,7 +117,7 @@ def after_compiling(order: str | None, marker: str) -> Record:
 
 
 def versions() -> dict[str, str]:
-    """Of what makes the executable. Of jax and jaxlib what runs, and beside it what is installed if that differs."""
+    """Versions of the packages that make the executable. For jax and jaxlib, also the installed one if another runs."""
     found = fingerprint.versions()
     result = {"version of dhelix": found["dhelix"], "sources of dhelix": found["dhelix sources"]}
     for name, running in (("jax", jax.__version__), ("jaxlib", jaxlib.version.__version__)):
@@ -130,16 +132,16 @@ def versions() -> dict[str, str]:
 
 
 def xla_flags(flags: str) -> dict[str, str]:
-    """Those of XLA_FLAGS that change what is compiled. The last of several counts."""
+    """The flags of XLA_FLAGS that change the compiled program. If one occurs several times, the last counts."""
     flags = flags.strip()
     if flags and not flags.startswith("-") and (text := _read(flags)) is not None:
-        flags = text.decode(errors="replace")  # XLA takes a file of flags, too
+        flags = text.decode(errors="replace")  # XLA_FLAGS may name a file of flags
     parts = (word.partition("=") for word in flags.split())
     return _shared_flags({name: value if equals else "true" for name, equals, value in parts})
 
 
 def _shared_flags(flags: Mapping[str, str]) -> dict[str, str]:
-    """Those that are no host's own; files by their content."""
+    """Drops flags that each host may set for itself. Represents files by their content."""
     shared = {name: value for name, value in flags.items() if not _OWN_FLAGS.search(name)}
     contents = {name: _read(value) if "/" in value else None for name, value in shared.items()}
     return {
@@ -149,13 +151,14 @@ def _shared_flags(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(value: object) -> str | dict[str, str]:
-    """An option as a message shows it."""
+    """An option's value as messages show it."""
     if value is None:
         return "none"
     if isinstance(value, Plan):
         return f"{short(value.program)} ({_digest(plan_files.dumps(value).encode())})"
     if isinstance(value, Profile):
-        text = json.dumps(fingerprint.plain(value, _kind), sort_keys=True)  # no file says what is alike on another GPU
+        # Not as a profile file: that lacks the times of another GPU that stand in for missing ones.
+        text = json.dumps(fingerprint.plain(value, _kind), sort_keys=True)
         return f"{value.hardware} with link {value.link} ({_digest(text.encode())})"
     if isinstance(value, Mapping):
         return _texts(value)
@@ -167,7 +170,7 @@ def _value(value: object) -> str | dict[str, str]:
 
 
 def _passes(passes: Sequence[Pass]) -> dict[str, str]:
-    """Options of each, by number and name. A digest, because a profile may be among them."""
+    """Options of each pass, by number and name; a digest if long, because they may include a profile."""
     options = (json.dumps(fingerprint.plain(one, _kind), sort_keys=True) for one in passes)
     return {
         f"{number} {one.name}": text if len(text) < 80 else _digest(text.encode())
@@ -176,7 +179,7 @@ def _passes(passes: Sequence[Pass]) -> dict[str, str]:
 
 
 def _shapes(lowered: jax.stages.Lowered) -> dict[str, str]:
-    """Of all arrays of each argument, by its number or name."""
+    """Types and shapes of the arrays of each argument, by its number or name."""
     args, kwargs = lowered.in_avals
     named = {**{f"[{number}]": argument for number, argument in enumerate(args)}, **kwargs}
     return {
@@ -186,7 +189,7 @@ def _shapes(lowered: jax.stages.Lowered) -> dict[str, str]:
 
 
 def _costs(passes: Sequence[Pass]) -> str:
-    """Where the passes' costs come from: the first pass with a model of costs says it."""
+    """Source of the passes' costs, taken from the first pass that has a cost model."""
     for one in passes:
         model = getattr(one, "model", None)
         if isinstance(model, CostModel):
@@ -205,7 +208,7 @@ def _text(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """Of what has no text that is the same on every host."""
+    """Stands for a value that has no text that is the same on every host."""
     return type(value).__name__
 
 

@@ -1,14 +1,14 @@
-"""Where a decorated step takes part in what the processes of its job agree on.
+"""The points at which a decorated step takes part in the agreement between the processes of its job.
 
     run = FirstRun("step", options)  # at decoration
     with run.taking_part(on, kind, jitted, args, kwargs) as (enabled, key):  # at each call; agrees at the first
         ...  # lowered, transformed, compiled
-    check_choice(...)  # once a program, before XLA compiles it
-    check_order(...)  # and after that; `Job.leave` where something fails
+    check_choice(...)  # once per program, before XLA compiles it
+    check_order(...)  # and after that; `Job.leave` if something fails
 
-Whoever fails inside says so to the others, and so does a process that ends with a decorated step. A step takes part
-whose arguments, or whose program, have devices of other processes; one of this process's own devices waits for nobody.
-One step may be called both ways, so every kind of arguments is looked at.
+A process that fails inside the context tells the others. So does a process that ends after it decorated a step. A step
+takes part if its arguments or its program use devices of other processes. A step on this process's own devices waits
+for nobody. The same step may be called both ways, so this is decided for each kind of arguments.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from dhelix.runtime.processes.rendezvous import AT_WORK, Job
 
 
 class FirstRun:
-    """A decorated step, as the other processes of the job are to know it."""
+    """A decorated step's part in the agreement of its job."""
 
     def __init__(self, name: str, options: Mapping[str, object]) -> None:
         """
         Args:
-          name: of the step.
-          options: of `strand_interleave`, by name.
+          name: name of the step.
+          options: options of `strand_interleave`, by name.
         """
         self._name = name
         self._options = options
         self._agreed: set[Job] = set()
         self._jobs: dict[Hashable, Job | None] = {}  # by kind of arguments
-        self._lock = threading.RLock()  # so that threads agree once
+        self._lock = threading.RLock()  # so that several threads agree only once
         _tell_at_exit()
         if (job := rendezvous.everyone()) is not None:
             job.introduce()
@@ -56,17 +56,20 @@ class FirstRun:
     def taking_part(
         self, on: Callable[[], bool], kind: Callable[[], Hashable], jitted: Any, args: Any, kwargs: Any
     ) -> Iterator[tuple[bool, Hashable | None]]:
-        """Around all that happens between a call and the run of a compiled step: at the first one the processes agree
-        on the step, and what is raised inside stops all of them.
+        """Wraps everything between a call and the run of the compiled step.
+
+        At the first call the processes agree on the step. An error inside the context stops all processes. The context
+        yields the results of `on` and `kind`.
 
         Args:
-          on: says whether dhelix may touch programs. The context gives its result, and that of `kind`.
-          kind: tells apart what calls run; None where that is not known. Not called where nobody needs it.
-          jitted: the step as `jax.jit` made it.
-          args, kwargs: of the call.
+          on: returns whether dhelix may change programs.
+          kind: returns a key that is equal for calls that run the same program; None if that is unknown. It is not
+            called in a single process with dhelix off.
+          jitted: the step as `jax.jit` returned it.
+          args, kwargs: arguments of the call.
 
         Raises:
-          HostsDisagreeError: another process has another step, or has failed, or does not come.
+          HostsDisagreeError: another process has another step, has failed, or does not come in time.
         """
         if jax_compat.coordination_client() is None or jax_compat.process_total() < 2:
             enabled = on()
@@ -86,17 +89,17 @@ class FirstRun:
             raise
 
     def clear(self) -> None:
-        """Forgets kinds of arguments, not what was agreed."""
+        """Forgets the kinds of arguments, but not the agreements."""
         with self._lock:
             self._jobs.clear()
 
     def _agree(self, enabled: bool, kind: Hashable, jitted: Any, args: Any, kwargs: Any) -> Job | None:
-        """The processes that run the step with these arguments, which have agreed; None if it is this one alone."""
+        """Agrees with the processes that run the step on these arguments and returns them; None if there are none."""
         with self._lock:
             if kind is not None and kind in self._jobs:
                 return self._jobs[kind]
             job = _of_arguments(jitted, args, kwargs)
-            if job is None:  # the function itself may say where it runs
+            if job is None:  # the function itself may choose the devices
                 job = of_program(jitted.lower(*args, **kwargs))
             if job is not None and job not in self._agreed:
                 record = description.before_tracing(enabled, self._options, jitted)
@@ -109,7 +112,7 @@ class FirstRun:
 
 @contextlib.contextmanager
 def decorating() -> Iterator[None]:
-    """Around a decoration: what it raises stops the other processes, too, once they run a step."""
+    """Wraps a decoration: an error inside also stops the other processes when they next run a step."""
     try:
         yield
     except Exception as error:
@@ -119,7 +122,7 @@ def decorating() -> Iterator[None]:
 
 
 def of_program(lowered: jax.stages.Lowered) -> Job | None:
-    """The processes whose devices a program runs on; None if that is this one alone."""
+    """The processes whose devices the program runs on; None if only this process has any."""
     return rendezvous.of(device.process_index for device in jax_compat.devices(lowered))
 
 
@@ -131,24 +134,24 @@ def check_choice(
     left_alone: str | None,
     job: Job | None,
 ) -> None:
-    """Checks that all processes run the same passes, or all leave the step alone; before XLA compiles.
+    """Checks, before XLA compiles, that all processes run the same passes or all leave the step alone.
 
     Args:
-      name: of the step.
-      lowered: the step as the user's function lowers.
-      manager: of the passes; None if there is none of a step that is left alone.
-      memory_limit: bytes beside its arguments, if there is one.
+      name: name of the step.
+      lowered: the lowered step before any pass.
+      manager: holds the passes; None if an error left the step alone.
+      memory_limit: bytes that the step may need on a GPU, arguments included, or None.
       left_alone: why the step is left alone, or None.
-      job: `of_program`.
+      job: the result of `of_program`.
 
     Raises:
-      HostsDisagreeError: in every process.
+      HostsDisagreeError: the processes differ. Raised in every process.
     """
     if job is None:
         return
     record = description.before_compiling(lowered, manager, memory_limit, left_alone)
     purpose, times = f"compile step {name!r}", AT_WORK
-    if job.has_met(purpose):  # nobody has come to the step before, as all do before its first program
+    if job.has_met(purpose):  # not the first program: the agreement at the first call did not bring all processes here
         purpose, times = f"compile another program of step {name!r}, as for arguments of other shapes", 1
     agreement.check(purpose, record, job, times)
 
@@ -157,15 +160,16 @@ def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, jo
     """Checks that all processes run the same collectives in the same order.
 
     Args:
-      compiled: the step; None if it is left alone.
-      marker: fingerprint of what the passes were given, the program first of all.
+      name: name of the step.
+      compiled: the compiled step; None if it is left alone.
+      marker: fingerprint of the passes' inputs, including the program.
+      job: the result of `of_program`.
 
     Returns:
-      The fingerprint of the order of collectives; None for a step that is left alone, and without a job, where it is
-      not computed.
+      The fingerprint of the order of collectives; None for a step that is left alone, or without a job.
 
     Raises:
-      HostsDisagreeError: in every process.
+      HostsDisagreeError: the processes differ. Raised in every process.
     """
     if job is None:
         return None
@@ -175,8 +179,7 @@ def check_order(name: str, compiled: jax.stages.Compiled | None, marker: str, jo
 
 
 def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
-    """The processes whose devices hold arguments, or are named in the shardings of the step; None if these do not tell
-    of any others."""
+    """The processes whose devices hold arguments or appear in the step's shardings; None if there are no others."""
     leaves = [*jax.tree.leaves((args, kwargs)), *jax_compat.jit_shardings(jitted)]
     places = (getattr(leaf, "sharding", leaf) for leaf in leaves if not isinstance(leaf, Tracer))
     apart = {place for place in places if isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable}
@@ -185,12 +188,12 @@ def _of_arguments(jitted: Any, args: Any, kwargs: Any) -> Job | None:
 
 @functools.cache
 def _tell_at_exit() -> None:
-    """JAX, imported earlier, leaves the job after this."""
+    """Exit handlers run in reverse order, so this one runs before JAX, imported earlier, leaves the job."""
     atexit.register(_at_exit, os.getpid())
 
 
 def _at_exit(process: int) -> None:
-    """Tells those that would wait for this process; not in a fork of it."""
+    """Tells the processes that would wait for this one. Does nothing in a fork of it."""
     if os.getpid() != process or jax_compat.coordination_client() is None:
         return
     error = getattr(sys, "last_exc", None)

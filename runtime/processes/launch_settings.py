@@ -1,9 +1,10 @@
-"""The launch setting of a process: which one it has, and which one a plan wants.
+"""The launch setting of this process, and the one that a plan wants.
 
-Some choices hold for a whole process, and change every time in it: how many connections CUDA has, whether NCCL uses
-copy engines, whether buffers are symmetric memory, whether kernels start as CUDA graphs (`profiles.profile.SETTINGS`).
-A plan is made for one of them. It cannot be applied once the process runs, and nothing here sets a variable: the
-process is looked at when its first step is lowered, and one line says how to start it if that differs.
+Some choices hold for a whole process and change all times measured in it: the number of CUDA connections, whether NCCL
+uses copy engines, whether buffers are symmetric memory, and whether kernels start as CUDA graphs
+(`profiles.profile.SETTINGS`). A plan is made for one launch setting, which cannot change while the process runs. This
+module sets no variables, except in `without_graphs`. It inspects the process when its first step is lowered; if the
+setting differs, one line in the log says how to start the process.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from dhelix.profiles.profile import SETTINGS, LaunchSetting
 
 GRAPHS = "xla_gpu_enable_command_buffer"
 NO_GRAPHS: Mapping[str, str] = MappingProxyType({GRAPHS: ""})
-"""XLA's options for a program without CUDA graphs."""
-# Of what XLA makes CUDA graphs: usually, and of these what is no custom call and holds none.
+"""XLA options for a program without CUDA graphs."""
+# The kinds of commands that XLA puts into CUDA graphs by default, and those of them that cannot contain custom calls.
 _USUAL_KINDS = frozenset({
     "FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL"
 })  # fmt: skip
 _FREE_OF_CALLS = frozenset({"FUSION", "CUBLAS", "CUBLASLT", "CUDNN"})
-_LINKS = ("nvlink", "no-p2p")  # of `hardware.LINKS`, those of one process
+_LINKS = ("nvlink", "no-p2p")  # the `hardware.LINKS` that one process can have
 
 _USUAL: Mapping[str, str] = MappingProxyType({
     "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -39,19 +40,19 @@ _USUAL: Mapping[str, str] = MappingProxyType({
     "xla_gpu_experimental_enable_nccl_symmetric_buffers": "false",
     "xla_gpu_enable_nccl_user_buffers": "false",
 })  # fmt: skip
-"""What tells launch settings apart, with the values of a process that says nothing of it. XLA's usual CUDA graphs count
-as none: what measures switches them off. "" stands for what NCCL takes then."""
+"""The variables and flags that distinguish launch settings, with their defaults. "" means NCCL's own default. XLA's
+default CUDA graphs count as no graphs, because profiling switches graphs off."""
 
 
 def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> LaunchSetting:
     """The launch setting that a process with this environment runs under.
 
     Args:
-      environment: variables, XLA_FLAGS among them.
-      options: XLA options beside those of XLA_FLAGS, without dashes; they count more.
+      environment: environment variables, including XLA_FLAGS.
+      options: further XLA options, without dashes; they override XLA_FLAGS.
 
     Raises:
-      DhelixError: there is no such setting.
+      DhelixError: no launch setting matches the process.
     """
     here = _of_process(environment, options)
     described = {name: _unusual(s.environment, _flags(s.xla_flags)) for name, s in SETTINGS.items()}
@@ -68,17 +69,18 @@ def setting_of(environment: Mapping[str, str], options: Mapping[str, Any] | None
 def nearest(
     measured: Container[str], environment: Mapping[str, str], options: Mapping[str, Any] | None = None
 ) -> tuple[str | None, str]:
-    """The launch setting whose costs count for a process, and one line if it is not the process's own.
+    """The launch setting whose costs are used for a process, and a line for the log if it is not the process's own.
 
-    That is the one with the most of what is special about the process and nothing else, the first of several: a process
-    with one connection and a number of channels of its own has the costs of `connections1`.
+    A setting fits if all its non-default values are the process's, too. The fitting setting with the most such values
+    is used, the first one on a tie. For example, a process with one connection and an unusual number of channels gets
+    the costs of `connections1`.
 
     Args:
-      measured: names to take of.
-      environment, options: as of `setting_of`.
+      measured: names of the settings to choose from.
+      environment, options: as in `setting_of`.
 
     Returns:
-      The name, None if there is none, and the line, "" for the process's own setting.
+      (name, line): the name is None if no setting fits; the line is "" if the setting is the process's own.
     """
     here = _of_process(environment, options)
     known = [setting for name, setting in SETTINGS.items() if name in measured]
@@ -92,7 +94,7 @@ def nearest(
 
 
 def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
-    """How GPUs reach each other, by NCCL's environment unless `link` says. Raises DhelixError if it cannot be that."""
+    """The link between GPUs: `link`, or what NCCL_P2P_DISABLE implies. Raises DhelixError if it is not possible."""
     disabled = environment.get("NCCL_P2P_DISABLE", "0") not in ("", "0")
     if link is None:
         return "no-p2p" if disabled else "nvlink"
@@ -104,17 +106,17 @@ def link_of(environment: Mapping[str, str], link: str | None = None) -> str:
 
 
 def graphs_hold_calls(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> bool:
-    """Whether CUDA graphs that XLA makes may hold custom calls; arguments as of `setting_of`."""
+    """Whether the CUDA graphs that XLA makes may contain custom calls; arguments as in `setting_of`."""
     return not _kinds_in_graphs(environment, options) <= _FREE_OF_CALLS
 
 
 def calls_outside_graphs(environment: Mapping[str, str]) -> dict[str, str]:
-    """XLA's options for CUDA graphs without custom calls, of what the process has graphs of."""
+    """XLA options that restrict the process's CUDA graphs to kinds without custom calls."""
     return {GRAPHS: ",".join(sorted(_kinds_in_graphs(environment) & _FREE_OF_CALLS))}
 
 
 def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """A list, or changes of the usual one: `+A,-B`."""
+    """The kinds of commands in CUDA graphs: a list, or changes to the default one (`+A,-B`)."""
     flags = {**_flags(environment.get("XLA_FLAGS", "").split()), **(options or {})}
     if GRAPHS not in flags:
         return _USUAL_KINDS
@@ -126,18 +128,19 @@ def _kinds_in_graphs(environment: Mapping[str, str], options: Mapping[str, Any] 
 
 
 def without_graphs(environment: MutableMapping[str, str]) -> None:
-    """Adds the XLA flag for no CUDA graphs; of a process, before JAX looks for devices."""
+    """Adds the XLA flag that switches CUDA graphs off. In a running process: call it before JAX looks for devices."""
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} --{GRAPHS}=".strip()
 
 
 def difference(
     target: PlanTarget, environment: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """One line that says how to start the process for a plan with this target; None if it was started so.
+    """One line that says how to start the process for a plan with this target; None if the process already fits.
 
     Args:
+      target: target of the plan.
       environment: by default this process's.
-      options: as of `setting_of`.
+      options: as in `setting_of`.
     """
     environment = os.environ if environment is None else environment
     here = _of_process(environment, options)
@@ -152,7 +155,7 @@ def difference(
 
 
 def _command(target: PlanTarget, environment: Mapping[str, str]) -> str:
-    """What stands before the command in a shell, other XLA flags of the process kept."""
+    """The variables to put before the command in a shell. Keeps the process's other XLA flags."""
     names = _flags(target.xla_flags).keys()
     kept = [f for f in environment.get("XLA_FLAGS", "").split() if _name(f) not in (*names, *_USUAL)]
     flags = " ".join([*kept, *target.xla_flags])
@@ -165,10 +168,10 @@ def _of_process(environment: Mapping[str, str], options: Mapping[str, Any] | Non
 
 
 def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
-    """What of `_USUAL` is otherwise."""
+    """The entries of `_USUAL` whose values are not the defaults."""
     values = {name: str({**environment, **flags}.get(name, usual)) for name, usual in _USUAL.items()}
     if flags.get(GRAPHS) == "":
-        del values["xla_gpu_graph_min_graph_size"]  # no graph of any size
+        del values["xla_gpu_graph_min_graph_size"]  # no graphs, so their size does not matter
     switches = {"1": "true", "": "true", "0": "false"}
     for name in values:
         if _USUAL[name] in ("true", "false"):
@@ -177,7 +180,7 @@ def _unusual(environment: Mapping[str, str], flags: Mapping[str, Any]) -> dict[s
 
 
 def _flags(words: Iterable[str]) -> dict[str, str]:
-    """`--name=value` as a mapping; the last of several counts, and one without a value is switched on."""
+    """Parses `--name=value`. The last of several counts; a flag without a value is "true"."""
     parts = (word.removeprefix("--").partition("=") for word in words)
     return {name: value if equals else "true" for name, equals, value in parts}
 
@@ -187,6 +190,6 @@ def _name(flag: str) -> str:
 
 
 def _words(unusual: Mapping[str, str]) -> str:
-    """As one writes it to start a process."""
+    """The values as a user writes them to start a process."""
     parts = (f"--{name}={value}" if name.startswith("xla_") else f"{name}={value}" for name, value in unusual.items())
     return ", ".join(parts) or "nothing special"

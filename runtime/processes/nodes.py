@@ -1,15 +1,14 @@
-"""Nodes: which devices share one, and one machine that poses as several.
+"""Nodes: which devices share one, and one machine that emulates several.
 
-NCCL tells hosts apart by NCCL_HOSTID. Processes with different ones do not use NVLink, peer-to-peer access or
-shared memory between them, so that sockets are left (NCCL_IB_DISABLE: where there is a fast network too), here of
-the loopback device. JAX takes every process for a host anyway:
+NCCL distinguishes hosts by NCCL_HOSTID. Processes with different IDs do not use NVLink, peer-to-peer access or shared
+memory between them, which leaves sockets, here of the loopback device. NCCL_IB_DISABLE forces sockets even if there is
+a fast network. JAX treats every process as a host anyway:
 
     for node in emulated_nodes(2, 2, port):                     # two nodes of two GPUs, out of four of one machine
         Popen([...], env={**os.environ, **node.environment})    # in it: node.initialize(), then as on any cluster
 
-Nothing else differs from real nodes. There the job's launcher names the coordinator, and sets none of these
-variables. On a server of H200s, steps spent on 2x2 groups what 9 GB/s per GPU would: to the collective tables,
-`dataclasses.replace(H200, inter_bandwidth=4.5e9)` describes it.
+Real nodes differ in nothing else. There the job's launcher names the coordinator and sets none of these variables.
+`profiles.hardware` describes such a machine as "<GPU>-two-nodes".
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _POSED_AS = "NCCL_HOSTID"
 
 
 def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[list[Any]]:
-    """The devices node by node.
+    """Groups devices by node.
 
     Args:
-      devices: as of `jax.devices()`, in any order.
-      gpus_per_node: None if each process is a node, as with the usual one process per host and with
-        `emulated_nodes`; otherwise so many devices after each other are one.
+      devices: devices such as `jax.devices()`, in any order.
+      gpus_per_node: None if each process is a node, as with one process per host and with `emulated_nodes`.
+        Otherwise each run of this many devices, ordered by process and id, is a node.
 
     Raises:
-      DhelixError: nodes of different size.
+      DhelixError: the nodes have different sizes.
     """
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     if gpus_per_node is None:
@@ -51,14 +50,13 @@ def nodes_of(devices: Sequence[Any], gpus_per_node: int | None = None) -> list[l
 
 
 def gpus_per_node(devices: Sequence[Any]) -> int:
-    """GPUs of each of several nodes that a program's devices stand on, node by node in the program's order. 0: they are
-    of one node, or stand otherwise.
+    """GPUs per node, if the program's devices span several nodes, ordered node by node with equal counts; otherwise 0.
 
-    In a job of several processes JAX calls a host's GPUs a slice. Processes that pose as nodes share their host, and of
-    GPUs that need not exist (`deviceless`) all hosts may be one slice: there each process is a node.
+    In a job of several processes JAX calls a host's GPUs a slice, so each slice is a node. In two cases each process is
+    a node instead: emulated nodes share one host, and all hosts of `deviceless` GPUs may be one slice.
     """
     of_job = jax.process_count() > 1 and _POSED_AS not in os.environ
-    # Devices that are no GPUs may have no slices.
+    # Devices other than GPUs may have no slices.
     nodes = [getattr(d, "slice_index", d.process_index) if of_job else d.process_index for d in devices]
     runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
     several = len(runs) == len(set(nodes)) > 1
@@ -67,11 +65,13 @@ def gpus_per_node(devices: Sequence[Any]) -> int:
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """One process of several that pose as nodes.
+    """One of several processes that emulate nodes.
 
     Attributes:
-      environment: to be set before the process starts.
-      local_device_ids: the GPUs of this machine that are this node's.
+      coordinator: address of the coordinator.
+      processes, process: number of processes, and the number of this one.
+      environment: variables to set before the process starts.
+      local_device_ids: the GPUs of this machine that belong to this node.
     """
 
     coordinator: str
@@ -81,17 +81,19 @@ class NodeProcess:
     environment: Mapping[str, str]
 
     def initialize(self) -> None:
-        """In the process itself, before JAX looks for devices."""
+        """Joins the job. Call it in the process itself, before JAX looks for devices."""
         jax.distributed.initialize(
             self.coordinator, self.processes, self.process, local_device_ids=list(self.local_device_ids)
         )
 
 
 def emulated_nodes(nodes: int, gpus_per_node: int, port: int) -> list[NodeProcess]:
-    """How to start processes on one machine that NCCL takes for nodes, so that traffic between them is TCP.
+    """Describes processes to start on one machine that NCCL treats as nodes, so traffic between them is TCP.
 
     Args:
-      port: a free one of this machine, for the processes to find each other.
+      nodes: number of nodes, one process each.
+      gpus_per_node: GPUs of each node.
+      port: a free port of this machine, for the coordinator.
     """
     return [
         NodeProcess(

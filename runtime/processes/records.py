@@ -1,4 +1,4 @@
-"""What a process says of itself, entry by entry, and the first difference between processes, in words."""
+"""The records that processes compare, and the first difference between them, in words."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dhelix.passes.framework import fingerprint
 from dhelix.runtime.processes.rendezvous import Said, names_of
 
 NOT_GIVEN = "not given"
-_LONGEST = 120  # characters of a value that messages show as it is
+_LONGEST = 120  # characters; messages shorten longer values
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing that must be alike in all processes.
+    """One property that must be alike in all processes.
 
     Attributes:
-      what: names it; unique in a record.
-      value: by which it is compared: short text, or several under names of their own.
-      note: is shown beside the value, and not compared.
-      advice: what to do where processes differ.
+      what: name of the property; unique in a record.
+      value: the value to compare: a short text, or several texts by name.
+      note: shown next to the value, not compared.
+      advice: what to do if processes differ.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Entry:
     advice: str = "Start every process with the same source, options, files, flags and package versions"
 
     def of(self, name: str) -> str:
-        """One of several values, or all of them as one."""
+        """The value of this name. With name "": the only value, or the names of all values."""
         if isinstance(self.value, str):
             return self.value
         return self.value.get(name, NOT_GIVEN) if name else ", ".join(self.value) or NOT_GIVEN
@@ -41,7 +41,7 @@ type Record = Sequence[Entry]
 
 
 def short(text: str) -> str:
-    """`text`, or of a long one its beginning and a digest of all of it."""
+    """`text`; if it is long, its beginning and a digest of the whole."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({fingerprint.of_bytes(text.encode())})"
 
 
@@ -54,7 +54,7 @@ def loads(text: str) -> Record:
 
 
 def check(said: Sequence[Said]) -> str:
-    """Raises HostsDisagreeError with the first difference, in the order of the first record's entries."""
+    """Raises HostsDisagreeError for the first difference, in the order of the entries. The judge of `Job.meet`."""
     if len({one.text for one in said}) == 1:
         return ""
     records = [{entry.what: entry for entry in loads(one.text)} for one in said]
@@ -67,7 +67,7 @@ def check(said: Sequence[Said]) -> str:
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
-    """Those of an entry's several values; "" alone where it has one value in some process."""
+    """The names of an entry's values in all processes; only "" if the entry is a single text in some process."""
     several = [entry.value for entry in entries if not isinstance(entry.value, str)]
     if len(several) < len(entries):
         return [""]

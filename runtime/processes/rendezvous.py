@@ -1,16 +1,16 @@
-"""Meetings of the processes of a job: each says something, the first of them judges, and all hear the verdict.
+"""Meetings of the processes of a job: each sends a text, the first process judges, and all receive the verdict.
 
-They go over the key-value store of JAX's coordination service, which `jax.distributed.initialize()` starts. A
-collective of the devices would wait for ever for a process that does not come; calls to the store time out, and work
-before any device does.
+Meetings use the key-value store of JAX's coordination service, which `jax.distributed.initialize()` starts. A device
+collective would wait for ever for a process that does not come. Calls to the store time out, and they work before any
+device does.
 
-    dhelix/<job>/<number>/said/<process>    what a process says, or how it failed
-    dhelix/<job>/<number>/missing           whom the first process waits for, if it waits long
+    dhelix/<job>/<number>/said/<process>    the text of a process, or its failure
+    dhelix/<job>/<number>/missing           the processes that the first one waits for, if it waits long
     dhelix/<job>/<number>/verdict           a result for all, or why all stop
 
-Meetings are numbered, in each process by itself, and each says what it is for: processes that come to different ones
-are told so. A process that fails says so at the next meeting, where the others will look for it; so the numbers stay
-in step whether or not it goes on. With n processes a meeting takes about 4 n calls to the store, none of them large.
+Each process numbers meetings by itself, and each text states its purpose, so processes that come to different meetings
+are told so. A failing process reports at the next meeting, where the others will look. The numbers therefore stay in
+step, even if that process goes on. With n processes a meeting takes about 4 n small calls to the store.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from dhelix.passes.framework.manager import say_once
 TIMEOUT = "DHELIX_AGREEMENT_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0
 AT_WORK = 6
-"""How many times as long others may take that came to the step and compile it: one may find it in a cache."""
+"""Factor on the timeout once all came to the step: others may still compile what this process found in a cache."""
 
-_FIRST_REPORT = 10.0  # seconds of waiting after which the log says for whom; then each time three times as many
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.002, 0.25  # seconds between two looks at what has been said
+_FIRST_REPORT = 10.0  # seconds until the log names the missing; each later interval is 3 times as long
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 0.002, 0.25  # seconds between two reads of the store
 _LONGEST_CALL = 1.0  # seconds
-_NAMED = 4  # processes that a message names before it counts the others
+_NAMED = 4  # processes that a message names; it counts the rest
 _LONGEST_ERROR = 400
 
 Judge = Callable[[Sequence["Said"]], str]
 
 
 class Said(NamedTuple):
-    """What a process says at a meeting."""
+    """A process's contribution to a meeting."""
 
     process: int
     host: str
@@ -61,17 +61,17 @@ class Said(NamedTuple):
 
 
 class LeftAloneError(DhelixError):
-    """A process of the job leaves the step alone, so that all do."""
+    """A process of the job leaves the step alone, so all processes do."""
 
 
 class Job:
-    """The processes that run a program together, as one of them sees them."""
+    """The processes that run a program together, from the view of one of them."""
 
     def __init__(self, store: Any, processes: tuple[int, ...], own: int) -> None:
         """
         Args:
           store: client of the coordination service.
-          processes: their numbers, ascending; the first one leads.
+          processes: process numbers, ascending; the first process leads.
           own: the number of this process.
         """
         self.store = store
@@ -90,35 +90,38 @@ class Job:
         return self._own == self.processes[0]
 
     def meet(self, purpose: str, text: str, judge: Judge, times: int = AT_WORK) -> str:
-        """One meeting, to which all processes of the job come.
+        """Holds one meeting, to which all processes of the job must come.
 
         Args:
-          purpose: what all are about to do: "run step 'f'".
-          text: what this process says.
-          judge: makes a result for all of what was said, in the processes' order, or raises HostsDisagreeError. The
-            first process alone calls it.
-          times: how many times as long as `timeout()` the others may take.
+          purpose: what all are about to do, such as "run step 'f'".
+          text: the text of this process.
+          judge: maps all texts, in the order of the processes, to the result, or raises HostsDisagreeError. Only the
+            first process calls it.
+          times: factor on `timeout()`: how long the other processes may take.
+
+        Returns:
+          The result of `judge`, in every process.
 
         Raises:
-          HostsDisagreeError: in every process: `judge` raised it, a process came for something else or failed, or one
+          HostsDisagreeError: in every process: `judge` raised it, or a process came for another purpose, failed, or
             did not come in time.
-          LeftAloneError: in every process, one of which came to `leave`.
+          LeftAloneError: in every process: one of them called `leave`.
         """
         return self._meet(purpose, judge, times, {"purpose": purpose, "text": text})
 
     def has_met(self, purpose: str) -> bool:
-        """Whether all have met for this before; the same in all processes."""
+        """Whether all processes have met for this purpose before; the same answer in all of them."""
         return purpose in self._met
 
     def leave(self, why: str, error: Exception) -> str:
-        """Comes to the next meeting, whatever it is for, so that all leave the step alone.
+        """Tells the next meeting, whatever its purpose, that this process leaves the step alone, so that all do.
 
         Args:
-          why: this process does.
-          error: the reason; LeftAloneError if another process has come to leave.
+          why: why this process leaves the step alone.
+          error: the error that led here. If it is a LeftAloneError, the meeting has already taken place.
 
         Returns:
-          The first process that leaves, and why.
+          The name of the first process that left, and its reason.
 
         Raises:
           HostsDisagreeError: in every process: one has failed, or did not come in time.
@@ -132,7 +135,7 @@ class Job:
 
     def _meet(self, purpose: str, judge: Judge, times: int, words: dict[str, str]) -> str:
         with self._lock:
-            patience = times * timeout()  # may raise, and then this meeting is the one at which to say so
+            patience = times * timeout()  # if this raises, `fail` reports it at this same meeting
             folder = self._next()
             try:
                 self.store.key_value_set(f"{folder}/said/{self._own}", self._words(**words))
@@ -153,7 +156,7 @@ class Job:
         return verdict["result"]
 
     def fail(self, why: str) -> None:
-        """Says at the next meeting, without waiting for it, that this process does not come. Raises nothing."""
+        """Reports at the next meeting that this process failed. Does not wait and raises nothing."""
         if not self._lock.acquire(timeout=_LONGEST_CALL):
             return  # another thread of this process is at a meeting
         folder = self._next()
@@ -168,7 +171,7 @@ class Job:
             self._lock.release()
 
     def introduce(self) -> None:
-        """Tells the others this process's host, so that they can name it if it does not come."""
+        """Tells the others this process's host name, so that they can name it if it does not come."""
         try:
             self.store.key_value_set(f"{self._folder}/host/{self._own}", self._hosts[self._own], allow_overwrite=True)
         except jax.errors.JaxRuntimeError as error:
@@ -182,7 +185,7 @@ class Job:
         return json.dumps({"host": self._hosts[self._own], **said})
 
     def _failure(self, why: str) -> str:
-        """As the others are told of it."""
+        """The message that the other processes receive."""
         return _failed(Said(self._own, self._hosts[self._own], "", "", why))
 
     def _announce(self, folder: str, **verdict: str) -> dict[str, str]:
@@ -200,13 +203,13 @@ class Job:
             self._announce(folder, stopped=self._failure(one_line(error)))
             raise
         self._announce(folder, **verdict)
-        for number in range(self._first_kept, self._number):  # all have come here, so all have heard those
+        for number in range(self._first_kept, self._number):  # all are here, so all read those verdicts
             self.store.key_value_delete(f"{self._folder}/{number}/")
         self._first_kept = self._number
         return verdict
 
     def _gather(self, folder: str, purpose: str, patience: float) -> list[Said]:
-        """What all have said. Raises HostsDisagreeError as soon as one has failed or came for something else."""
+        """Collects all texts. Raises HostsDisagreeError as soon as a process failed or came for another purpose."""
         waiting = _Waiting(patience)
         sleep = _SHORTEST_SLEEP
         while True:
@@ -236,7 +239,7 @@ class Job:
         return sorted(found)
 
     def _follow(self, folder: str, purpose: str, patience: float) -> dict[str, str]:
-        """The verdict. Only the first process looks at what all say: many that did would be too many calls."""
+        """Waits for the verdict. Only the first process reads all texts, to keep the number of calls small."""
         waiting = _Waiting(patience)
         while True:
             try:
@@ -251,7 +254,7 @@ class Job:
                 waiting.report(missing, purpose)
 
     def _missing(self, folder: str) -> str:
-        """For whom the first process waits, or that one itself."""
+        """The processes that the first one waits for, or the first process itself if it has not come."""
         first = self.processes[0]
         if self._try(f"{folder}/said/{first}") is None:
             return self._named([first])
@@ -276,7 +279,7 @@ _jobs: dict[tuple[int, ...], Job] = {}
 
 
 def of(processes: Iterable[int]) -> Job | None:
-    """The job of these processes; None if it has no other process than this one, or no way to ask them."""
+    """The job of these processes; None if this process is not one of several, or if it cannot reach the others."""
     numbers = tuple(sorted(set(processes)))
     if len(numbers) < 2:
         return None
@@ -294,18 +297,18 @@ def of(processes: Iterable[int]) -> Job | None:
 
 
 def everyone() -> Job | None:
-    """All processes of this one's job; starts no backend."""
+    """The job of all processes. Starts no backend."""
     return None if jax_compat.coordination_client() is None else of(range(jax_compat.process_total()))
 
 
 def known() -> list[Job]:
-    """The jobs that this process is one of, so far."""
+    """The jobs that this process has been part of so far."""
     client = jax_compat.coordination_client()
     return [job for job in _jobs.values() if job.store is client]
 
 
 def timeout() -> float:
-    """Seconds within which the others must come to a step's first run. Raises DhelixError if the variable has none."""
+    """Seconds to wait for others at a step's first run. Raises DhelixError if the variable is not a positive number."""
     value = os.environ.get(TIMEOUT, "").strip()
     try:
         seconds = float(value) if value else DEFAULT_TIMEOUT
@@ -317,7 +320,7 @@ def timeout() -> float:
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and text of an error, of a length to be read in another process's log."""
+    """Type and text of an error in one line, shortened for another process's log."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]} ..."
 
@@ -327,13 +330,13 @@ def name_of(process: int, host: str) -> str:
 
 
 def names_of(processes: Sequence[tuple[int, str]]) -> str:
-    """Numbers and hosts, the first few of many."""
+    """Process numbers and hosts; names the first few and counts the rest."""
     named = ", ".join(name_of(*one) for one in processes[:_NAMED])
     return named if len(processes) <= _NAMED else f"{named} and {len(processes) - _NAMED} more"
 
 
 class _Waiting:
-    """How long it has been, and when to say so."""
+    """Measures how long a process waits, and when to report it."""
 
     def __init__(self, patience: float) -> None:
         self._begin = time.monotonic()
@@ -347,7 +350,7 @@ class _Waiting:
         return time.monotonic() - self._begin >= self._next_report
 
     def milliseconds(self) -> int:
-        """Until there is something to say, or a user who breaks off may want an answer."""
+        """Timeout of the next call: ends at the next report or deadline, but short, so that a user can interrupt."""
         end = self._begin + min(self._next_report, self._patience)
         return max(1, int(1000 * min(_LONGEST_CALL, end - time.monotonic())))
 

@@ -1,1 +1,1 @@
-"""Measuring on the GPUs at hand what operators, collectives and pairs of them cost."""
+"""Measures the cost of operators, collectives and pairs of them on the local GPUs."""

@@ -1,11 +1,11 @@
-"""Programs that measure collectives: every kind and size, within nodes and across, one group alone and all at once.
+"""Programs that measure collectives: every kind and size, within and across nodes, one group alone and all at once.
 
-A planner wants t(kind, bytes, p0 x p1): the time of a collective of a group of p0 GPUs on each of p1 nodes (AMSP,
-section IV-A). The keys of such a table and the programs that fill it:
+A planner needs t(kind, bytes, p0 x p1): the time of a collective over p0 GPUs on each of p1 nodes (AMSP, section IV-A).
+The keys of such a table and the programs that measure it:
 
     keys = tables(jax.devices())                  # all-gather 65536B 2x1 groups=1 nccl, ...
     for program in programs(keys, jax.devices(), H200):
-        if program.takes_part:                    # a group of one node leaves the other nodes' processes out
+        if program.takes_part:                    # False in processes of nodes that the groups leave out
             compiled = program.lower().compile()
             where = program.instances(compiled_module(compiled))  # {"all_gather.45": (key, repeat), ...}
             compiled(*program.arguments())        # once to connect the GPUs, then under the profiler
@@ -14,16 +14,16 @@ There is one program per grouping of the GPUs. It is a chain, so that nothing me
 
     for repeat, key in ...:
         token = all_reduce_max(token)                              # all GPUs of all groups start together
-        operand, token = optimization_barrier(buffer[key], token)  # a value XLA has not seen: no two are one
+        operand, token = optimization_barrier(buffer[key], token)  # a new value to XLA, so it merges no collectives
         token = token + collective(operand)[0]                     # all results are used, each before the next
 
-`instances` finds each collective in the compiled program by its name scope, and proves that it is what its key
-says. `seconds` makes one time of what a trace says of the GPUs.
+`instances` finds each collective in the compiled program by its name scope, and checks that it matches its key.
+`seconds` combines the GPUs' times from a trace to one time.
 
-NCCL alone is measured: XLA's own kernels for small all-reduces are off, because they take NVLink even where
-NCCL is told not to (NCCL_P2P_DISABLE), and a step's are measured as the step has them. Settings of the process
-(`dhelix.profiles.profile.SETTINGS`) choose between NCCL's kernels, copy engines and user buffers; the caller
-says which it set (`implementation`).
+Only NCCL is measured. XLA's own kernels for small all-reduces are off, because they use NVLink even if NCCL must not
+(NCCL_P2P_DISABLE). Profiling a step measures the step's own all-reduces. Settings of the process
+(`dhelix.profiles.profile.SETTINGS`) choose between NCCL's kernels, copy engines and user buffers. The caller says which
+one is set (`implementation`).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from dhelix.runtime.processes.nodes import nodes_of
 
 SIZES = tuple(2**n for n in range(16, 31))
 """64 KiB to 1 GiB."""
-MIN_REPEATS, MAX_REPEATS = 2, 5  # the compiler takes a few milliseconds for each; a program can run again
+MIN_REPEATS, MAX_REPEATS = 2, 5  # few, because each repeat costs compile time; a program can run again
 COMPILER_OPTIONS: Mapping[str, str | int] = MappingProxyType({
     "xla_gpu_experimental_use_collective_kernels": "",
-    # Nothing here needs tuning, and processes wait for each other's results, where only some take part.
+    # Nothing here needs tuning. With tuning, processes would wait for results of processes that take no part.
     "xla_gpu_autotune_level": 0,
 })  # fmt: skip
 
 _DTYPE = jnp.bfloat16
-_ALIGNMENT = 16  # bytes of each GPU's share that NCCL moves at once
+_ALIGNMENT = 16  # NCCL moves each GPU's share in units of 16 bytes
 _AXES = ("group", "member")
 _SCOPE = re.compile(r"(?:^|/)table_(\d+)_(\d+)(?:/|$)")
 _MARK = re.compile(r"(?:^|/)mark_(\d+)_(\d+)(?:/|$)")
@@ -78,14 +78,14 @@ _COLLECTIVES: Mapping[str, Callable[[jax.Array, int], jax.Array]] = MappingProxy
     "all-reduce": lambda x, size: lax.psum(x, "member"),
     "all-to-all": lambda x, size: lax.all_to_all(x, "member", 0, 0, tiled=True),
     "collective-permute": _ring_shift,
-    "collective-broadcast": lambda x, size: lax.pbroadcast(x, ("member",), 0),  # lowers on GPUs only
+    "collective-broadcast": lambda x, size: lax.pbroadcast(x, ("member",), 0),  # lowers for GPUs only
 })  # fmt: skip
 KINDS = tuple(_COLLECTIVES)
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Grouping:
-    """`groups` groups of `gpus_per_node` GPUs on each of `nodes` nodes, all communicating at once."""
+    """`groups` groups that communicate at once; each has `gpus_per_node` GPUs on each of `nodes` nodes."""
 
     gpus_per_node: int
     nodes: int
@@ -104,9 +104,9 @@ class Grouping:
 
 
 def groupings(nodes: int, gpus_per_node: int) -> list[Grouping]:
-    """All groups that fill the nodes evenly, one alone and all siblings at once.
+    """All groupings that fill the nodes evenly: for each group shape, one group alone and all sibling groups at once.
 
-    Four GPUs of one node: 2x1 alone, two 2x1 at once, 4x1. Two nodes of two: 2x1 and 1x2 alone and two at
+    Four GPUs of one node: 2x1 alone, two 2x1 at once, 4x1. Two nodes of two GPUs: 2x1 and 1x2, each alone and two at
     once, 2x2.
     """
     found = []
@@ -129,24 +129,24 @@ def tables(
     sizes: Sequence[int] = SIZES,
     implementation: str = "nccl",
 ) -> list[CollectiveKey]:
-    """What there is to measure on these devices.
+    """Returns the keys that can be measured on these devices.
 
     Args:
-      devices, gpus_per_node: as in `nodes_of`.
-      kinds: of KINDS.
-      sizes: bytes of the whole buffer on one GPU. A size that a group cannot share evenly in pieces of 16
-        bytes is rounded down.
-      implementation: as the process is set; becomes part of the keys.
+      devices, gpus_per_node: see `nodes_of`.
+      kinds: some of KINDS.
+      sizes: bytes of the whole buffer on one GPU. A size is rounded down if a group cannot share it evenly in pieces of
+        16 bytes.
+      implementation: the implementation that this process is set to; becomes part of the keys.
 
     Raises:
-      DhelixError: unknown kind, fewer than two devices, nodes of different size.
+      DhelixError: a kind is unknown, there are fewer than two devices, or nodes differ in size.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise DhelixError(f"no tables for {unknown}; the collectives are {list(KINDS)}")
     if len(devices) < 2:
         raise DhelixError(f"collectives need two GPUs or more, and there is {len(devices)}")
     nodes = nodes_of(devices, gpus_per_node)
-    found: dict[CollectiveKey, None] = {}  # an ordered set: rounding can make two sizes one
+    found: dict[CollectiveKey, None] = {}  # an ordered set: rounding can make two sizes equal
     for grouping, kind, size in itertools.product(groupings(len(nodes), len(nodes[0])), kinds, sizes):
         even = size - size % (_ALIGNMENT * grouping.size)
         if even:
@@ -156,10 +156,10 @@ def tables(
 
 
 def repeats_for(keys: Iterable[CollectiveKey], hardware: Hardware, budget_seconds: float) -> dict[CollectiveKey, int]:
-    """How often to run each collective, so that all together take about the budget.
+    """Returns how often to run each collective, so that all together take about the budget.
 
-    Quick ones run MAX_REPEATS times and slow ones share what they leave, but none runs less than MIN_REPEATS
-    times, even if that is over the budget. Expected times are the roofline's for `hardware`.
+    Quick collectives run MAX_REPEATS times. Slow ones share the remaining time. All run at least MIN_REPEATS times,
+    even if that exceeds the budget. Expected times are the roofline's for `hardware`.
     """
     expected = {
         key: roofline.collective_seconds(key.kind, key.bytes, key.group_size, key.nodes, hardware) for key in keys
@@ -180,18 +180,19 @@ def programs(
     gpus_per_node: int | None = None,
     budget_seconds: float = 60.0,
 ) -> list[TableProgram]:
-    """The programs that measure `keys`, which may be part of `tables(...)`; one per grouping.
+    """Returns the programs that measure `keys`, one per grouping.
 
-    With several processes each must ask for the same keys, and runs the programs that it takes part in, in this
-    order: then all run the same programs in the same order.
+    If there are several processes, each must ask for the same keys, and run the programs that it takes part in, in this
+    order. Then all run the same programs in the same order.
 
     Args:
-      devices, gpus_per_node: as in `nodes_of`.
-      hardware: expected bandwidths; they decide how often each collective runs, no more.
-      budget_seconds: as in `repeats_for`, for one run of all programs.
+      keys: all or some of `tables(...)`.
+      devices, gpus_per_node: see `nodes_of`.
+      hardware: expected bandwidths, which only decide how often each collective runs.
+      budget_seconds: see `repeats_for`; for one run of all programs.
 
     Raises:
-      DhelixError: a key that needs more GPUs or nodes than there are.
+      DhelixError: a key needs more GPUs or nodes than there are.
     """
     nodes = nodes_of(devices, gpus_per_node)
     repeats = repeats_for(keys, hardware, budget_seconds)
@@ -205,7 +206,7 @@ def programs(
 
 
 def _mesh(nodes: Sequence[Sequence[Any]], grouping: Grouping) -> Mesh:
-    """Groups x members; a group's members node by node."""
+    """The mesh of groups x members; the members of a group are sorted by node."""
     inside, across = grouping.gpus_per_node, grouping.nodes
     blocks = [
         [device for node in some_nodes for device in node[start : start + inside]]
@@ -224,10 +225,10 @@ class TableProgram:
     """All collectives of one grouping as one program.
 
     Attributes:
-      grouping: of all of its keys.
+      grouping: the grouping of all its keys.
       mesh: groups x members, over the devices that take part and no others.
-      repeats: how often each key runs, in the order in which they run: once each, then those that run at least
-        twice, and so on, so that a drift of the clocks touches all alike.
+      repeats: how often each key runs. The program runs all keys once, then all keys with two or more repeats again,
+        and so on. So a drift of the clocks affects all keys alike.
     """
 
     grouping: Grouping
@@ -240,38 +241,39 @@ class TableProgram:
 
     @property
     def name(self) -> str:
-        """Of the compiled module, without JAX's `jit_`, such as `collectives_2x1_groups2`."""
+        """The compiled module's name without JAX's `jit_`, such as `collectives_2x1_groups2`."""
         return f"collectives_{self.grouping.gpus_per_node}x{self.grouping.nodes}_groups{self.grouping.groups}"
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ids of the devices of each group."""
+        """The device ids of each group."""
         return tuple(tuple(device.id for device in group) for group in self.mesh.devices)
 
     @property
     def takes_part(self) -> bool:
-        """Whether this process has devices of the program; a process without must not run it."""
+        """Whether this process has devices of the program; a process without any must not run it."""
         return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def lower(self) -> jax.stages.Lowered:
-        """The program; it compiles under COMPILER_OPTIONS and returns one number per device, of no meaning."""
+        """Lowers the program with COMPILER_OPTIONS. It returns one meaningless number per device."""
         shapes = (jax.ShapeDtypeStruct((n * self.mesh.size,), _DTYPE, sharding=self._sharding) for n in self._elements)
         return self._jit(self._run, self.name).lower(*shapes)
 
     def arguments(self) -> tuple[jax.Array, ...]:
-        """Random buffers, one for each size of operand: about twice the largest size on each GPU.
+        """Random buffers, one for each operand size: together about twice the largest size on each GPU.
 
-        Random because NCCL's sums and the wires of some links take less power, so more speed, over zeros.
+        They are random because zeros take less power in NCCL's sums and on some links, and so would run faster.
         """
         return self._jit(self._random, f"{self.name}_arguments")()
 
     def instances(self, module: HloModule) -> dict[str, tuple[CollectiveKey, int]]:
-        """Where each collective is in the compiled program: instruction name -> (key, repeat from 0).
+        """Returns where each collective is in the compiled program: instruction name -> (key, repeat from 0).
 
-        The names are those that a trace may give a kernel: of the collective, and of what XLA wrapped it in.
+        The names are the names that a trace may give a kernel: of the collective, and of instructions that XLA wrapped
+        around it.
 
         Raises:
-          DhelixError: XLA merged, split, dropped, changed or overlapped collectives, so times would be wrong.
+          DhelixError: XLA merged, split, dropped, changed or overlapped collectives, so that times would be wrong.
         """
         keys, names = self.keys, {}
         for instruction in (i for c in module.computations for i in c.instructions):
@@ -293,7 +295,7 @@ class TableProgram:
         return names
 
     def marks(self, module: HloModule) -> dict[str, tuple[CollectiveKey, int]]:
-        """Which collective comes after each tiny all-reduce: copy engines do not say what they copy for."""
+        """The collective that follows each tiny all-reduce. Copies by copy engines do not name their collective."""
         keys = self.keys
         found = ((i.name, _MARK.search(i.op_name)) for c in module.computations for i in c.instructions)
         return {name: (keys[int(scope[1])], int(scope[2])) for name, scope in found if scope}
@@ -301,9 +303,9 @@ class TableProgram:
     def seconds(self, key: CollectiveKey, durations: Mapping[int, float]) -> float:
         """The time of one run of a collective, from the durations of its kernels by device id (not empty).
 
-        In a group it is the shortest one: all wait for the GPU that comes last, and it waits for none. A
-        broadcast takes the longest, since its source is done when it has sent. Of several groups, the slowest
-        counts. A group that spans hosts needs the durations of all of them.
+        A group's time is its shortest duration: all GPUs wait for the last one to arrive, which waits for none. For a
+        broadcast it is the longest duration, because the source is done when it has sent. Among several groups the
+        slowest counts. A group that spans hosts needs the durations of all of them.
         """
         of_group = max if key.kind == "collective-broadcast" else min
         known = ([durations[d] for d in group if d in durations] for group in self.groups)
@@ -346,7 +348,7 @@ class TableProgram:
 
     def _random(self) -> tuple[jax.Array, ...]:
         seed = jax.random.fold_in(jax.random.key(0), lax.axis_index(_AXES))
-        # Without the barrier XLA compiles the generator into each slice, which takes it six seconds.
+        # Without the barrier XLA compiles the generator into each slice, which is slow.
         longest = lax.optimization_barrier(jax.random.uniform(seed, (self._elements[-1],), _DTYPE, -1, 1))
         return tuple(longest[:n] for n in self._elements)
 
@@ -364,7 +366,7 @@ def _operand_elements(key: CollectiveKey) -> int:
 
 
 def _overlapped(sequence: Iterable[Instruction], measured: Collection[str]) -> str | None:
-    """The first instruction that is measured while another one runs, or runs while one is measured."""
+    """The first instruction that overlaps with a measured one, or is measured and overlaps with another one."""
     running: list[Instruction] = []
     for instruction in sequence:
         if is_done(instruction):

@@ -1,13 +1,12 @@
-"""Profiles a step in the process that runs it: what `train_step.profile(state, batch)` does.
+"""Profiles a step in the process that runs it: the implementation of `train_step.profile(state, batch)`.
 
     process = this_process()                                  # its launch setting, link and GPUs
     profile(process, lowered, compiled, (args, kwargs))       # measures what the profile's file lacks of the step
 
-`dhelix profile` starts a process for each launch setting. A process that holds the GPUs for a step of its own was
-started already: which setting that was, `launch_settings.setting_of` tells by environment and XLA flags. What is
-measured then, and how, is the same for both (`gpu_measurer`, `measure_missing`). The processes of a job measure
-together, each on its own GPUs, and every one writes the same file, so that all find the same where hosts share no
-folder.
+`dhelix profile` starts a process for each launch setting. A process with a step of its own is already running;
+`launch_settings.setting_of` derives its setting from the environment and XLA flags. Both measure in the same way
+(`gpu_measurer`, `measure_missing`). The processes of a job measure together, each on its own GPUs. Every process writes
+the same file, so that all hosts have it even if they share no folder.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from dhelix.runtime.profiling.observe import observe
 from dhelix.runtime.profiling.provenance import provenance
 from dhelix.runtime.profiling.session import Progress, Session, Step
 
-_MEMORY_SHARE = 0.5  # of what the process has left, for arguments of measuring programs
+_MEMORY_SHARE = 0.5  # of the process's free memory, for arguments of measuring programs
 
 
 @dataclass(frozen=True)
 class Process:
-    """What is measured on, and how it was started."""
+    """The GPUs to measure on, and how this process was started."""
 
     setting: LaunchSetting
     link: str
     provenance: Provenance
     options: Mapping[str, Any] = MappingProxyType({})
-    """Of XLA for the step, beside those of the environment."""
+    """XLA options of the step, in addition to the environment's."""
 
     @property
     def gpu(self) -> str:
@@ -57,14 +56,14 @@ class Process:
 
 
 def this_process(link: str | None = None, options: Mapping[str, Any] | None = None) -> Process:
-    """Of this process.
+    """Describes this process.
 
     Args:
-      link: how its GPUs reach each other, if the environment does not say: "nvlink" or "no-p2p".
+      link: link between its GPUs if the environment does not say: "nvlink" or "no-p2p".
       options: XLA options of the step that are not in XLA_FLAGS.
 
     Raises:
-      DhelixError: it has no GPU, or no launch setting describes how it was started.
+      DhelixError: the process has no GPU, or its start matches no launch setting.
     """
     if jax.default_backend() != "gpu":
         raise DhelixError(
@@ -85,15 +84,16 @@ def profile(
     again: bool = False,
     progress: Progress | bool = True,
 ) -> Profile:
-    """Measures what the profile's file lacks of a step, and returns what the file then holds.
+    """Measures what the profile's file lacks of a step, and returns the file's new content.
 
     Args:
+      process: see `this_process`.
       lowered, compiled: the step as it will run.
-      arguments: what `compiled` is called with, args and kwargs. They are not used up. With `jax.ShapeDtypeStruct`s
-        or keywords among them the step is not traced, and all its operators are run alone.
-      out: the file; by default the one that `dhelix profile` writes.
+      arguments: args and kwargs for `compiled`. They are not donated. If they contain `jax.ShapeDtypeStruct`s or
+        keywords, the step is not traced, and all its operators are run alone.
+      out: the file; default: the file that `dhelix profile` writes.
       pairs, again: see `Session`.
-      progress: told how far it is; True writes lines to the log.
+      progress: called with the progress; True writes lines to the log.
 
     Raises:
       DhelixError: the file holds something else or cannot be written, or the step does not run on GPUs.
@@ -130,11 +130,12 @@ def profile(
 def gpu_measurer(
     setting: LaunchSetting, devices: Sequence[Any] | None = None, options: Mapping[str, Any] | None = None
 ) -> measure.GpuMeasurer:
-    """What measures under a setting.
+    """Returns the measurer for a launch setting.
 
     Args:
-      devices: GPUs of a step, whose state may lie in their memory; None: all GPUs of the job, with nothing on them.
-      options: of XLA, beside those of the setting.
+      setting: the launch setting.
+      devices: GPUs of a step, whose state may occupy their memory; None: all GPUs of the job, with nothing on them.
+      options: XLA options, in addition to the setting's.
     """
     options = {**(options or {}), **({} if setting.graphs else NO_GRAPHS)}
     marks = setting.graphs or setting.implementation != "nccl"
@@ -151,10 +152,12 @@ def measure_missing(
     progress: Progress,
     save: Callable[[Profile], None],
 ) -> Profile:
-    """Measures what the session's profile lacks, first by a trace of the step if it lacks anything.
+    """Measures what the session's profile lacks. If it lacks anything, a trace of the step comes first.
 
     Args:
-      trace: `observe` of the step; None if it cannot be run.
+      session: the session.
+      step: the step to profile.
+      trace: `observe` of the step; None if the step cannot be run.
       progress, save: see `Session.run`.
     """
     wanted = session.missing(step)
@@ -167,7 +170,7 @@ def measure_missing(
 
 
 def _known(path: Path, here: Profile) -> Profile:
-    """What the file holds, if there is one, and that `here` is measured on, too."""
+    """The file's profile if the file exists, with `here` added to what it was measured on."""
     found = storage.of_hardware(path, here.hardware, here.link, "out=")
     if found is None:
         return here
@@ -177,8 +180,11 @@ def _known(path: Path, here: Profile) -> Profile:
 
 
 def _without_marker(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """The same program under a name that no hook knows. Scheduling passes would lay collectives under compute, where
-    a trace gives no times alone; and the step's report would tell of this compilation."""
+    """The same program under a name that no hook knows.
+
+    Otherwise scheduling passes would overlap collectives with compute, so that a trace gives no times alone. Also, the
+    step's report would include this compilation.
+    """
     module = hlo_bytes(lowered)
     if fingerprint.marker_of(module) is None:
         return lowered
@@ -193,7 +199,7 @@ def _memory_left(device: Any) -> int | None:
 
 
 def _log(done: int, total: int, what: str) -> None:
-    """A warning, because absl shows nothing below unless the program asks for it."""
+    """Logs a warning, because absl shows lower levels only if the program asks for them."""
     logging.warning("dhelix: profile: %s%s", f"{done} of {total}, " if total else "", what)
 
 

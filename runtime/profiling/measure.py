@@ -1,17 +1,17 @@
-"""Runs operators and pairs of them on the GPUs and says how long they took.
+"""Runs operators and pairs of them on the GPUs and returns how long they took.
 
     measurer = GpuMeasurer()
     outcomes = measurer.measure([Item(gemm), Item(all_gather, gemm)], repeats=8)
     outcomes[0]            # (Sample(seconds=..., first=..., second=...), ...) or a sentence why there are none
 
-What is run: a placeholder of flat arrays, whose insides two passes replace while XLA compiles it
-(`replay.library_calls` before scheduling, `replay.program` after it). Hooks are taken back when the compilation ends.
-The times come from one profiler trace of one execution, some time after the one that warmed up: a GPU that has rested
-works at its full clock for some 30 ms.
+The measuring program is a placeholder with flat arrays as arguments. While XLA compiles it, two passes replace its body
+(`replay.library_calls` before scheduling, `replay.program` after it). The hooks are removed after the compilation. The
+times come from one profiler trace of one execution. A rest separates it from the warm-up execution, because a rested
+GPU runs at full clock for a short time.
 
-On several GPUs a collective seems longer on those that arrive early and wait. The true time is that of the last
-to arrive, the shortest: so a sample with a collective is that of the GPU on which it took least. Several processes
-tell each other what they saw, and what fails in one of them has failed in all.
+On several GPUs a collective seems longer on the GPUs that arrive early and wait. Its true time is the time on the GPU
+that arrives last, which is the shortest one. So a sample with a collective is the sample of the GPU on which it took
+least. Several processes exchange their times. A failure in one process is a failure in all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from dhelix.runtime.profiling.traces.executions import Execution
 _AXIS = "gpus"
 _SIDES = ("first", "second")
 _REST_SECONDS = 0.1
-_MEMORY_SHARE = 0.5  # of what JAX may allocate, for arguments; results and cuDNN's workspaces need the rest
+_MEMORY_SHARE = 0.5  # of JAX's memory, for arguments; results and cuDNN's workspaces need the rest
 _BROKEN = (
     "ILLEGAL_ADDRESS",
     "illegal memory access",
@@ -57,14 +57,14 @@ _BROKEN = (
     "unspecified launch failure",
     "MISALIGNED_ADDRESS",
 )
-# What a compile ends with: a status of XLA as JaxRuntimeError, or an exception of C++ that no one made into one.
+# Errors of a compilation: an XLA status as JaxRuntimeError, or a C++ exception that nobody converted.
 COMPILER_ERRORS = (RuntimeError, IndexError, ValueError)
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "OUT_OF_MEMORY")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One execution of an item, in seconds from its first kernel's start: to its end, and to each side's."""
+    """One execution of an item. Times are in seconds from its first kernel's start: to its end, and to each side's."""
 
     seconds: float
     first: float
@@ -72,19 +72,19 @@ class Sample:
 
 
 type Outcome = tuple[Sample, ...] | str
-"""Samples, at least one, or why there are none."""
+"""At least one sample, or the reason why there is none."""
 
 
 class Measurer(Protocol):
-    """Whatever can say how long items take: GPUs, or a record of what they said."""
+    """Measures items: on GPUs, or from a record of earlier measurements."""
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
-        """One outcome for each item, in their order."""
+        """Returns one outcome for each item, in their order."""
         ...
 
 
 class GpuMeasurer:
-    """Measures on this machine's GPUs, all processes together; every process calls it with the same items."""
+    """Measures on the GPUs of all processes together; every process calls it with the same items."""
 
     def __init__(
         self,
@@ -93,12 +93,13 @@ class GpuMeasurer:
         memory_bytes: int | None = None,
         marks: bool = False,
     ) -> None:
-        """
+        """Creates a measurer.
+
         Args:
-          devices: in the order of the step's devices; by default all GPUs.
+          devices: in the order of the step's devices; default: all GPUs.
           options: XLA options of the executables.
-          marks: kernels run in CUDA graphs and do not say whose they are; see `Program.marks`.
-          memory_bytes: for the arguments of one program, per GPU; by default half of what JAX may allocate.
+          memory_bytes: memory for the arguments of one program, per GPU; default: half of what JAX may allocate.
+          marks: whether kernels run in CUDA graphs and do not name their instruction; see `Program.marks`.
 
         Raises:
           DhelixError: there is no GPU.
@@ -114,10 +115,10 @@ class GpuMeasurer:
         self._arrays: dict[Buffer, list[jax.Array]] = {}
 
     def measure(self, items: Sequence[Item], repeats: int) -> list[Outcome]:
-        """See `Measurer`. What does not run alone is found by halving, and the rest goes on.
+        """See `Measurer`. Items that fail are found by bisection, and the other items are measured.
 
         Raises:
-          DhelixError: a GPU broke down. Nothing runs in this process then, so nothing more is known of any item.
+          DhelixError: a GPU broke down. Then nothing runs in this process any more, so items cannot be judged.
         """
         fitting = [item for item in items if item.gpus <= len(self.devices)]
         outcomes: dict[Item, Outcome] = {}
@@ -132,7 +133,7 @@ class GpuMeasurer:
             why = reason(error)
         if any(words in why for words in _BROKEN):
             raise DhelixError(f"a GPU broke down while {len(items)} operators and pairs ran; run it again ({why})")
-        # Out here, because the error's traceback held on to the failed program and its arguments.
+        # After the except clause, because the error's traceback references the failed program and its arguments.
         self._arrays.clear()
         if len(items) == 1:
             return [why]
@@ -155,7 +156,7 @@ class GpuMeasurer:
             yield samples.get(number) or _unseen(program.items[number], program.marks)
 
     def _arguments(self, program: Program) -> list[jax.Array]:
-        """The program's buffers, filled with numbers; those of earlier programs are used again if they fit."""
+        """The program's buffers, filled with numbers. Buffers of earlier programs are used again if memory allows."""
         wanted: dict[Buffer, int] = defaultdict(int)
         for buffer in program.buffers:
             wanted[buffer] += 1
@@ -170,7 +171,11 @@ class GpuMeasurer:
 
 
 def compile_program(program: Program, mesh: Mesh, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """The measuring program as an executable over `mesh`. Raises DhelixError where a pass cannot build it."""
+    """Returns the measuring program as an executable over `mesh`.
+
+    Raises:
+      DhelixError: a pass cannot build the program.
+    """
     spec, sharding = PartitionSpec(_AXIS), NamedSharding(mesh, PartitionSpec(_AXIS))
 
     def placeholder(*buffers: jax.Array) -> jax.Array:
@@ -204,8 +209,8 @@ def compile_program(program: Program, mesh: Mesh, options: Mapping[str, Any] | N
 def filled(buffer: Buffer, seed: int, mesh: Mesh) -> jax.Array:
     """A buffer on each device: floating-point numbers between -1/8 and 1/8, integers below 8192.
 
-    Zeros would make products run faster than data does, as they take less power; and few different integers would
-    make a scatter's rows collide.
+    Zeros take less power, so products would run faster than on real data. Few different integers would make a scatter's
+    rows collide.
     """
     dtype = _dtype(buffer)
 
@@ -224,11 +229,11 @@ def filled(buffer: Buffer, seed: int, mesh: Mesh) -> jax.Array:
 
 
 def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> dict[int, tuple[Sample, ...]]:
-    """Samples of a trace, by the item's number.
+    """Returns the samples of a trace, by the item's number.
 
     Args:
-      gpus: executions GPU by GPU, named as `instance_name` does.
-      items: as measured.
+      gpus: executions on each GPU, named by `instance_name`.
+      items: the measured items.
     """
     seen: dict[tuple[int, int], list[Sample]] = defaultdict(list)
     for found in gpus:
@@ -241,7 +246,7 @@ def samples_of(gpus: Sequence[Sequence[Execution]], items: Sequence[Item]) -> di
             start, end = spans[number, repeat].get(side, (execution.start, execution.end))
             spans[number, repeat][side] = (min(start, execution.start), max(end, execution.end))
         for instance, sides in spans.items():
-            nameless = sides.pop("mark", None)  # what a CUDA graph or a copy engine ran: the side that has no name
+            nameless = sides.pop("mark", None)  # run by a CUDA graph or a copy engine: the side without a name
             missing = [side for side in _SIDES[: len(items[instance[0]].operators)] if side not in sides]
             if nameless and missing:
                 sides[missing.pop(0)] = nameless
@@ -290,7 +295,7 @@ def _dtype(buffer: Buffer) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Why something did not run, in a line; not empty."""
+    """Why something did not run, in one line; never empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "out of memory" if any(words in text for words in _OUT_OF_MEMORY) else text[:300]
 

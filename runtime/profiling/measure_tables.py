@@ -1,4 +1,4 @@
-"""Runs the programs of `collective_tables` on the GPUs and reads the times off a profiler trace."""
+"""Runs the programs of `collective_tables` on the GPUs and reads the times from a profiler trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dhelix.runtime.profiling.traces.executions import Execution
 
 
 def run(program: TableProgram) -> tuple[dict[CollectiveKey, Timing], dict[str, str]]:
-    """Times of the program's collectives, and of those without one why.
+    """Returns the times of the program's collectives, and reasons for collectives without a time.
 
     All processes with GPUs of the program call this together; each sees its own GPUs only.
     """
@@ -44,12 +44,13 @@ def times(
     where: Mapping[str, tuple[CollectiveKey, int]],
     marks: Mapping[str, tuple[CollectiveKey, int]],
 ) -> dict[CollectiveKey, Timing]:
-    """Medians over the repeats; `TableProgram.seconds` says what counts of a group's GPUs.
+    """Medians over the repeats. `TableProgram.seconds` combines the times of a group's GPUs.
 
     Args:
+      program: the program that ran.
       gpus: executions by the GPU's number in this process.
-      where, marks: `TableProgram.instances` and `.marks`. What has no name counts for the mark before it, if what
-        stands there has none.
+      where, marks: `TableProgram.instances` and `.marks`. Executions without a name count for the mark before them if
+        its collective has no named execution.
     """
     instances = sorted(set(where.values()))
     numbers = {device.local_hardware_id: device.id for device in jax.local_devices()}
@@ -72,7 +73,7 @@ def _durations(
     where: Mapping[str, tuple[CollectiveKey, int]],
     marks: Mapping[str, tuple[CollectiveKey, int]],
 ) -> dict[tuple[CollectiveKey, int], float]:
-    """Seconds of each run on one GPU, from its first kernel's start to its last one's end."""
+    """Seconds of each run of a collective on one GPU, from its first kernel's start to its last kernel's end."""
     named: dict[tuple[CollectiveKey, int], tuple[float, float]] = {}
     nameless: dict[tuple[CollectiveKey, int], tuple[float, float]] = {}
     for execution in executions.between_marks(found, marks.__contains__):
@@ -84,7 +85,7 @@ def _durations(
 
 
 def _of_all_processes(program: TableProgram, seconds: np.ndarray) -> np.ndarray:
-    """Each process knows its own GPUs' times; zero is unknown."""
+    """Merges the processes' times. Each process knows its own GPUs' times; zero means unknown."""
     processes = {device.process_index for device in program.mesh.devices.flat}
     if len(processes) < 2 or len(processes) < jax.process_count():
         return seconds

@@ -1,17 +1,17 @@
-"""What the segments of a plan took: its predictions beside a trace of the step that carried it out.
+"""The measured times of a plan's segments, from a trace of the step that executed the plan.
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
     measured = of_trace(plan, folder)
-    plan_files.save(measured.plan, "plan.json")       # measured_us beside predicted_us
+    plan_files.save(measured.plan, "plan.json")       # measured_us next to predicted_us
 
-The program is the trace's own (`traced_modules`): nothing is compiled, and `dhelix plan PLAN --trace FOLDER` does the
-same on a machine without GPUs.
+The program is read from the trace (`traced_modules`), so nothing is compiled. `dhelix plan PLAN --trace FOLDER` does
+the same on a machine without GPUs.
 
-As in the prediction, a segment lasts from the launch of its first operator to that of the next segment's. A launch is
-when all compute that is ordered before it is done, and the collectives that compute waits for by then; kernels begin
-later than that, by what launching takes and, where a lane is busy, by far more. Segments add up to the time of the
-body. Of a body that runs several times the median counts.
+As in the prediction, a segment lasts from the launch of its first operator to the launch of the next segment's first
+operator. An operator counts as launched when all earlier compute in program order has ended, and all collectives whose
+done comes earlier. Its kernels begin later, by the launch latency, or much later if the lane is busy. So segments add
+up to the time of the body. If a body runs several times, the median counts.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Measured:
     """A plan as it ran.
 
     Attributes:
-      plan: with `measured_us` of its segments.
+      plan: the plan with `measured_us` in its segments.
       report: compute and communication of the first GPU.
-      steps: that the trace holds.
-      in_order: the step ran in the plan's order; False where it was refused, or another plan was run.
+      steps: number of steps in the trace.
+      in_order: whether the step ran in the plan's order. False if the plan was refused or another plan was run.
     """
 
     plan: Plan
@@ -56,13 +56,15 @@ class Measured:
 
 
 def of_trace(plan: Plan, path: str | Path) -> Measured:
-    """The plan with what its segments took on the first GPU of a trace.
+    """Returns the plan with its segments' times on the first GPU of a trace.
 
     Args:
-      path: as of `trace.load`.
+      plan: the plan that the traced step executed.
+      path: see `trace.load`.
 
     Raises:
-      DhelixError: no trace there, none of this plan's program on a GPU, or one whose kernels name no instructions.
+      DhelixError: there is no trace, the trace has no run of this plan's program on a GPU, or its kernels name no
+        instructions.
     """
     profile = trace.load(path)
     module, found = _ran(plan, traced_modules.load(path), profile)
@@ -77,7 +79,7 @@ def of_trace(plan: Plan, path: str | Path) -> Measured:
 
 
 def _ran(plan: Plan, modules: Sequence[HloModule], profile: trace.Profile) -> tuple[HloModule, Sequence[Execution]]:
-    """The program of the plan that ran, and its executions; of several of one name the one that knows most of them."""
+    """The plan's program that ran, and its executions. If several fit, the one that knows most executions by name."""
     fitting = [module for module in modules if _fits(plan, module)]
     if not fitting:
         names = ", ".join(sorted({module.name for module in modules}))
@@ -107,7 +109,7 @@ def _fits(plan: Plan, module: HloModule) -> bool:
 
 
 def _in_order(plan: Plan, module: HloModule) -> bool:
-    """Whether for each body some computation runs its operators as the plan says; another may have to differ."""
+    """Whether, for each body, some computation runs its operators in the plan's order. Other computations need not."""
     found: dict[str, bool] = {}
     for body, computation, operators in find_bodies(plan, module):
         place = {instruction: n for n, instruction in enumerate(module.schedule[computation])}
@@ -117,13 +119,15 @@ def _in_order(plan: Plan, module: HloModule) -> bool:
 
 
 def of_executions(plan: Plan, module: HloModule, found: Sequence[Execution]) -> Plan:
-    """The plan with what its segments took; None for those of bodies that did not run.
+    """Returns the plan with its segments' times; None for segments of bodies that did not run.
 
     Args:
+      plan: the plan.
       module: the compiled step.
       found: executions of its instructions on one GPU.
 
-    Raises PassRefusal if the plan is for another program.
+    Raises:
+      PassRefusal: the plan is for another program.
     """
     times = by_instruction(module, found)
     ends = sorted(e.end for e in found)
@@ -143,15 +147,16 @@ def segment_seconds(
     """How long each segment took, by its number, in each execution of a computation.
 
     Args:
-      firsts: what each segment launches first; None: nothing that the program has.
-      times: of the module's instructions.
-      ends: of everything that ran, sorted.
+      computation: the computation whose segments are timed.
+      firsts: the first instruction of each segment; None: the program has none of the segment's instructions.
+      times: executions of the module's instructions.
+      ends: the ends of all executions, sorted.
     """
     number = {first: n for n, first in enumerate(firsts) if first is not None}
     sequence = computation.module.schedule[computation]
     counts = Counter(len(times[i]) for i in sequence if i in times)
     often = max(counts, key=lambda count: (counts[count], count), default=0)
-    steady = {i for i in sequence if i in times and len(times[i]) == often}  # what the profiler tore apart is left out
+    steady = {i for i in sequence if i in times and len(times[i]) == often}  # without executions that the trace split
     opening = next((i for i in sequence if i in steady and not is_start(i)), None)
     found: list[dict[int, float]] = []
     for execution, opened in enumerate(times[opening] if opening else ()):
@@ -168,13 +173,13 @@ def segment_seconds(
 
 
 def _last_end(ends: Sequence[float], start: float) -> float:
-    """When the GPU was done with what came before `start`: before a pause, which belongs to what it launches."""
+    """When the last execution before `start` ended. A pause after it belongs to the operator that it delays."""
     at = bisect.bisect_right(ends, start)
     return ends[at - 1] if at else start
 
 
 def _measured(body: PlanBody, found: Sequence[Mapping[int, float]]) -> PlanBody:
-    """With the medians of what was found."""
+    """The body with the medians of the measured times."""
     taken = ([seconds[n] for seconds in found if n in seconds] for n in range(len(body.segments)))
     segments = (
         replace(segment, measured_us=1e6 * statistics.median(seconds) if seconds else None)

@@ -1,10 +1,10 @@
-"""Runs a train step under the profiler, to see what its operators cost where they belong.
+"""Runs a train step under the profiler, to measure the cost of its operators within the step.
 
     step = compiled_step(lowered)                                      # a session.Step: what there is to measure
     step = observe(step, lowered, (state, batch), gpus_per_node=4)     # and times alone
 
-The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler, which is traced. Arguments
-are not used up: what the step donates is copied first. The processes of a job do this together.
+The step is compiled twice: as it will run, and without XLA's latency-hiding scheduler. The second program is traced.
+Arguments survive, because each run gets copies. The processes of a job do this together.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ def observe(
     implementation: str = "nccl",
     options: Mapping[str, Any] | None = None,
 ) -> Step:
-    """`step` with times alone out of a trace of it; as it is, with a line in the log, if it cannot be run.
+    """Returns `step` with times alone from a trace. If it cannot be run, returns it unchanged and logs a line.
 
     Args:
-      lowered: what `step` was compiled from.
-      arguments: to run it with.
+      step: the step as compiled.
+      lowered: the lowered step that `step` was compiled from.
+      arguments: arguments to run it with.
       gpus_per_node, implementation: see `operator_keys.key_of`.
       options: XLA options of the step itself.
     """
     try:
-        # Kernels of a CUDA graph do not say which instruction they belong to.
+        # Kernels in a CUDA graph do not name their instruction.
         changed = {**(options or {}), **NO_GRAPHS, **step_trace.UNSCHEDULED}
         serial = agreement.together(
             "compile the step to trace", lambda: lowered.compile(changed), measure.COMPILER_ERRORS
@@ -71,7 +72,7 @@ def observe(
 
 
 def _run(compiled: jax.stages.Compiled, arguments: tuple[Any, ...]) -> None:
-    """Once, on copies of the arguments, since the step may donate them."""
+    """Runs the step once, on copies of the arguments, because the step may donate them."""
     jax.block_until_ready(compiled(*jax.tree.map(_copy, arguments)))
 
 

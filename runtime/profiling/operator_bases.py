@@ -1,17 +1,17 @@
-"""The operator bases of the DHelix paper (section 4.2, table 2) as small JAX programs, compiled one by one.
+"""The operator bases of DHelix (section 4.2, table 2; arXiv 2411.15871) as small JAX programs, compiled one by one.
 
-A Llama step holds some of the bases and none of a mixture of experts. To test what the paper says of pairs of
-them (section 3.2, figure 4; see `overlap_findings`), each becomes a program of its own over the mesh at hand:
+A Llama step contains some of the bases, and none of a mixture of experts. To test the paper's claims about pairs of
+bases (section 3.2, figure 4; see `overlap_findings`), each base becomes a program of its own over the current mesh:
 
     compiled = compile_bases([*bases(LLAMA_8B), *bases(PHI_MOE)], mesh, local_axis="tp", options={...})
     module = compiled.modules["llama-8b attention-backward"]
     main_operator(base, module)                        # the one instruction that stands for the base
 
-Nothing runs here: what replays operators takes them out of the compiled modules, by key. Which base is what, and
-what XLA makes of it on H200 (jaxlib 0.11.2, without autotuning):
+Nothing runs here. Code that replays operators takes them out of the compiled modules, by key. The bases, and what XLA
+compiles them to on H200 (jaxlib 0.11.2, without autotuning):
 
     table 2          base                  one kernel, unless more are named
-    GEMM             gemm                  cuBLASLt call (or a Triton fusion, where autotuning prefers it)
+    GEMM             gemm                  cuBLASLt call (or a Triton fusion, if autotuning prefers it)
     FlashAttention   attention             cuDNN call, causal, grouped queries
                      attention-backward    cuDNN call; the program holds the forward call too, for its residuals
     Group-GEMM       grouped-gemm          cuBLASLt call with a batch: experts filled to the same capacity
@@ -28,9 +28,9 @@ what XLA makes of it on H200 (jaxlib 0.11.2, without autotuning):
     AlltoAll         all-to-all            async pair; C2 of figure 4, across nodes
     Send/Recv        send-recv             async pair of a collective-permute
 
-Two things keep the kernels true to a real step. Rows move by indices computed inside the kernel, a permutation
-that scatters neighbours: read from a buffer that nobody filled, they would all name one row and hit the cache.
-And each collective has an independent GEMM beside it: with nothing to run under it XLA makes it synchronous.
+Two measures keep the kernels realistic. Rows move by indices that the kernel computes: a permutation that scatters
+neighbours. Indices from an unfilled buffer would all name one row and hit the cache. And each collective's program
+contains an independent GEMM: without compute to overlap with, XLA makes a collective synchronous.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from dhelix.runtime.compiler.lowering import compiled_module
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """One layer, and how it is cut. A layer with `experts` gives the bases of a mixture of experts instead.
+    """The sizes of one layer and its parallelism. A layer with `experts` has the bases of a mixture of experts instead.
 
     Attributes:
       ffn: of the dense layer, or of one expert.
-      experts: of all GPUs together, spread over `expert_parallel` of them.
-      top_k: experts of a token.
-      tensor_parallel: over how many GPUs heads, ffn and (between blocks) the sequence are cut. Shards that are
-        gathered have this size on every mesh, so it should be the size of the mesh's local axis.
+      experts: number of experts on all GPUs together, spread over `expert_parallel` GPUs.
+      top_k: number of experts per token.
+      tensor_parallel: number of GPUs over which heads, ffn and (between blocks) the sequence are sharded. Gathered
+        shards have this size on every mesh, so it should be the size of the mesh's local axis.
       seq: tokens of a micro-batch.
     """
 
@@ -80,13 +80,13 @@ class LayerSizes:
 
     @property
     def rows(self) -> int:
-        """Rows that the experts of one GPU work on: each token once for each of its experts."""
+        """Rows that the experts of one GPU process: each token counts once for each of its experts."""
         return self.seq * self.top_k
 
 
 LLAMA_8B = LayerSizes("llama-8b", 4096, 14336)
 LLAMA_25B = LayerSizes("llama-25b", 8192, 28672, heads=64)
-"""Layers of Llama-3.1-70B, which figure 4 is made of (DHelix table 3)."""
+"""Layers of Llama-3.1-70B, which figure 4 uses (DHelix table 3)."""
 PHI_MOE = LayerSizes("phi-moe", 4096, 6400, experts=16)
 """DHelix table 5. Experts are spread over data-parallel GPUs, so each has whole sequences (section 6.2.3)."""
 
@@ -98,12 +98,12 @@ class OperatorBase:
     """One base at one size.
 
     Attributes:
-      name: of the base, as in the table above.
-      sizes: the layer that it is part of.
-      function: of `arguments`; a communication base takes the mesh axis as `axis=` too.
-      arguments: what one GPU holds.
-      contains: marks of its main instruction, any of them: an opcode, its own or of an instruction that is
-        fused into it, or the target of a custom call. A collective's is its kind.
+      name: name of the base in the module's table.
+      sizes: sizes of its layer.
+      function: function of `arguments`; a communication base also takes the mesh axis as `axis=`.
+      arguments: the arguments of one GPU.
+      contains: marks, one of which the main instruction has: its opcode, the opcode of an instruction that is fused
+        into it, or the target of a custom call. A collective's mark is its kind.
       axis: `local` for communication inside a node, `cross` across nodes, empty for computation.
     """
 
@@ -120,19 +120,19 @@ class OperatorBase:
 
 @dataclass(frozen=True)
 class CompiledBases:
-    """Scheduled modules, and why the other bases have none; both by `str(base)`."""
+    """Scheduled modules, and the reasons why other bases have none; both by `str(base)`."""
 
     modules: Mapping[str, HloModule]
     failures: Mapping[str, str]
 
 
 def bases(sizes: LayerSizes) -> tuple[OperatorBase, ...]:
-    """The bases of a dense layer, or of a mixture of experts if it has any."""
+    """The bases of a dense layer, or of a mixture of experts if the layer has experts."""
     return _expert_bases(sizes) if sizes.experts else _dense_bases(sizes)
 
 
 def figure4_bases() -> dict[str, OperatorBase]:
-    """The bases that figure 4 pairs, by name: of Llama 70B's layer but for C2, as its caption says."""
+    """The bases that figure 4 pairs, by name. All are of Llama 70B's layer except C2, as the figure's caption says."""
     dense = {b.name: b for b in bases(LLAMA_25B)}
     names = ("gemm", "attention", "attention-backward", "all-gather")
     return {name: dense[name] for name in names} | {b.name: b for b in bases(PHI_MOE) if b.name == "all-to-all"}
@@ -148,17 +148,17 @@ def compile_bases(
     """Compiles each base for the devices of `mesh`, attached or deviceless.
 
     Args:
-      chosen: of `bases`.
-      mesh: any; sizes of computation do not depend on it, groups of collectives do.
+      chosen: bases to compile, see `bases`.
+      mesh: any mesh. It determines the replica groups of collectives, but no sizes of computation.
       local_axis: axis whose GPUs share a node.
-      cross_axis: axis across nodes; by default `local_axis`, and then both kinds of communication share links.
-      options: XLA's, without dashes; for a deviceless mesh `deviceless.COMPILER_OPTIONS`.
+      cross_axis: axis across nodes; default: `local_axis`. Then both kinds of communication share links.
+      options: XLA options, without dashes; for a deviceless mesh `deviceless.COMPILER_OPTIONS`.
 
     Returns:
-      A module or a reason for each base; what cannot be compiled does not stop the others.
+      A module or a reason for each base. A base that cannot be compiled does not stop the others.
 
     Raises:
-      DhelixError: the mesh has no such axis, or an axis of one GPU, over which nothing communicates.
+      DhelixError: the mesh has no such axis, or the axis has one GPU only, so that nothing communicates.
     """
     axes = {"local": local_axis, "cross": cross_axis or local_axis}
     for axis in axes.values():
@@ -172,15 +172,16 @@ def compile_bases(
         try:
             lowered = _lower(base, mesh, axes.get(base.axis))
             modules[str(base)] = compiled_module(lowered.compile(dict(options)))
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # of JAX, XLA and cuDNN
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # from JAX, XLA and cuDNN
             failures[str(base)] = str(error).strip().partition("\n")[0] or type(error).__name__
     return CompiledBases(modules, failures)
 
 
 def main_operator(base: OperatorBase, module: HloModule) -> Instruction:
-    """The instruction of the compiled base that the base is named for; of a collective the start of the pair.
+    """The instruction that stands for the compiled base; for a collective, the start of the async pair.
 
-    Raises DhelixError if there is none: this XLA compiles the program to something else.
+    Raises:
+      DhelixError: there is none, because this XLA compiles the program to something else.
     """
     for instruction in module.schedule.get(module.entry, []):
         if _marks(instruction) & set(base.contains):
@@ -189,7 +190,7 @@ def main_operator(base: OperatorBase, module: HloModule) -> Instruction:
 
 
 def _lower(base: OperatorBase, mesh: Mesh, axis: str | None) -> jax.stages.Lowered:
-    """Every GPU has arguments of the same shape, and nothing is said of how they are related."""
+    """Lowers the base's program. Every GPU has arguments of the same shape; their values need not be equal."""
     function = base.function if axis is None else functools.partial(base.function, axis=axis)
 
     def program(*arguments: jax.Array) -> Any:
@@ -211,7 +212,7 @@ def _marks(instruction: Instruction) -> set[str]:
     return found - {"fusion"}
 
 
-# Programs. Shapes are those of one GPU: S sequence, H hidden, F ffn, T tensor_parallel.
+# Programs. All shapes are per GPU.
 
 _PRODUCTS = ("__cublas$lt$matmul", "__cublas$gemm", "dot")
 
@@ -271,7 +272,7 @@ def _base(
 def _communication(
     sizes: LayerSizes, name: str, collective: Callable[..., Any], array: jax.ShapeDtypeStruct, kind: str, axis: str
 ) -> OperatorBase:
-    """The collective, and a GEMM of two further arguments that has nothing to do with it."""
+    """The collective, and an independent GEMM of two further arguments."""
 
     def beside_a_product(x: jax.Array, a: jax.Array, b: jax.Array, axis: str) -> Any:
         return collective(x, axis), a @ b
@@ -299,7 +300,7 @@ def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Halves of the last dimension rotated by an angle per position."""
+    """Rotates the halves of the last dimension by an angle per position."""
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
@@ -310,7 +311,7 @@ def _router(tokens: jax.Array, weight: jax.Array, top_k: int) -> Any:
 
 
 def _scattered_order(rows: int) -> jax.Array:
-    """A permutation of the rows (5003 is a prime) whose neighbours lie far apart, computed where it is used."""
+    """A permutation of the rows that scatters neighbours (5003 is a prime), computed by the kernel that uses it."""
     return lax.iota(jnp.int32, rows) * 5003 % rows
 
 
@@ -320,7 +321,7 @@ def _permute(tokens: jax.Array, top_k: int) -> jax.Array:
 
 
 def _unpermute(rows: jax.Array, gates: jax.Array) -> jax.Array:
-    """Back to the order of tokens, the rows of a token weighted by its gates and summed."""
+    """Rows back in the order of tokens: a token's rows are weighted by its gates and summed."""
     back = rows[_scattered_order(rows.shape[0])].reshape(*gates.shape, rows.shape[1])
     return jnp.einsum("tkh,tk->th", back.astype(jnp.float32), gates).astype(rows.dtype)
 

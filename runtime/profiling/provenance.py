@@ -1,4 +1,4 @@
-"""What a profile was measured on: read off the machine, never guessed. Unknown is empty."""
+"""The hardware and software of a profile's measurements, read from the machine. Unknown fields are empty."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CUDA_PACKAGES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
 def provenance() -> Provenance:
-    """Of the GPUs that JAX sees."""
+    """The provenance for the GPUs that JAX sees."""
     devices = jax.devices()
     serials, driver = _nvidia_smi()
     return Provenance(
@@ -42,12 +42,12 @@ def _version(packages: tuple[str, ...]) -> str:
 
 
 def _nvidia_smi() -> tuple[str, str]:
-    """The GPUs' own numbers as one text, and the driver's version."""
+    """The GPUs' UUIDs as one text, and the driver's version."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "", ""
     command = [program, "--query-gpu=uuid,driver_version", "--format=csv,noheader"]
     found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    lines = [] if found.returncode else found.stdout.splitlines()  # it prints errors there, too
+    lines = [] if found.returncode else found.stdout.splitlines()  # nvidia-smi prints errors to stdout, too
     rows = [line.split(", ") for line in lines if line.count(", ") == 1]
     return " ".join(sorted(row[0] for row in rows)), rows[0][1] if rows else ""

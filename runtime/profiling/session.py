@@ -1,16 +1,20 @@
-"""What a profile lacks of a step, and measuring just that.
+"""Finds out which measurements of a step a profile lacks, and makes only these.
 
     session = Session(profile, "default", measurer, gpus_per_node=4)
     wanted = session.missing(step)             # operators alone, then pairs of those that matter
     profile = session.run(step, progress=print_progress, save=storage_save)
 
-Measured in batches, and `save` is called after each: what was measured is never lost, and a second run goes on where
-the first stopped. Products and attention are measured in bursts of BURST_SECONDS after a rest, at the clock of a GPU
-that its limit of power does not slow: dense work is slowed after some 30 ms, by up to a fifth, and how much a step is,
-follows from the step (`passes.costs.PowerLimit`). Operators alone come first, because their times decide which pairs
-are worth measuring: both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2
-measures all pairs of its table 2), the longest operator of each kind and the paper's bases with each other, and some
-collectives at once, over the same GPUs and over different axes of the mesh.
+Measuring runs in batches, and `save` is called after each. So no measurement is lost, and a second run continues where
+the first one stopped.
+
+Products and attention are measured at full clock, in bursts of BURST_SECONDS after a rest. Longer dense work would
+reach the GPU's power limit and slow down. `passes.costs.PowerLimit` estimates how much a whole step slows down.
+
+Operators alone come first, because their times decide which pairs are worth measuring:
+- both orders of each operator and each collective that take MIN_SECONDS or more (DHelix section 4.2, arXiv 2411.15871,
+  measures all pairs of its table 2);
+- the longest operator of each kind and the paper's bases with each other;
+- some pairs of collectives, over the same GPUs and over different axes of the mesh.
 """
 
 from __future__ import annotations
@@ -33,27 +37,27 @@ from dhelix.profiles.profile import SETTINGS, PairTiming, Profile, Section, Timi
 from dhelix.runtime.profiling.measure import Measurer, Outcome
 
 MIN_SECONDS = 20e-6
-"""Operators and collectives that take less are not worth a pair: launching them takes about as long."""
+"""Shorter operators and collectives are in no pair: launching them takes about as long as running them."""
 ALONE_REPEATS, BURST_REPEATS, PAIR_REPEATS = 10, 5, 7
 BURST_SECONDS = 20e-3
-"""Of products and attention in one program, all repeats together, as far as their times are known before."""
+"""Estimated time of products and attention in one program, all repeats together."""
 _BATCH = 120  # items
-_COLLECTIVE_PAIRS = 24  # over the same GPUs, and as many over others
+_COLLECTIVE_PAIRS = 24  # pairs over the same GPUs, and as many over different GPUs
 
 Progress = Callable[[int, int, str], None]
-"""Called with how many items are done, how many there are, and what comes next."""
+"""Called with the number of items that are done, the number of all items, and a text that says what comes next."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is to be profiled.
+    """A step to profile.
 
     Attributes:
       module: the compiled, scheduled module.
-      further: more compiled modules whose operators are measured too, such as those of `operator_bases`.
-      bases: instructions of any of the modules; those that compute are measured beside each other, too.
-      traced: times alone that a trace of the step gave; of products and attention they count only where these do not
-        run by themselves, since a step has its own clock.
+      further: more compiled modules whose operators are measured too, such as the modules of `operator_bases`.
+      bases: instructions of any of the modules; pairs of those that compute are measured, too.
+      traced: times alone from a trace of the step. Times of products and attention count only if these do not run
+        alone, because a step does not run at full clock.
       gap_seconds: see `Section`.
     """
 
@@ -66,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the profile lacks. `refused`: instructions that cannot be isolated, and why."""
+    """Measurements that the profile lacks. `refused`: instructions that cannot be isolated, and the reasons."""
 
     alone: tuple[Item, ...]
     pairs: tuple[Item, ...]
@@ -90,15 +94,17 @@ class Session:
         again: bool = False,
         gpus: int | None = None,
     ) -> None:
-        """
+        """Creates a session.
+
         Args:
-          profile: what is known.
+          profile: the known measurements.
+          setting: name of the launch setting.
           measurer: None if nothing will be run.
-          hardware: estimates what is not measured yet, to choose pairs.
+          hardware: used for estimates of operators that are not measured yet, to choose pairs.
           gpus_per_node: devices 0 .. n-1 of the step are node 0, and so on.
           pairs: False measures operators alone only.
-          again: measures what is known too, once.
-          gpus: how many there are to measure on; collectives that need more are left out. None: enough.
+          again: also measures again, once, what is known.
+          gpus: number of GPUs to measure on; collectives that need more are left out. None: enough for all.
 
         Raises:
           DhelixError: there is no such setting.
@@ -120,7 +126,7 @@ class Session:
         return self.profile.section(self.setting)
 
     def missing(self, step: Step) -> Wanted:
-        """What would be measured now; pairs as far as estimates say that they matter."""
+        """What `run` would measure now; pairs only if estimates say that they matter."""
         operators, refused = self._operators(step)
         known = Section(self.setting) if self._again else self.section
         alone = tuple(
@@ -130,15 +136,19 @@ class Session:
         return Wanted(alone, pairs, refused)
 
     def complete(self, step: Step) -> bool:
-        """Whether the profile has all that `run` would measure."""
+        """Whether the profile has everything that `run` would measure."""
         return not len(self.missing(step))
 
     def run(self, step: Step, progress: Progress, save: Callable[[Profile], None]) -> Profile:
-        """Measures what is missing and returns the profile with it.
+        """Measures what is missing and returns the extended profile.
 
         Args:
+          step: the step to profile.
           progress: see `Progress`.
           save: called with the profile whenever it has grown.
+
+        Raises:
+          DhelixError: the session has no measurer.
         """
         measurer = self._measurer
         if measurer is None:
@@ -157,7 +167,7 @@ class Session:
             done += len(batch)
         clocked = {key: timing for key, timing in traced.items() if self.section.solo(key) is None}
         self._add(_split(clocked, self.setting), save)
-        pairs = self.missing(step).pairs  # now by measured times
+        pairs = self.missing(step).pairs  # chosen again, by measured times
         total = done + len(pairs)
         for batch in itertools.batched(pairs, _BATCH):
             progress(done, total, "pairs")
@@ -169,7 +179,7 @@ class Session:
         return self.profile
 
     def _batches(self, items: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], int]]:
-        """What is measured in one program, and how often; products and attention in bursts."""
+        """The items of each measuring program and their repeats; products and attention are in bursts."""
         others = [item for item in items if not _clocked(item.first.key)]
         yield from ((batch, ALONE_REPEATS) for batch in itertools.batched(others, _BATCH))
         estimator = Estimator(self.profile, self._hardware, self.setting)
@@ -241,7 +251,7 @@ def pair_key(item: Item) -> PairKey:
 
 
 def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
-    """What outcomes of operators alone say, as a section."""
+    """The outcomes of operators alone, as a section."""
     alone: dict[Key, Timing] = {}
     failures: dict[str, str] = {}
     for item, outcome in zip(items, outcomes, strict=True):
@@ -253,7 +263,7 @@ def section_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome])
 
 
 def pairs_of(setting: str, items: Iterable[Item], outcomes: Iterable[Outcome]) -> Section:
-    """What outcomes of pairs say, as a section; `items` hold both sides of each alone, too."""
+    """The outcomes of pairs, as a section; `items` also contain both sides of each pair alone."""
     together = list(zip(items, outcomes, strict=True))
     alone = section_of(setting, *zip(*(io for io in together if io[0].second is None), strict=True))
     pairs: dict[PairKey, PairTiming] = {}
@@ -277,13 +287,13 @@ def _split(timings: Mapping[Key, Timing], setting: str, gap_seconds: float | Non
 
 
 def _groups(operator: Operator) -> Groups:
-    """Which GPUs a collective joins; two over the same ones serialise, over different mesh axes they may not."""
+    """The replica groups of a collective. Collectives over the same GPUs serialise; over different axes some do not."""
     found = find_collective(operator.instruction)
     return found.groups if found else ()
 
 
 def _varied(pairs: Sequence[Item]) -> list[Item]:
-    """Those of other kinds, or over other GPUs, than any before come first."""
+    """The pairs, reordered: first one pair for each combination of kinds and replica groups."""
     seen: dict[object, Item] = {}
     for pair in pairs:
         seen.setdefault(tuple((o.key.kind, _groups(o)) for o in pair.operators), pair)
@@ -296,7 +306,7 @@ def _clocked(key: Key) -> bool:
 
 
 def _kind(operator: Operator) -> str:
-    """GEMM, attention and so on; fusions by what emits them."""
+    """The kind of an operator, such as GEMM or attention; for a fusion, with the kind of its emitter."""
     key = operator.key
     if isinstance(key, OperatorKey) and key.kind == "fusion":
         return f"fusion {key.family.partition('-')[0]}"

@@ -1,4 +1,4 @@
-"""What tells the arguments of a step apart: for which of them it is specialized."""
+"""Keys that tell the arguments of a step apart. A step is specialized once for each key."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def leaf_key(leaf: Any) -> Hashable:
 
 
 def place(sharding: jax.sharding.Sharding) -> Hashable:
-    """Equal for shardings that lay an array out alike. A step's results are often told otherwise than its arguments
-    were, without axes of one device, and `jax.jit` compiles once for both."""
+    """A key that is equal for shardings with the same layout.
+
+    A step's results often come back without mesh axes of size 1 in their sharding. `jax.jit` compiles once for both.
+    """
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     spec, sizes = sharding.spec, sharding.mesh.shape

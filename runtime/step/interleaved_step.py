@@ -1,7 +1,7 @@
-"""The step that `@strand_interleave` makes: what stands in place of the function, for arguments of every kind.
+"""The step that `@strand_interleave` makes. It replaces the user's function, for arguments of every kind.
 
-Arguments that hold objects of Flax NNX or leaves that are no arrays go through a front (`frameworks`), which makes
-arrays of them for an inner step.
+Arguments that hold Flax NNX objects, or leaves that are not arrays, pass through a front (`frameworks`). The front
+turns them into arrays for an inner step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dhelix.runtime.step.step_passes import pass_manager
 
 class _PlainJit:
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        function = getattr(function, "jitted_fn", function)  # of nnx.jit, whose static arguments are asked for
+        function = getattr(function, "jitted_fn", function)  # unwraps nnx.jit, to know its static arguments
         return function if jax_compat.is_jitted(function) else jax.jit(function, **options)
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -49,7 +49,7 @@ _PLAIN = _PlainJit()
 
 
 def _through_front[M: Callable[..., Any]](method: M) -> M:
-    """A method of the arguments of the step, for those that need a front as well."""
+    """Makes a method of the step's arguments also work for arguments that need a front."""
 
     @functools.wraps(method)
     def dispatch(self: InterleavedStep, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,14 @@ _numbers = itertools.count(1)  # of steps
 
 
 class InterleavedStep[**P, R]:
-    """A train step to call in place of the function that it wraps. `options`: as they were given."""
+    """A train step that is called like the function it wraps, and compiled once for each kind of arguments.
+
+    The first call with arguments of a kind lowers the function, runs the passes and compiles the result. If no pass
+    changes anything, the step runs as `jax.jit` would run it.
+
+    Attributes:
+      options: the options of the step, with its plan and profile loaded.
+    """
 
     __name__: str
     __qualname__: str
@@ -79,8 +86,10 @@ class InterleavedStep[**P, R]:
     ):
         """
         Args:
-          front: what every call goes through; None: what its arguments need.
-          jit: what traces and compiles the function; of a front, whose arguments are arrays.
+          function: the user's function.
+          options: options of the step.
+          front: the front that every call passes through; None: chosen by the arguments of each call.
+          jit: traces and compiles the function. Fronts give their inner step a `jit` of their own.
         """
         functools.update_wrapper(self, function)
         named = function
@@ -88,24 +97,24 @@ class InterleavedStep[**P, R]:
             named = named.func
         self.__name__ = getattr(named, "__name__", type(named).__name__)
         self._number = next(_numbers)
-        self._label = f"{self.__name__} {self._number}"  # what tells it from other steps in the log
+        self._label = f"{self.__name__} {self._number}"  # distinguishes this step from others in the log
         self.options = options
-        self._manager = pass_manager(options)  # of no program yet; what it refuses is said at decoration
+        self._manager = pass_manager(options)  # without a program; reports errors at decoration
         self._function = function
         self._front_kind = front
         self._fronts: dict[type[front_choice.Front], front_choice.Front] = {}
         self._jit = jit
-        # A front makes the function to run; of this one static arguments are asked for.
+        # With a front, its inner step runs. This function then only tells which arguments are static.
         own = {name: value for name, value in options.jit.items() if front is None or name.startswith("static")}
         self._jitted = jit(function if options.microbatches is None else self._traced(options.microbatches), **own)
         self._static_numbers, self._static_names = jax_compat.static_arguments(self._jitted)
         self._hosts = FirstRun(self.__name__, self._asked())
-        self._splits = False  # whether it is known to call value_and_grad
+        self._splits = False  # whether the step is known to call value_and_grad
         self._specializations: dict[Hashable, Specialization] = {}
         self._lock = threading.RLock()
 
     def with_jit(self, jit: front_choice.Jit) -> InterleavedStep:
-        """The same step of what another `jit` makes of its function, for a front."""
+        """The same step with another `jit`, as the inner step of a front."""
         return InterleavedStep(self._function, self.options, jit=jit)
 
     @_through_front
@@ -129,31 +138,34 @@ class InterleavedStep[**P, R]:
 
     @_through_front
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The transformed program before XLA; `jax.ShapeDtypeStruct`s do for arguments, as with `jax.jit`."""
+        """Like `lower` of `jax.jit`, but with the LOWERED passes applied.
+
+        Arguments may be `jax.ShapeDtypeStruct`s. With dhelix switched off, returns the unchanged program.
+        """
         if not registration.on():
             return self._jitted.lower(*args, **kwargs)
         return self._specialize(self._key(args, kwargs), args, kwargs).lowered
 
     @_through_front
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """As of `jax.jit`, of the step without passes; so is what `jax.export` exports."""
+        """Like `trace` of `jax.jit`, without passes. `jax.export` therefore exports the step without passes, too."""
         return self._jitted.trace(*args, **kwargs)
 
     @_through_front
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`: shapes and types of the results."""
+        """Like `eval_shape` of `jax.jit`: shapes and types of the results."""
         return self._jitted.eval_shape(*args, **kwargs)
 
     @_through_front
     def preview(self, *args: Any, **kwargs: Any) -> Report:
-        """What the passes decide for these arguments before XLA compiles: the LOWERED stage."""
+        """Reports what the passes of the LOWERED stage do for these arguments. Does not compile the step."""
         if not registration.on():
             return self._report_off()
         return self._specialize(self._key(args, kwargs), args, kwargs).preview()
 
     @_through_front
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """What the passes did, all stages; compiles the step for these arguments if that has not happened."""
+        """Reports what the passes of all stages did. Compiles the step for these arguments if necessary."""
         kind = functools.partial(self._key, args, kwargs)
         with self._hosts.taking_part(registration.on, kind, self._jitted, args, kwargs) as (on, key):
             return self._specialize(key, args, kwargs).report() if on else self._report_off()
@@ -168,27 +180,27 @@ class InterleavedStep[**P, R]:
         progress: Progress | bool = True,
         **kwargs: Any,
     ) -> Profile:
-        """Measures what the step costs on the job's GPUs, as far as the profile's file does not say.
+        """Measures the costs of the step's operators on the job's GPUs that are missing in the profile's file.
 
-        The operators of the step as it runs here, after its passes, are measured alone and, where it matters, two at
-        once, under the launch setting that this process was started with. Every batch of results goes into the file;
-        interrupted, the next call goes on. The arguments are not used up. All processes of a job call it together.
+        It measures the operators of the step after its passes, under the launch setting of this process: each operator
+        alone and, where it matters, two at once. It saves every batch of results, so a call after an interruption
+        continues there. The arguments are not donated. All processes of a job must call it together.
 
         Args:
-          args, kwargs: those of the step; `jax.ShapeDtypeStruct`s do, and take no memory. With arrays the step is
-            traced, too, whose times count more than those of operators run alone.
-          out: the profile's file; by default the one that `dhelix profile` writes.
-          link: "nvlink" or "no-p2p"; by default what NCCL_P2P_DISABLE says.
-          pairs: False measures operators alone.
-          again: measures what is known, too.
-          progress: called with how many are done, of how many, and what comes next; True: lines in the log.
+          *args, **kwargs: the step's arguments, or `jax.ShapeDtypeStruct`s, which take no memory. With arrays it also
+            traces the running step; traced times take precedence over times of operators that run alone.
+          out: the profile's file; by default the file that `dhelix profile` writes.
+          link: "nvlink" or "no-p2p"; by default derived from NCCL_P2P_DISABLE.
+          pairs: whether to measure pairs of operators; False measures only single operators.
+          again: measure known operators, too.
+          progress: called with the number of items done, their total, and the next item; True writes log lines.
 
         Returns:
-          What the file holds.
+          The profile in the file, with the new times (seconds).
 
         Raises:
-          DhelixError: no GPU, a process whose launch setting no profile describes, or a file of other hardware.
-          HostsDisagreeError: processes that have not the same to measure.
+          DhelixError: there is no GPU, no launch setting matches this process, or the file is for other hardware.
+          HostsDisagreeError: the processes do not have the same items to measure.
         """
         front = self._front(args, kwargs)
         if front is not None:
@@ -208,17 +220,17 @@ class InterleavedStep[**P, R]:
                 return lowered, lowered.compile()
             chosen = self._specialize(key, args, kwargs)
             compiled = chosen.compile() or chosen.original.compile()
-            return chosen.lowered, compiled  # in this order: what does not compile is left alone
+            return chosen.lowered, compiled  # read after compile(), which resets it if compilation fails
 
     def _asked(self) -> dict[str, object]:
-        """What was asked for, as other processes must have been asked, too."""
+        """The options that must be the same in all processes of a job."""
         a_hosts_own = {"dump_to", *(field.name for field in dataclasses.fields(JitOptions))}
         names = (field.name for field in dataclasses.fields(self.options) if field.name not in a_hosts_own)
         asked: dict[str, object] = {name: getattr(self.options, name) for name in names}
         return {**asked, "collective_matmul": self.options.matmuls}
 
     def clear_cache(self) -> None:
-        """Forgets the programs that were compiled for the arguments so far, and frees their memory."""
+        """Forgets all programs compiled so far and frees their memory."""
         with self._lock:
             self._specializations.clear()
             self._hosts.clear()
@@ -227,16 +239,16 @@ class InterleavedStep[**P, R]:
             self._jitted.clear_cache()
 
     def static_positions(self, args: Any) -> tuple[set[int], frozenset[str]]:
-        """Which of positional arguments are static, and the names of static keyword arguments."""
+        """Positions of the static arguments among `args`, and names of the static arguments."""
         found = {number % len(args) for number in self._static_numbers if -len(args) <= number < len(args)}
         return found, self._static_names
 
     def __reduce__(self) -> str:
-        """By name, as a function: copies are the step itself."""
+        """Pickles and copies by name, like a function: a copy is the step itself."""
         return self.__qualname__
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """As a method of a class, like a function."""
+        """Binds the step to an object, like a function in a class."""
         return self if instance is None else _BoundStep(self, instance)
 
     def _report_off(self) -> Report:
@@ -244,7 +256,7 @@ class InterleavedStep[**P, R]:
         return Report(name, "", (self._manager.not_run(Stage.LOWERED, name, registration.switched_off()),))
 
     def _front(self, args: Any, kwargs: Any) -> front_choice.Front | None:
-        """What makes arrays of these arguments; None if they are arrays."""
+        """The front for these arguments; None if `jax.jit` takes them as they are."""
         if self._jit is not _PLAIN:
             return None
         kind = self._front_kind or front_choice.kind_of(self._function, self._separate(args, kwargs)[1])
@@ -256,7 +268,7 @@ class InterleavedStep[**P, R]:
             return self._fronts[kind]
 
     def _traced(self, microbatches: int, results: bool = False) -> Callable[..., Any]:
-        """The function with its batch split; with `results`, returns what value_and_grad returned."""
+        """The function with its batch split. With `results`, it returns the results of value_and_grad instead."""
 
         @functools.wraps(self._function)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -275,14 +287,14 @@ class InterleavedStep[**P, R]:
         return traced
 
     def _results(self, microbatches: int) -> Callable[..., Any]:
-        """What value_and_grad returned, as a function of the step's arguments, which it leaves alone."""
+        """A function of the step's arguments that returns the results of value_and_grad. Donates nothing."""
         dropped = {"donate_argnums", "donate_argnames", "out_shardings"}
         options = {k: v for k, v in self.options.jit.items() if k not in dropped}
         return self._jit.results(self._traced(microbatches, results=True), **options)
 
     def _check_used(self, active: Microbatching) -> None:
         self._splits |= active.calls > 0
-        if self._splits:  # or did so in a function that JAX has traced for this step before
+        if self._splits:  # now, or in a function that JAX traced earlier for this step
             return
         reason = "microbatches= has no effect: the step does not call dhelix.value_and_grad"
         if self.options.strict:
@@ -314,18 +326,18 @@ class InterleavedStep[**P, R]:
             return self._jitted(*args, **kwargs)
 
     def _key(self, args: Any, kwargs: Any) -> Hashable | None:
-        """What `jax.jit` tells programs apart by; None if an argument is none that it takes."""
+        """The key by which `jax.jit` distinguishes programs; None if `jax.jit` does not accept an argument."""
         static, dynamic = self._separate(args, kwargs)
         leaves, treedef = jax.tree.flatten(dynamic)
         try:
             key = (jax_compat.trace_context(), static, treedef, tuple(map(leaf_key, leaves)))
             hash(key)
             return key
-        except TypeError:  # jax.jit explains it better when it lowers
+        except TypeError:  # jax.jit raises a better error when it lowers
             return None
 
     def _separate(self, args: Any, kwargs: Any) -> tuple[Hashable, Any]:
-        """Static arguments, and the others."""
+        """The static arguments, and (args, kwargs) of the others."""
         if not self._static_numbers and not self._static_names:
             return (), (args, kwargs)
         numbers, _ = self.static_positions(args)
@@ -340,7 +352,7 @@ class InterleavedStep[**P, R]:
         return static, dynamic
 
     def _compare(self, chosen: Specialization, args: Any, kwargs: Any) -> None:
-        """Raises VerificationError unless the step computes what the plain one does, and says what was compared."""
+        """Raises VerificationError unless the step computes the same as the plain step. Logs what was compared."""
         lines = []
         if (changed := chosen.compile()) is not None:
             plain = jax_compat.apart(chosen.original).compile()
@@ -360,7 +372,7 @@ class InterleavedStep[**P, R]:
 
 
 class _BoundStep:
-    """A decorated method of one object: as the step, with the object as its first argument."""
+    """A decorated method bound to one object: the step with the object as its first argument."""
 
     def __init__(self, step: InterleavedStep, instance: object) -> None:
         functools.update_wrapper(self, step, updated=())

@@ -1,12 +1,12 @@
-"""The options of a step: said once, by the decorator's keywords or a command's flags, and handed on as they are.
+"""The options of a step. They are defined once, here, and shared by the decorator's keywords and the commands' flags.
 
     options = StepOptions(schedule="list", max_in_flight=2, donate_argnums=0)
 
-A new option is a field here, with its type, its default, what it means, and where a command has a flag for it, what
-its help says. The keywords of `strand_interleave`, what type checkers and `help` know of them, and the flags of
-`dhelix train` follow. A pass that has a field of the same name is given it (`pass_lists.py`).
+To add an option, add a field to `StepOptions` with its type, default and description, and a help text if commands have
+a flag for it. The keywords of `strand_interleave`, their types and `help`, and the flags of `dhelix train` follow from
+that. A pass with a field of the same name receives its value (`pass_lists.py`).
 
-Nothing here imports jax, since `dhelix train --help` comes here.
+Nothing here imports jax, because `dhelix train --help` imports this module.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _SKEWED = ("dp", "list", "xla")
 
 @dataclass(frozen=True)
 class Flag:
-    """The flag that commands have for an option.
+    """The command-line flag of an option.
 
     Attributes:
       help: one line.
-      least: of a whole number; None: it is none.
-      choices: what it may be; empty: anything.
+      least: smallest value of an option that is a whole number; None for other options.
+      choices: the allowed values; empty if any value is allowed.
     """
 
     help: str
@@ -55,7 +55,7 @@ class Flag:
 
 
 def _flag(default: Any, *flag: Any, **flags: Any) -> Any:
-    """An option that commands have a `Flag` for."""
+    """A field whose option has a `Flag` on the command line."""
     return dataclasses.field(default=default, metadata={"flag": Flag(*flag, **flags)})
 
 
@@ -69,7 +69,7 @@ _NOT_GIVEN: Any = _NotGiven()
 
 @dataclass(frozen=True, kw_only=True)
 class JitOptions:
-    """Those of `jax.jit`, with its defaults where they are not given."""
+    """Options of `jax.jit`. If one is not given, the default of `jax.jit` applies."""
 
     in_shardings: Any = _NOT_GIVEN
     out_shardings: Any = _NOT_GIVEN
@@ -85,13 +85,13 @@ class JitOptions:
 
     @property
     def jit(self) -> dict[str, Any]:
-        """Those that were given, for `jax.jit`."""
+        """The options that were given, as keywords for `jax.jit`."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(JitOptions)}
         return {name: value for name, value in given.items() if value is not _NOT_GIVEN}
 
     @property
     def xla(self) -> Mapping[str, Any] | None:
-        """XLA's options that the step is compiled with."""
+        """XLA options that the step is compiled with."""
         return self.jit.get("compiler_options")
 
 
@@ -100,48 +100,52 @@ class StepOptions(JitOptions):
     """How a step is interleaved.
 
     What is interleaved
-        microbatches: into how many micro-batches `dhelix.value_and_grad` splits its batch. None: the step has a loop
-            over micro-batches of its own, which is used as it stands.
-        reduce: how losses and gradients of micro-batches combine: "mean", "sum", "weighted".
-        pipeline: stages that `dhelix.value_and_grad` sends the micro-batches through; needs `microbatches`, a model
-            that is a scan over layers, and a state that `Fold.fold` has folded (docs/pipeline.md).
-        skew: how many layers the strands are apart. First and last layers of the step then run beside another
-            micro-batch too, which pays where communication is slow and micro-batches are few, and so many more layers'
-            residuals are alive; takes at least 3 micro-batches (`passes/strands/strand_skew.py`).
+        microbatches: number of micro-batches into which `dhelix.value_and_grad` splits its batch. None: the step's own
+            loop over micro-batches is used unchanged.
+        reduce: how losses and gradients of micro-batches combine: "mean", "sum" or "weighted".
+        pipeline: the pipeline (`Fold`) through which `dhelix.value_and_grad` sends the micro-batches. It needs
+            `microbatches`, a model that is a scan over layers, and a state folded by `Fold.fold`
+            (docs/guide/pipeline.md).
+        skew: number of layers by which the strands are apart. The first and last layers of the step then also overlap
+            with another micro-batch. This pays if communication is slow and micro-batches are few. The residuals of
+            `skew` more layers stay alive. Needs at least 3 micro-batches (`passes/strands/strand_skew.py`).
 
-    In which order, by which costs
-        schedule: who orders operators on GPUs: "dp" pairs both strands by dynamic programming (DHelix section 4.2),
-            "list" schedules collectives, "xla" leaves the order of both strands to XLA, "intra_batch" orders one
-            micro-batch alone.
-        plan: a plan of `dhelix plan`, its path or itself: orders as it says, in place of `schedule`. Where it does not
-            fit the step, XLA's order stays, and a line in the log says why; `strict` raises.
-        profile: where costs come from: "auto", the profile of the GPUs that the step is lowered for, shipped or the
-            user's own, and where there is none a roofline; the path of one, or a `Profile`; None, the roofline.
-        collective_matmul: what stands in place of collectives beside matrix products, on GPUs: "off", they stay;
-            "auto", the form that was measured to be the fastest on these GPUs, if any is faster, and with strands where
-            the step is predicted to be faster by it; or a form for all that can have it, such as "ring" or "hybrid:4"
-            (docs/collective_matmul.md). CUDA graphs hold no custom calls of the step then; one that is jitted already
-            takes kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else "off".
+    Order and costs
+        schedule: how operators are ordered on GPUs. "dp" pairs both strands by dynamic programming (DHelix section
+            4.2), "list" schedules collectives by list scheduling, "xla" leaves the order of both strands to XLA,
+            "intra_batch" orders a single micro-batch without strands.
+        plan: a plan of `dhelix plan`, or its path, whose order replaces `schedule`. If it does not fit the step, XLA's
+            order stays and a line in the log says why; with `strict` this raises.
+        profile: source of operator costs. "auto": the shipped or the user's own profile of the GPUs that the step is
+            lowered for, or a roofline if there is none. Else a profile's path, or a `Profile`. None: the roofline.
+        collective_matmul: what replaces collectives next to matrix products on GPUs. "off": nothing. "auto": the
+            fastest form measured on these GPUs, if it is faster than the collective; with strands, only if the step is
+            predicted to be faster. Or a form for all sites that can have it, such as "ring" or "hybrid:4"
+            (docs/guide/collective_matmul.md). Unless "off", the step's CUDA graphs hold no custom calls; a step that
+            is already jitted uses kernels only if XLA_FLAGS say so. None: "auto" with schedule="intra_batch", else
+            "off".
 
     Limits
-        memory_limit: what the step may need on each GPU, arguments and all: bytes, or text such as "60GiB". None, with
-            "dp", "list" and plans: what the plain step needs, and 3 %, for which XLA schedules that, too. Where no
-            order keeps to it the plain step runs, and a line says which limit would do.
-        max_in_flight: how many collectives of one lane may be between their start and their end; None: as many as are
+        memory_limit: memory that the step may need on each GPU, arguments included: bytes, or text such as "60GiB".
+            None: with "dp", "list" and plans, the plain step's total memory plus 3 %, which costs one extra XLA
+            scheduling run; otherwise no limit. If no order fits, the plain step runs, and a line in the log names the
+            smallest sufficient limit.
+        max_in_flight: largest number of collectives of one lane that may be in flight at once. None: as many as are
             fastest.
 
     Debugging
-        strict: raise where the step would be left alone.
-        verify: at the first call with arguments of a kind, compare with the plain step, on copies of the arguments
-            (`runtime/step/verification.py`).
-        passes: what to run in place of the schedule's (`runtime/step/pass_lists.py`).
-        disable: names of passes not to run.
+        strict: raise if the step would be left alone.
+        verify: at the first call with arguments of a kind, compare the step with the plain step, on copies of the
+            arguments (`runtime/step/verification.py`).
+        passes: passes that replace the schedule's (`runtime/step/pass_lists.py`).
+        disable: names of passes that do not run.
         dump_to: folder for the HLO before and after each pass.
 
-    Those of `jax.jit`
-        donate_argnums, static_argnames, in_shardings, ... Not for a jitted function, which keeps its own.
+    Options of `jax.jit`
+        donate_argnums, static_argnames, in_shardings, ... Not for a function that is already jitted, which keeps its
+            own.
 
-    Raises DhelixError for what means nothing, or does not fit each other.
+    Raises DhelixError for invalid values and for options that do not fit together.
     """
 
     microbatches: int | None = None
@@ -166,7 +170,8 @@ class StepOptions(JitOptions):
 
     strict: bool = False
     verify: bool = _flag(False, "compare the first step with the plain one")
-    passes: Sequence[Any] | None = None  # of `manager.Pass`; checkers tell class attributes from properties
+    # Any instead of `manager.Pass`, because type checkers reject class attributes in place of its properties.
+    passes: Sequence[Any] | None = None
     disable: Collection[str] = ()
     dump_to: str | Path | None = None
 
@@ -184,24 +189,26 @@ class StepOptions(JitOptions):
     @property
     def most_bytes(self) -> int | None:
         """`memory_limit`, in bytes."""
-        assert not isinstance(self.memory_limit, str)  # `__post_init__`
+        assert not isinstance(self.memory_limit, str)  # converted by `__post_init__`
         return self.memory_limit
 
     @property
     def loaded_plan(self) -> Plan:
-        """`plan`, once its file is read."""
+        """`plan` after its file was read."""
         assert self.plan is not None and not isinstance(self.plan, (str, Path))
         return self.plan
 
     @property
     def limited(self) -> bool:
-        """Whether the step may need no more memory than the plain one and 3 %; others are to be compared with."""
+        """Whether memory is limited to the plain step's and 3 % if `memory_limit` is not given."""
         return self.passes is None and (self.plan is not None or self.schedule in _LIMITED)
 
     @property
     def matmuls(self) -> str | Form:
-        """What stands in place of collectives beside products: what was asked for, else what the schedule comes with,
-        unless plan or passes replace it."""
+        """The effective `collective_matmul`: as given, else the schedule's default.
+
+        The default is "auto" for schedule="intra_batch" without plan or passes, and "off" otherwise.
+        """
         if self.collective_matmul is not None:
             return self.collective_matmul
         alone = self.schedule == "intra_batch" and self.plan is None and self.passes is None
@@ -212,7 +219,7 @@ class StepOptions(JitOptions):
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """Raises DhelixError for an option that is none of what is known."""
+    """Raises DhelixError unless `value` is one of `known`."""
     if value not in known:
         raise DhelixError(f"{name}={value!r} means nothing; take one of {', '.join(known)}")
 
@@ -223,7 +230,7 @@ def _whole(name: str, value: object, least: int, wanted: str) -> None:
 
 
 def _check_lists(passes: object, disable: object) -> None:
-    """What is a list of passes, and of names of them."""
+    """Raises DhelixError unless `passes` holds passes and `disable` holds names."""
     if passes is not None and not (
         isinstance(passes, Sequence) and all(hasattr(one, "stage") and hasattr(one, "run") for one in passes)
     ):
@@ -233,7 +240,7 @@ def _check_lists(passes: object, disable: object) -> None:
 
 
 def _check_together(options: StepOptions) -> None:
-    """Options that have no effect beside one another."""
+    """Raises DhelixError for options that have no effect in combination."""
     given = {name for name in _WITH_PASSES if getattr(options, name) != getattr(StepOptions, name)}
     if options.passes is not None:
         for name, instead in _WITH_PASSES.items():
@@ -265,18 +272,18 @@ _WITH_PASSES = {
 
 
 def flags() -> dict[str, Flag]:
-    """The flags of options, by the options' names."""
+    """The command-line flags by option name."""
     return {field.name: field.metadata["flag"] for field in dataclasses.fields(StepOptions) if field.metadata}
 
 
 class Decorator(Protocol):
-    """What makes an `InterleavedStep` of a function, which takes and returns what the function does."""
+    """Type of a decorator that turns a function into an `InterleavedStep` with the same signature."""
 
     def __call__[**P, R](self, function: Callable[P, R], /) -> InterleavedStep[P, R]: ...
 
 
 class StrandInterleave[**O](Protocol):
-    """What `strand_interleave` is to a type checker; `O` are the options of a step."""
+    """Type of `strand_interleave` for type checkers; `O` are the options of a step."""
 
     @overload
     def __call__[**P, R](
@@ -287,8 +294,10 @@ class StrandInterleave[**O](Protocol):
 
 
 def with_options_of[**O](options: Callable[O, StepOptions]) -> Callable[[Callable[..., Any]], StrandInterleave[O]]:
-    """Gives a decorator the options' keywords, for type checkers and for `help`, and says in its docstring what they
-    mean."""
+    """Gives a decorator the keywords of `options`, for type checkers and for `help`.
+
+    Replaces `  <options>` in the decorator's docstring by the docstring of `options` without its first and last part.
+    """
 
     def of(function: Callable[..., Any]) -> StrandInterleave[O]:
         own = inspect.signature(function)

@@ -1,18 +1,18 @@
-"""The passes that a step goes through: one list for each schedule, and one for plans.
+"""The passes that a step runs: one list for each schedule, and one for plans.
 
-    schedule            strands                     order of operators on GPUs
-    dp, the default     backward beside forward     pairing by dynamic programming (DHelix section 4.2)
-    list                backward beside forward     list scheduling of collectives
-    xla                 backward beside forward     XLA's own
-    intra_batch         none                        the search of dp inside one micro-batch (MegaScale)
-    a plan              backward beside forward     the plan's
+    schedule            strands                          order of operators on GPUs
+    dp, the default     backward overlapping forward     pairing by dynamic programming (DHelix section 4.2)
+    list                backward overlapping forward     list scheduling of collectives
+    xla                 backward overlapping forward     XLA's own
+    intra_batch         none                             the search of dp inside one micro-batch (MegaScale)
+    a plan              backward overlapping forward     the plan's
 
-Lists hold classes, with what is fixed of their options. The rest of its options a pass is given by name: a field
-`max_in_flight` is the step's `max_in_flight`, `model` and `hardware` are its target's. So a new option of a step that a
-pass has a field for needs nothing here.
+Lists hold classes, with their fixed options. A pass gets its other options by name: its field `max_in_flight` takes the
+step's `max_in_flight`, and `model` and `hardware` come from the step's target. A new option of a step that a pass has a
+field for therefore needs no change here.
 
-What order cannot hide inside one micro-batch, partitioned matrix products can: so `intra_batch` comes with
-collective_matmul="auto" unless the user says otherwise (`options.StepOptions.matmuls`), and the others without.
+Reordering alone cannot hide all communication inside one micro-batch. Partitioned matrix products hide more, so
+`intra_batch` defaults to collective_matmul="auto" (`options.StepOptions.matmuls`), the other schedules to "off".
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ LISTS: Mapping[str, tuple[Listed, ...]] = {
     "intra_batch": (ROWS, IntraBatch),
 }
 ONLY_WITH: Mapping[Listed, str] = {StrandSkew: "skew", StrandEnds: "skew"}
-"""Passes that run only where this option of the step is not 0."""
-_INSTEAD: Mapping[str, type[Any]] = {  # of collectives by kind
+"""Passes that run only if this option of the step is not 0."""
+_INSTEAD: Mapping[str, type[Any]] = {  # the pass that decomposes collectives, by their kind
     "reduce-scatter": ReduceScatterDecomposition,
     "all-gather": AllGatherDecomposition,
     "collective-permute": PermuteDecomposition,
@@ -75,29 +75,30 @@ _INSTEAD: Mapping[str, type[Any]] = {  # of collectives by kind
 
 
 def default_passes(options: StepOptions | None = None, **target: Any) -> tuple[Pass, ...]:
-    """The passes of a step's schedule, by default the default one's.
+    """The passes of a step's schedule.
 
     Args:
-      target: `model`, measured costs; `hardware`, whose roofline counts without a model; `memory_limit`, in bytes, in
-        place of the step's.
+      options: options of the step; by default the default options.
+      **target: `model`: measured costs; `hardware`: its roofline gives the costs without a model; `memory_limit`:
+        bytes, overrides the step's.
     """
     options = options or StepOptions()
     return made(LISTS[options.schedule], options, **target)
 
 
 def planned_passes(plan: Plan, memory_limit: int | None = None) -> tuple[Pass, ...]:
-    """The passes that carry out a plan, which says what else is in its structure."""
+    """The passes that carry out a plan: strands, its alternatives for collectives, and its order."""
     strands, chosen = strand_passes(plan.order.skew), alternatives(plan.collectives)
     return (*strands, *chosen, PlannedOrder(plan, memory_limit))
 
 
 def strand_passes(skew: int = 0) -> tuple[Pass, ...]:
-    """Two strands, `skew` layers apart, in the order that XLA gives them."""
+    """The passes for two strands, `skew` layers apart, in XLA's order."""
     return made(STRANDS, StepOptions(skew=skew))
 
 
 def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
-    """What a plan says to stand in place of collectives: the passes that make it, wherever it can be."""
+    """The passes that replace collectives as a plan says, wherever that is possible."""
     reduction = (GradientReduction(),) if planned.reduced else ()
     partition = (RowPartition(parts=planned.row_parts),) if planned.row_parts else ()
     kinds, only = {key.kind for key in planned.decomposed}, planned.decomposed
@@ -105,7 +106,7 @@ def alternatives(planned: CollectivesSection) -> tuple[Pass, ...]:
 
 
 def made(listed: Iterable[Listed], options: StepOptions, **others: Any) -> tuple[Pass, ...]:
-    """Passes of a list, each with those of the step's options that it has a field for, and of `others`."""
+    """Instantiates the passes of a list. Each gets the step's options, and `others`, that it has a field for."""
     said = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)} | others
     found: list[Pass] = []
     for one in listed:

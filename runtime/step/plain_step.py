@@ -1,7 +1,8 @@
-"""The plain step as XLA schedules it: the memory that it needs, and the time that it is predicted to take.
+"""The plain step as XLA schedules it: the memory that it needs, and its predicted time.
 
-A step is compared with it: what it may need (`memory_need.py`) and what it gains (`passes/framework/gain.py`). To know
-both takes XLA's passes over the plain step, seconds for large ones, so they are kept beside the compilation cache.
+An interleaved step is compared with the plain step: for its memory limit (`memory_need.py`) and for its gain
+(`passes/framework/gain.py`). Both need XLA's passes over the plain step, which take seconds for large steps, so results
+are stored next to the compilation cache.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from dhelix.runtime.step.options import StepOptions
 
 
 class PlainStep:
-    """A lowered step before any pass; what is to be known of it is found out when it is asked for.
+    """A lowered step before any pass. Computes its memory and time on first use.
 
     Attributes:
-      seconds: that finding out has taken, in this process.
+      seconds: time that this took in this process.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class PlainStep:
     ):
         """
         Args:
-          lowered: for GPUs; `program`: the same as HLO.
-          costs: what the time follows from.
-          xla: its options that the step is compiled with.
+          lowered: the step, lowered for GPUs.
+          program: the same as serialized HLO.
+          costs: makes the costs that the time is predicted from.
+          xla: XLA options that the step is compiled with.
         """
         self._lowered, self._program = lowered, program
         self._costs = costs
@@ -58,19 +60,21 @@ class PlainStep:
 
     @cached_property
     def known(self) -> tuple[MemoryNeed, StepParts] | None:
-        """Bytes that it needs, and what its time is made of. None where XLA does not come to a schedule; whoever
-        compiles the program hears why."""
+        """Bytes that the plain step needs, and the parts of its predicted time.
+
+        None if XLA fails before it has a schedule. Compiling the program then raises the error.
+        """
         start = time.perf_counter()
         try:
             program, costs = self._program, self._costs()
-            self._program = b""  # it may hold constants of any size
+            self._program = b""  # frees it: it may hold constants of any size
             name = f"plain_{self._fingerprint(program, costs)}.json"
             found = _stored(name)
             if found is None and (module := self._scheduled(program, tuned=False)) is not None:
                 need = memory_need.of_module(HloModule.from_bytes(module))
                 if not deviceless.are_attached(jax_compat.devices(self._lowered)):
-                    # Nothing is tuned without GPUs, so the options that the step itself is compiled with cost nothing.
-                    # On GPUs tuning would take as long as the step's own: products are cuBLAS's there, Triton's too.
+                    # Without GPUs nothing is tuned, so scheduling with the step's own options costs no more. On GPUs
+                    # tuning would take as long as for the step, so all products are predicted as cuBLAS's there.
                     module = self._scheduled(program, tuned=True) or module
                 found = need, of_scheduled(HloModule.from_bytes(module), costs)
                 cache_notes.write(name, json.dumps([dataclasses.asdict(one) for one in found]))
@@ -82,7 +86,7 @@ class PlainStep:
         return scheduled_only.scheduled(self._lowered, program, "plain", tuned=tuned)
 
     def _fingerprint(self, program: bytes, costs: Costs) -> str:
-        """Of the program, of XLA's options, and of all that costs follow from."""
+        """Fingerprint of the program, of XLA's options, and of everything that determines costs."""
         measured = None if costs.estimator is None else (costs.estimator.profile, costs.estimator.section.setting)
         options = {name: str(value) for name, value in self._options.items()}
         given = {"flags": os.environ.get("XLA_FLAGS", ""), "options": options, "hardware": costs.hardware}
@@ -90,13 +94,14 @@ class PlainStep:
 
 
 def memory_limit(options: StepOptions, plain: PlainStep | None) -> int | None:
-    """Bytes that a step may need on each GPU: what the user says, else 3 % more than the plain step needs.
+    """Bytes that a step may need on each GPU: the user's limit, else 3 % more than the plain step needs.
 
-    A plan may need what it was allowed when it was made. Not limited are other schedules, passes of the user's own and
-    devices other than GPUs, nor is a program whose memory is not known before it is compiled.
+    A plan may always need the memory that it was allowed when it was made. None (no limit) for schedules without a
+    default limit, for user-defined passes, on devices other than GPUs, and if the plain step's memory is unknown.
 
     Args:
-      plain: None on other devices than GPUs.
+      options: options of the step.
+      plain: the plain step; None on devices other than GPUs.
     """
     if plain is None:
         if options.memory_limit is not None:
@@ -110,7 +115,7 @@ def memory_limit(options: StepOptions, plain: PlainStep | None) -> int | None:
 
 
 def of_scheduled(module: HloModule, costs: Costs) -> StepParts:
-    """What the time of a scheduled step is made of, and the bytes that it needs by live ranges."""
+    """The parts of a scheduled step's predicted time, and the bytes that it needs by live ranges."""
     need = memory_need.of_module(module)
     return step_parts(module, costs, need.total)
 

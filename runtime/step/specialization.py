@@ -1,4 +1,4 @@
-"""A step for one kind of arguments: lowered, transformed, and compiled when it is first called."""
+"""A step for one kind of arguments: lowered and transformed at once, compiled at the first call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dhelix.runtime.step.plain_step import PlainStep
 from dhelix.runtime.step.step_passes import pass_manager, weighed, without_plan
 from dhelix.runtime.step.target import Target
 
-_TO_ONE_DEVICE = b"SPMDFullToShardShape"  # how a shard_map begins in HLO that is lowered for GSPMD
+_TO_ONE_DEVICE = b"SPMDFullToShardShape"  # marks the start of a shard_map in HLO lowered for GSPMD
 _MANUAL_IN_GSPMD = (
     "the passes know a shard_map only as it is lowered for Shardy, JAX's default"
     " (jax_use_shardy_partitioner=True), and this one is lowered for GSPMD"
@@ -44,27 +44,29 @@ _ONE_DEVICE = "it runs on one device, which has no communication to hide (passes
 
 
 class Specialization:
-    """What to call for one kind of arguments, and the program behind it.
+    """The program for one kind of arguments, before and after the passes.
 
-    A job is never broken: where passes refuse, or anything fails before the step runs (its conversion to HLO and back,
-    a profile, the compilation of what passes made), the program is left alone, which means that its caller runs the
-    plain one, and a line in the log says why. With `strict` all of these raise instead.
+    dhelix never breaks a job. If passes refuse, or anything fails before the step runs (conversion to HLO and back, a
+    profile, compilation of the transformed program), the program is left alone: its caller runs the plain step, and a
+    line in the log says why. With `strict` all of these raise instead.
 
-    A plan that does not fit is only known to be refused when the compiler has come to the order, and what it puts in
-    place of collectives has been made by then. Such a step is compiled again, without anything of the plan.
+    A plan that does not fit is refused only when the compiler orders the program. By then the plan's replacements of
+    collectives are in the program. Such a step is compiled again, without the plan.
 
     Attributes:
-      original: as the user's function lowers.
-      lowered: after the LOWERED passes.
-      left_alone: no pass changed anything.
-      verified: whether it was compared with the plain step.
+      original: the lowered step before any pass.
+      lowered: the step after the LOWERED passes; `original` if the step is left alone.
+      left_alone: whether the plain step runs: no pass changed anything, something failed, or memory did not suffice.
+      verified: whether the step was compared with the plain step.
     """
 
     def __init__(self, name: str, label: str, options: StepOptions, original: jax.stages.Lowered):
         """
         Args:
-          name: of the step; `label`: what tells it from others of this name in the log.
-          original: the step as the user's function lowers.
+          name: name of the step.
+          label: distinguishes the step from others of the same name in the log.
+          options: options of the step.
+          original: the lowered step before any pass.
         """
         self.original = original
         self.lowered = original
@@ -104,7 +106,7 @@ class Specialization:
         self._seconds += time.perf_counter() - start
 
     def compile(self) -> Callable[..., Any] | None:
-        """The transformed program, to be called without static arguments; None if it is left alone."""
+        """The compiled program, to be called without static arguments; None if `jax.jit` should run the step."""
         with self._lock:
             if not self._agreed:
                 self._agreed = True
@@ -125,7 +127,7 @@ class Specialization:
             return self._compiled
 
     def preview(self) -> Report:
-        """What the LOWERED passes decided."""
+        """Reports what the LOWERED passes decided."""
         if self._session is None:
             name = lowering.module_name(self.original)
             stage = pass_manager(self._options).not_run(Stage.LOWERED, name, self._why)
@@ -135,7 +137,7 @@ class Specialization:
         return Report(whole.module, whole.fingerprint, stages, left_alone=self._why if self.left_alone else "")
 
     def report(self) -> Report:
-        """What the passes of all stages did; compiles the program unless `lowered` was compiled already."""
+        """Reports what the passes of all stages did. Compiles the program if the later stages have not run."""
         if self._session is None or (self.left_alone and self._compiled is None):
             return self.preview()
         later = (entry for entry in self._session.report() if entry.stage != Stage.LOWERED.value)
@@ -159,13 +161,13 @@ class Specialization:
         after = next((stage.parts for stage in stages if stage.parts is not None), None)
         if self._plain is None or after is None:
             return None
-        before, known = self._plain.seconds, self._plain.known  # with a memory limit of the user's, nobody asked before
+        before, known = self._plain.seconds, self._plain.known  # `known` computes here if nobody asked before
         self._seconds += self._plain.seconds - before
         return None if known is None else Gain(known[1], after)
 
     def _begin(self, memory_limit: int | None, program: bytes | None = None) -> registration.Session:
         module = lowering.hlo_bytes(self.original) if program is None else program
-        if _TO_ONE_DEVICE in module:  # what was made of one could abort the process in XLA, not only fail to compile
+        if _TO_ONE_DEVICE in module:  # transformed, it could abort the process in XLA instead of failing to compile
             raise DhelixError(_MANUAL_IN_GSPMD)
         given = self._target, self.original, memory_limit, self._paired, self._label
         played = None if self._plain is None else self._played
@@ -173,13 +175,15 @@ class Specialization:
         return registration.Session(pass_manager(self._options, *given), module, name, played=played)
 
     def _played(self, scheduled: bytes) -> StepParts:
-        assert self._target is not None  # there is a plain step
+        assert self._target is not None  # only called if there is a plain step
         return plain_step.of_scheduled(HloModule.from_bytes(scheduled), self._target.costs())
 
     @contextlib.contextmanager
     def _left_alone_on_error(self, job: Job | None = None) -> Iterator[None]:
-        """Around everything that comes before the step runs: what fails there must not stop a job that runs without
-        dhelix. Where it fails in one process of `job`, all leave the step alone."""
+        """Wraps everything before the step runs: a failure there must not stop a job that runs without dhelix.
+
+        If it fails in one process of `job`, all processes leave the step alone. With `strict` it raises instead.
+        """
         try:
             yield
         except HostsDisagreeError:
@@ -190,7 +194,7 @@ class Specialization:
                     raise
                 raise DhelixError(f"{self._name} cannot be interleaved: {_first_line(error)}") from error
             logging.vlog(1, "%s", traceback.format_exc())
-            self._compiled = self._session = None  # nothing is left of what passes did
+            self._compiled = self._session = None  # discard the results of the passes
             why = f"it cannot be interleaved: {_first_line(error)}"
             self._leave_alone(why if job is None else job.leave(why, error))
 
@@ -213,13 +217,13 @@ class Specialization:
             raise DhelixError(f"the interleaved program does not compile: {_first_line(error)}") from error
 
     def _check_order(self) -> None:
-        """The last of what processes do together, so that all hear where one of them fails before."""
+        """Compares the order of collectives between processes. It comes last, so all learn of earlier failures."""
         compiled = None if self.left_alone else self._compiled
         marker = "" if self._session is None else self._session.marker
         self._order = first_run.check_order(self._name, compiled, marker, self._job)
 
     def _drop_refused_plan(self, plan: Plan) -> None:
-        """Compiles anew, without the plan, what the plan put in place of collectives before it was refused."""
+        """Compiles the step again without the plan, if the plan replaced collectives before it was refused."""
         assert self._session is not None
         done = self._session.report()
         chosen = {one.name for one in alternatives(plan.collectives)}
@@ -240,10 +244,11 @@ class Specialization:
             self._compile()
 
     def _keep_memory(self, limit: int) -> None:
-        """Leaves a step alone that needs more than `limit` bytes, arguments and all, by the compiler's count.
+        """Leaves the step alone if it needs more than `limit` bytes, arguments included, by the compiler's count.
 
-        The scheduler has kept to it by live ranges, or refused; gaps between buffers come on top, and are made room for
-        once. By default the plain step is compiled to have its own count; it is what runs if nothing else will do.
+        The scheduler kept to the limit by live ranges, or refused. Gaps between buffers come on top, so the step is
+        compiled once more with a limit reduced by the gaps. Without a limit from the user, the plain step is compiled
+        as well, for its own count; it is also the step that runs if the interleaved step needs too much.
         """
         plain, needed = None, self._needed(self._compiled)
         if needed > limit and not self._limit_given:
@@ -275,11 +280,14 @@ class Specialization:
         return self._largest(memory_need.of_compiled(compiled).total, "weigh memory")
 
     def _largest(self, value: int, purpose: str) -> int:
-        """Of all processes that run the step: what the compiler counts may differ, and all must decide alike."""
+        """The largest value of all processes. Their compilers may count differently, but all must decide alike."""
         return agreement.largest(f"{purpose} of step {self._name!r}", value, self._job)
 
     def _limit_that_would_do(self, needed: int) -> tuple[int, int, bool]:
-        """What the compiled program needs, or less if a pass has said so; what of it are gaps; whether one has."""
+        """(limit that would suffice, bytes lost in gaps, whether a pass refused for memory).
+
+        The limit is what the compiled program needs, or less if the refusing pass reported less.
+        """
         assert self._compiled is not None and self._session is not None
         gaps = needed - memory_need.of_module(lowering.compiled_module(self._compiled)).total
         stages = (*self._session.report().stages, *filter(None, [self._refused]))
@@ -290,12 +298,12 @@ class Specialization:
 
     def _leave_alone(self, reason: str) -> None:
         self.left_alone = True
-        self.lowered = self.original  # what passes made of it is freed
+        self.lowered = self.original  # frees the transformed program
         self._why = reason
         say_once(f"{self._name} runs as it is: {reason}", (self._label, reason))
 
     def _say_nothing_changed(self) -> None:
-        """One line in the log; where a pass refused or failed, the manager has written it."""
+        """Leaves the step alone and logs why. If a pass refused or failed, the pass manager has logged it already."""
         self.left_alone = True
         entries = tuple(self.preview())
         if not any(entry.outcome in (report.REFUSED, report.FAILED) for entry in entries):
@@ -304,7 +312,7 @@ class Specialization:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, in one line: the compiler's own have pages."""
+    """The first line of an error. Errors of the compiler can have pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no reason given"
     return text if isinstance(error, DhelixError) else f"{type(error).__name__}: {text}"

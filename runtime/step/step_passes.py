@@ -1,6 +1,6 @@
-"""The passes of one step: its list (`pass_lists.py`), with what its target, its plan and its pipeline make of that.
+"""The passes of one step: its list (`pass_lists.py`), adapted to its target, plan and pipeline.
 
-manager = pass_manager(options, target, lowered)
+`pass_manager(options, target, lowered)` makes them for one program.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ def pass_manager(
     paired: tuple[Placed, ...] = (),
     step: str = "",
 ) -> PassManager:
-    """The passes for a program; without one as for CPUs, where no costs are needed.
+    """The passes for a program. Without a program: as for CPUs, where no costs are needed.
 
     Args:
-      target: what the program is for; None: other devices than GPUs.
-      memory_limit: in bytes, in place of the step's: that is what it follows from (`plain_step.memory_limit`).
+      options: options of the step.
+      target: the GPUs that the program is for; None for other devices.
+      lowered: the program.
+      memory_limit: bytes; the effective limit (`plain_step.memory_limit`), used instead of the option.
       paired: sites of collective matmuls that stay collectives (`weighed`).
-      step: what tells the step from others in the log.
+      step: label of the step in the log.
     """
     passes = options.passes
     if passes is None:
@@ -45,7 +47,7 @@ def pass_manager(
 def _ordering(
     options: StepOptions, target: Target | None, lowered: jax.stages.Lowered | None, memory_limit: int | None
 ) -> list[Pass]:
-    """Strands and their order, by schedule or plan; of a pipeline the order, since its executor has made strands."""
+    """Strands and their order, by schedule or plan. For a pipeline only the order: its executor makes the strands."""
     if options.plan is None:
         given = {} if target is None else {"model": target.model, "hardware": target.hardware}
         passes = default_passes(options, memory_limit=memory_limit, **given)
@@ -62,10 +64,12 @@ def _ordering(
 def _collective_matmuls(
     options: StepOptions, lowered: jax.stages.Lowered | None, paired: tuple[Placed, ...]
 ) -> tuple[Pass, ...]:
-    """First of all, since other passes change collectives and orders. The guard is for kernels that the user calls,
-    too."""
+    """The collective-matmul passes. They run first, because other passes change collectives and orders.
+
+    Without them ExclusiveKernels still runs, because the user's code may call such kernels itself.
+    """
     devices = [] if lowered is None else jax_compat.devices(lowered)
-    planned = options.plan is not None and options.matmuls == AUTO  # its collectives are in the plan
+    planned = options.plan is not None and options.matmuls == AUTO  # the plan says what replaces its collectives
     form = OFF if planned else options.matmuls
     return collective_matmul_passes(devices, form, options=options.xla, paired=paired) or (ExclusiveKernels(),)
 
@@ -73,8 +77,10 @@ def _collective_matmuls(
 def weighed(
     options: StepOptions, target: Target | None, lowered: jax.stages.Lowered, memory_limit: int | None
 ) -> tuple[Placed, ...]:
-    """The sites whose collectives are better paired with the other strand's compute than replaced: by what the step is
-    predicted to take. Only orders that were searched by measured costs say so."""
+    """The sites whose collectives stay, because the step is then predicted to be faster than with collective matmuls.
+
+    Only searched orders with measured costs allow this prediction; otherwise no site stays.
+    """
     searched = options.passes is None and options.plan is None and options.limited
     if options.matmuls != AUTO or not searched or target is None or target.model is None:
         return ()
@@ -86,7 +92,7 @@ def weighed(
     )  # fmt: skip
     try:
         found = weighing.weighed()
-    except Exception as error:  # what only predicts must not stop a job
+    except Exception as error:  # a failed prediction must not stop a job
         if options.strict:
             raise
         say_once(f"collective matmuls are taken by what they save alone: {error}", ("weighed",))
@@ -95,7 +101,7 @@ def weighed(
 
 
 def without_plan(options: StepOptions) -> StepOptions:
-    """The same, with both strands in XLA's order in place of a plan's."""
+    """The same options with both strands in XLA's order instead of a plan's."""
     known = [one.name for one in strand_passes()]
     disabled = (options.disable,) if isinstance(options.disable, str) else options.disable
     known = tuple(name for name in known if name in disabled)

@@ -4,13 +4,13 @@
     @strand_interleave(microbatches=16, donate_argnums=0)   # it calls dhelix.value_and_grad
     def train_step(state, batch): ...
 
-It stands in place of `jax.jit`. For each kind of arguments (told apart as by `jax.jit`: shapes, types,
-shardings, static values, configuration) the step is lowered, its HLO goes through the LOWERED passes, and the
-result is compiled; on GPUs the compiler calls the passes of the later stages. Where no pass changes anything,
-the step is what `jax.jit` makes of it, and a line in the log says why; so too on one device. With
-DHELIX=off in the environment no pass runs; a batch that `value_and_grad` splits into micro-batches stays split.
+The decorator replaces `jax.jit`. Like `jax.jit`, it makes one program per kind of arguments (shapes, types, shardings,
+static values, configuration). It lowers the step, runs the LOWERED passes on the HLO, and compiles the result. On GPUs
+the compiler calls the passes of the later stages. If no pass changes anything, or on a single device, the step runs as
+`jax.jit` would run it, and a line in the log says why. With DHELIX=off in the environment no pass runs, but
+`value_and_grad` still splits its batch into micro-batches.
 
-Nothing here touches a device before the first call: `jax.distributed.initialize()` works after decoration.
+Nothing touches a device before the first call, so `jax.distributed.initialize()` works after decoration.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def strand_interleave(function: Callable[..., Any] | None = None, /, **options: 
       An `InterleavedStep`, or without `function` a decorator that makes one.
 
     Raises:
-      DhelixError: options that mean nothing or do not fit each other; at the first call, with `strict`, a step that
-        would be left alone, and with `verify`, one that computes something else.
+      DhelixError: options are invalid or do not fit together. At the first call: with `strict`, the step would be left
+        alone; with `verify`, the step does not compute the same as the plain step.
     """
     with decorating():
         for name in sorted(options.keys() - inspect.signature(StepOptions).parameters):
@@ -67,7 +67,7 @@ def strand_interleave(function: Callable[..., Any] | None = None, /, **options: 
 
 @decorating()
 def interleaved(function: Callable[..., Any], options: StepOptions) -> InterleavedStep:
-    """As `strand_interleave`, of options that were made before."""
+    """Like `strand_interleave`, with `StepOptions` instead of keywords."""
     step, front = function, None
     if unwrapped := fixed_leaves.unwrap_filter_jit(function):
         step, donated = unwrapped
@@ -82,7 +82,7 @@ def interleaved(function: Callable[..., Any], options: StepOptions) -> Interleav
 
 
 def _loaded(options: StepOptions) -> StepOptions:
-    """With what files hold. Raises DhelixError for a plan or a profile that cannot be read."""
+    """Replaces paths of a plan and a profile by their content. Raises DhelixError if a file cannot be read."""
     plan, profile = options.plan, options.profile
     if isinstance(plan, (str, Path)):
         options = options.but(plan=plan_files.load(plan))

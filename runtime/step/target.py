@@ -1,9 +1,9 @@
-"""What a program is for: its GPUs, how this process reaches them, and what operators cost there.
+"""The target of a program: its GPUs, how this process reaches them, and operator costs there.
 
-    target = Target.of(lowered, options)     # None: other devices than GPUs, of which nothing is known
+    target = Target.of(lowered, options)     # None: devices other than GPUs, which have no costs
     target.costs()
 
-Made once for a program, and handed on to all that decides by it.
+A target is made once per program and passed to everything that decides by it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from dhelix.runtime.step.options import StepOptions
 
 @dataclass(frozen=True)
 class Target:
-    """GPUs as one process reaches them.
+    """GPUs, and how one process reaches them.
 
     Attributes:
-      gpu: its name; `link`: how GPUs of a node reach each other (`hardware.LINKS`).
-      hardware: both, described; with the GPUs of a node where the program's stand on several.
-      model: measured costs under the launch setting of this process; None: costs are a roofline's.
+      gpu: name of the GPU.
+      link: how GPUs of a node reach each other (`hardware.LINKS`).
+      hardware: description of GPU and link; includes the GPUs per node if the program spans several nodes.
+      model: measured costs under the launch setting of this process; None: costs come from a roofline.
     """
 
     gpu: str
@@ -46,9 +47,9 @@ class Target:
 
     @classmethod
     def of(cls, lowered: jax.stages.Lowered, options: StepOptions) -> Target | None:
-        """What a program is for. None for other devices than GPUs.
+        """The target of a program; None for devices other than GPUs.
 
-        Raises DhelixError where a profile that was asked for is not of this launch setting.
+        Raises DhelixError if a profile that the user gave does not cover this launch setting.
         """
         devices = jax_compat.devices(lowered) or jax.devices()
         if devices[0].platform not in ("gpu", "cuda"):
@@ -65,11 +66,11 @@ class Target:
         return cls(gpu, link, here.hardware, CostModel(found, setting, times_on(kind), nodes))
 
     def costs(self) -> Costs:
-        """What operators cost; new ones, which keep what they are asked for."""
+        """New operator costs, which cache the costs that they are asked for."""
         return Costs(self.hardware) if self.model is None else self.model.costs()
 
     def compare(self, plan: Plan, options: StepOptions) -> None:
-        """Says how the process should have been started for a plan, and what else is not what the plan was made for."""
+        """Logs how the process should have been started for a plan, and other differences from the plan's target."""
         made_for = plan.target
         told = [launch_settings.difference(made_for, options=options.xla)]
         if other := self._unlike(made_for.hardware, made_for.link):
@@ -78,7 +79,7 @@ class Target:
             say_once(line, (line,))
 
     def _profile(self, asked: Any) -> Profile | None:
-        """What was `asked` for, or what is known of such GPUs."""
+        """The profile that the user `asked` for, or the known profile of these GPUs."""
         if asked is None:
             return None
         if isinstance(asked, Profile):
@@ -87,7 +88,7 @@ class Target:
             return asked
         try:
             found = storage.find(self.gpu, self.link)
-        except DhelixError as error:  # a file that nobody named must not stop a job
+        except DhelixError as error:  # a file that the user did not name must not stop a job
             say_once(f"costs are a roofline's: {error}", ("profile",))
             return None
         if found is None:
@@ -96,16 +97,16 @@ class Target:
         return found
 
     def _setting(self, profile: Profile, options: StepOptions) -> str | None:
-        """The launch setting whose costs count here. Raises DhelixError where a profile that was asked for has none."""
+        """The launch setting whose costs are used. Raises DhelixError if a profile that the user gave has none."""
         setting, line = launch_settings.nearest(profile.sections, os.environ, options.xla)
-        if setting is None and isinstance(options.profile, Profile):  # it was asked for, and is of no use
+        if setting is None and isinstance(options.profile, Profile):  # raises the error
             CostModel(profile, launch_settings.setting_of(os.environ, options.xla).name)
         if line:
             say_once(f"{profile.hardware} with link {profile.link}: {line}", ("launch setting",))
         return setting
 
     def _unlike(self, hardware: str, link: str) -> str:
-        """Other GPUs and these, where they differ; a process cannot say whether its node is two."""
+        """The difference from other GPUs in words, or "". A process cannot detect whether its link is "two-nodes"."""
         if hardware == self.gpu and link in (self.link, "two-nodes"):
             return ""
         return f"{hardware} with link {link}, not {self.gpu} with {self.link}"

@@ -1,20 +1,20 @@
-"""One step against another: `strand_interleave(verify=True)`.
+"""Compares two steps: `strand_interleave(verify=True)`.
 
-Two comparisons, each on copies of the arguments, so that donated ones survive:
+There are two comparisons. Each uses copies of the arguments, so donated arguments survive:
 1. The transformed step against the same step without passes (`check_passes`). Passes do not reorder additions, so the
-   results are bit-equal or, where XLA fused differently, within `TOLERANCE` of each leaf's largest magnitude.
+   results are bit-equal, or within `TOLERANCE` of each leaf's largest magnitude if XLA fused differently.
 2. With `microbatches=`: losses and gradients of the loop that `value_and_grad` built against those of the whole batch
-   (`check_microbatches`). Here the order of additions differs, and this is where a `reduce` that does not fit shows.
+   (`check_microbatches`). The order of additions differs here. This comparison finds a `reduce` that does not fit.
 
-In a program that computes in less than float32, both tolerances are at least two units of its narrowest type.
+If the program computes in less than float32, both tolerances are at least two units of its narrowest type.
 
-Some leaves are nothing but rounding. The gradient of an attention key's bias is zero in exact arithmetic, and Adam
-divides that noise by its own size. Other steps are not the same twice on the same arguments (atomic additions on
-GPUs: an embedding's gradient in bf16 was seen to differ by a sixth of its largest element). So the plain step runs
-again, once on the same arguments and twice on arguments that are a last bit larger or smaller. What a leaf changes by
-then is its noise, and `NOISE` times that is allowed.
+Some leaves consist only of rounding errors. For example, the gradient of an attention key's bias is zero in exact
+arithmetic, and Adam divides that noise by its own size. Other steps do not repeat their results on the same arguments,
+because GPUs add atomically. The plain step therefore runs three more times: once on the same arguments, and twice on
+arguments whose last bit is changed up or down. The largest change of a leaf is its noise, and `NOISE` times that is
+allowed.
 
-The plain step's results are alive beside those of one other run at a time.
+The plain step's results are alive next to the results of one other run at a time.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _RANDOM = re.compile(r"threefry|rng_bit_generator|stablehlo\.rng\b")
 
 
 class VerificationError(DhelixError):
-    """The step computes something else than the plain one."""
+    """The step does not compute the same as the plain step."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two pytrees that agree.
+    """The result of a comparison of two pytrees that agree.
 
     Attributes:
-      leaves: how many were compared.
-      largest: the largest difference, in units of its leaf's largest magnitude; of leaves that are not noise.
+      leaves: number of leaves compared.
+      largest: the largest difference in a leaf that is not noise, relative to the leaf's largest magnitude.
       where: the name of that leaf.
-      noise: names of leaves that differ by more than `allowed`, as they do between two runs of the plain step.
-      allowed: largest difference, in the same units, of a leaf that is not noise.
+      noise: names of leaves that differ by more than `allowed`, but by no more than the plain step's noise permits.
+      allowed: the relative difference that is allowed in a leaf that is not noise.
     """
 
     leaves: int
@@ -77,9 +77,9 @@ def check_passes(
     """Raises VerificationError unless both steps return the same.
 
     Args:
-      plain, changed: the steps, to be called with `*args, **kwargs`.
-      lowered: the plain one.
-      passes: names of those that changed the program, for the message.
+      plain, changed: the steps, called with `*args, **kwargs`.
+      lowered: the plain step, lowered.
+      passes: names of the passes that changed the program, for the message.
     """
     expected, noise = _result_and_noise(plain, lowered, args, kwargs)
     advice = (
@@ -98,11 +98,12 @@ def check_microbatches(
 
     Args:
       whole, split: functions of `*args, **kwargs` that return (value, gradients) of each call of
-        `value_and_grad`: in one piece, and in micro-batches.
-      lowered: the step.
+        `value_and_grad`, with the whole batch and with micro-batches.
+      lowered: the plain step, lowered.
 
     Returns:
-      What was compared; None where `value_and_grad` is called out of sight.
+      The result of the comparison; None if the step itself calls `value_and_grad` nowhere, only a function that JAX
+      traces separately.
     """
     relative = tolerance(lowered, LOOP_TOLERANCE)
     expected, noise = _result_and_noise(whole, lowered, args, kwargs)
@@ -112,7 +113,7 @@ def check_microbatches(
     advice = _why_microbatches_differ(losses, given_losses, lowered, microbatches, reduce, relative)
     found = []
     for what in ("loss", "gradient", "auxiliary output"):
-        if what == "auxiliary output":  # all else agrees
+        if what == "auxiliary output":  # losses and gradients agree
             advice = _why_auxiliary_outputs_differ(lowered, microbatches)
         for wanted, given, random in calls:
             scale = {"noise": random[what], "one_scale": what == "gradient"}
@@ -125,14 +126,14 @@ def check_microbatches(
 
 
 def _parts(result: Any) -> dict[str, Any]:
-    """What `value_and_grad` returned: the loss is a number, and with auxiliary outputs the first of a pair."""
+    """Splits a result of `value_and_grad`. With auxiliary outputs its value is a pair, whose first part is the loss."""
     value, gradients = result
     loss, aux = value if isinstance(value, tuple | list) else (value, ())
     return {"loss": loss, "gradient": gradients, "auxiliary output": aux}
 
 
 def _why_auxiliary_outputs_differ(lowered: jax.stages.Lowered, microbatches: int) -> str:
-    """Where losses and gradients are the same."""
+    """The advice if losses and gradients agree but an auxiliary output does not."""
     start = (
         f"Losses and gradients of {microbatches} micro-batches are those of the whole batch, but this output is not: "
     )
@@ -147,7 +148,7 @@ def _why_auxiliary_outputs_differ(lowered: jax.stages.Lowered, microbatches: int
 def _why_microbatches_differ(
     whole: Any, split: Any, lowered: jax.stages.Lowered, microbatches: int, reduce: str, relative: float
 ) -> str:
-    """What to do where they do: by what multiple the losses differ, and by what they draw."""
+    """The advice if they differ. It follows from the factor between the losses, and from random numbers in the step."""
     start = f"{microbatches} micro-batches do not combine to the whole batch: "
     for factor, right in ((float(microbatches), "sum"), (1 / microbatches, "mean")):
         scaled = [_scaled(value, factor) for value in split]
@@ -177,14 +178,14 @@ def _agree(expected: Any, actual: Any, relative: float) -> bool:
 
 
 def copy_arguments(tree: Any) -> Any:
-    """Copies of all arrays of `tree`, with the same shardings; other leaves as they are."""
+    """`tree` with a copy of each array, in the same sharding. Other leaves are not copied."""
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
 def _result_and_noise(
     function: Callable[..., Any], lowered: jax.stages.Lowered, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """What a function returns, and for each leaf of that how much it changes without a reason."""
+    """The result of a function, and the noise of each leaf of the result."""
     expected = function(*copy_arguments(args), **copy_arguments(kwargs))
     noise = [0.0] * len(jax.tree.leaves(expected))
     unit = _narrowest_unit(lowered) / NOISE
@@ -196,7 +197,7 @@ def _result_and_noise(
 
 
 def _nudged(tree: Any, sign: int, unit: float) -> Any:
-    """Copies, of which every other floating-point leaf is one unit larger and the others one smaller."""
+    """Copies, with floating-point leaves alternately one unit larger and one unit smaller; unchanged for sign 0."""
     leaves, treedef = jax.tree.flatten(copy_arguments(tree))
     for n, leaf in enumerate(leaves if sign else ()):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -207,12 +208,12 @@ def _nudged(tree: Any, sign: int, unit: float) -> Any:
 
 
 def tolerance(lowered: jax.stages.Lowered, base: float) -> float:
-    """`base`, or two units of the narrowest floating-point type that the program computes in."""
+    """The larger of `base` and two units of the narrowest floating-point type in the program."""
     return max(base, 2 * _narrowest_unit(lowered))
 
 
 def _narrowest_unit(lowered: jax.stages.Lowered) -> float:
-    """The last bit of 1 in the narrowest floating-point type of a program; 0 where all are wider than 16 bits."""
+    """The last bit of 1 in the narrowest floating-point type of a program; 0 if all types are wider than 16 bits."""
     found = re.findall(r"[x<](bf16|f16|f8|f4)[A-Z0-9a-z]*>", lowered.as_text())
     return max((_NARROW[name] for name in set(found)), default=0.0)
 
@@ -231,13 +232,13 @@ def compare(
 
     Args:
       expected, actual: pytrees of the same structure.
-      what: names the trees in the message.
-      relative: largest difference, in units of the leaf's largest finite magnitude. Integers must be equal.
+      what: name of the trees in the message.
+      relative: allowed difference, relative to the leaf's largest finite magnitude. Integers must be equal.
       advice: last sentence of the message.
-      noise: how much each leaf of `expected` changes without a reason; `NOISE` times that is allowed.
-      one_scale: take the largest magnitude of all leaves for each. For gradients: one that is zero but for
-        rounding, such as that of an attention key's bias, has no scale of its own. Fp8 histories, which stand among
-        Flax's gradients and may be much larger, have a scale apart.
+      noise: noise of each leaf of `expected`; `NOISE` times that is allowed. None: no noise.
+      one_scale: use the largest magnitude of all leaves for each leaf. This is for gradients: one that is zero except
+        for rounding, such as that of an attention key's bias, has no scale of its own. Flax's fp8 histories are also
+        among the gradients and may be much larger, so each collection has its own scale.
     """
     names = [what + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
     found = _all_differences(expected, actual)
@@ -265,7 +266,7 @@ def compare(
 
 
 def _all_differences(expected: Any, actual: Any) -> list[tuple[float, float]]:
-    """For each leaf the largest difference and the largest magnitude of `expected`, which is 0 for integers."""
+    """For each leaf, the largest difference and the largest magnitude of `expected` (0 for integers)."""
     wanted, given = (list(map(_numbers, jax.tree.leaves(tree))) for tree in (expected, actual))
     return [(float(pair[0]), float(pair[1])) for pair in jax.device_get(_differences(wanted, given))]
 
@@ -281,7 +282,7 @@ def _differences(wanted: Sequence[jax.Array], given: Sequence[jax.Array]) -> lis
 
 
 def _difference(want: jax.Array, got: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Largest difference, infinite where only one is NaN, and the largest finite magnitude of `want`."""
+    """The largest difference (infinite if only one side is NaN), and the largest finite magnitude of `want`."""
     if want.size == 0:
         return jnp.float32(0), jnp.float32(0)
     if not jnp.issubdtype(want.dtype, jnp.inexact):

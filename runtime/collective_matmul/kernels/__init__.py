@@ -1,18 +1,20 @@
-"""Mosaic-GPU kernels of collective matmuls, for Hopper GPUs of one process that reach each other's memory.
+"""Mosaic-GPU kernels of collective matmuls, for Hopper GPUs of one process with access to each other's memory.
 
-    hopper_gemm             the persistent GEMM that they share
-    gemm_tiles              how it is cut
-    held_parts              what is done about a tile while the next one is multiplied
-    opaque                  values that compilers shall not compute before they are needed
-    gathered_rows           how rows come to the next one
-    all_gather_matmul       rows are pulled from their owners while own rows are multiplied
+    hopper_gemm             the persistent GEMM that the kernels share
+    gemm_tiles              how the GEMM is cut into tiles
+    held_parts              stores or sums a tile while the next one is multiplied
+    opaque                  values that compilers cannot compute early
+    device_barrier          the devices' rendezvous inside a kernel
+    gathered_rows           order and size of the rows' transfers in the next kernel
+    all_gather_matmul       pulls rows from their owners while own rows are multiplied
     split_sums              contractions that several blocks share
-    owned_tiles             whose tile is whose in the next two, and in which order they come
-    summed_matmul           what these two share: tiles are sent to their owners and summed
+    owned_tiles             owners and order of the tiles in the next kernels
+    summed_matmul           shared part of the next two: tiles are sent to their owners and summed
     matmul_reduce_scatter   tiles go to their owners as soon as they are multiplied (DistFuse), and are summed there
-    matmul_all_reduce       the same, and sums go back to all
+    matmul_all_reduce       the same, and sums go back to all devices
 
-They are forward functions, and check sizes alone. What else they need is the caller's to see to, as
-`runtime/collective_matmul/form_choice.py` and the passes do: no collective of NCCL in flight beside them, as they hold
-all SMs while they wait for their peers, and no CUDA graph that holds them, which would keep their peers' addresses.
+The kernels compute forward only, and check sizes only. Callers (`runtime/collective_matmul/form_choice.py` and the
+passes) must ensure the rest:
+- No NCCL collective is in flight during a kernel, because a kernel holds all its SMs while it waits for its peers.
+- No CUDA graph contains a kernel, because the graph would keep the peers' addresses.
 """

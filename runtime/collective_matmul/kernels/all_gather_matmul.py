@@ -1,4 +1,4 @@
-"""All-gather and GEMM in one Mosaic-GPU kernel for Hopper: rows come from the others while own rows are multiplied.
+"""All-gather and GEMM in one Mosaic-GPU kernel for Hopper: pulls the peers' rows while own rows are multiplied.
 
     out = all_gather(x) @ w       x [m, k] this device's rows, w [k, n], out [devices * m, n] in global row order
 
@@ -7,39 +7,30 @@
       warp 1             gathered[1]  <----------------------- x1           (TMA: peer -> shared memory -> gathered)
       warpgroups 0, 1    others' tiles  gathered[1] @ w, as soon as the counter of these rows is full
 
-One persistent grid (`hopper_gemm`) walks all tiles of the result: own rows first, then the others' in the order in
-which they arrive, without a break between devices. Warp 0 of a block's memory warpgroup loads tiles and, before rows of
-another device, waits for their counter; warp 1 pulls rows, piece by piece and straight from their owner: there is no
-ring, and no device waits for a step of another one.
+One persistent grid (`hopper_gemm`) walks all tiles of the result: first own rows, then the others' rows in the order of
+arrival, without a break between devices. Warp 0 of a block's memory warpgroup loads tiles. Before it loads rows of
+another device, it waits for their counter. Warp 1 pulls rows piece by piece, directly from their owner. There is no
+ring, so no device waits for a step of another one.
 
-`arrived[source, tile of rows, chunk of k]` counts batches of pieces that lie in this device's `gathered`. Who wrote a
-batch adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release); who reads acquires, and fences the
-proxies before its TMA. Both are blocks of one device: nothing is waited for across the link but the rows.
+`arrived[source, tile of rows, chunk of k]` counts batches of pieces in this device's `gathered`. The writer of a batch
+adds 1 after its writes have completed (`wait_smem_to_gmem`, then a release). The reader acquires, and fences the
+proxies before its TMA. Both are blocks of the same device, so only the rows themselves cross the link.
 
 Between devices:
-    start    A peer's `x` is its own only when its kernel runs: before, that memory may belong to another operation.
-             XLA zeroes the counters, then launches, and devices meet while own tiles are multiplied (`meeting`).
-    end      A peer may reuse `x` once its kernel ends. So each block, when it has read its share, adds 1 to `left` of
-             every peer, and block 0 stays until all blocks of all peers have: `x` outlives all who read it. Nobody
-             writes to a peer's memory but for these counters, and they are all there when the kernel ends.
+    start    A peer's `x` is valid only while its kernel runs; before, another operation may use that memory. XLA zeroes
+             the counters, then launches. The devices meet while own tiles are multiplied (`device_barrier.Meeting`).
+    end      A peer may reuse `x` once its kernel ends. So each block that has read its share adds 1 to `left` of every
+             peer, and block 0 waits for all blocks of all peers. So `x` outlives all its readers. These counters are
+             the only writes to a peer's memory, and all of them arrive before the kernel ends.
 
-Legality: one axis of the mesh, NVLink or other peer access between its devices, no NVSHMEM. The kernel takes its SMs
-until all peers have sent: no collective of NCCL may be in flight beside it on any of these devices, or each may wait
-for SMs that the other holds. Bitwise deterministic: every element is summed by one block in the order of k.
+Legality: one axis of the mesh; NVLink or other peer access between its devices; no NVSHMEM needed. The kernel holds its
+SMs until all peers have sent. So no NCCL collective may be in flight on these devices: each could wait for SMs that the
+other holds. Bitwise deterministic: one block sums each element, in the order of k.
 
-Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), and 2 us for zeroing.
-DistFuse (section 3) calls it immediate communication, here before the GEMM instead of after. Microseconds on 2 H200,
-NVLink, bfloat16, 2026-11-21, 17 of the measuring loop in each of them; cuBLAS's GEMM and NCCL's gather alone, and the
-one after the other:
-
-    rows x k x columns       kernel    cuBLAS    NCCL    both
-    8192 x 4096 x 3584        376.1     355.0   190.3   516.7     without copies and waits 368.6
-    2048 x 4096 x 3072        106.6      96.2    78.6   160.5
-    4096 x 8192 x 2560        288.1     257.3   197.9   423.3     the GEMM of `hopper_gemm` alone 270.8
-    16384 x 4096 x 1536       362.4     317.5   374.6   610.4
-
-Pushing rows to peers instead took 404.5, 129.7, 312.6 and 389.6: each counter across the link is a release at system
-scope, 2 us in which the copying warp stands still. With 64 copying blocks instead of all the first one took 375.3.
+Cost: max(GEMM over all rows, (devices - 1) * bytes of x over the link), plus zeroing the counters. This is faster than
+NCCL's gather followed by cuBLAS's GEMM (docs/collective_matmul.md). Pushing rows to peers was slower: each counter
+across the link would be a release at system scope, which stalls the copying warp.
+DistFuse (section 3) calls this immediate communication; here it comes before the GEMM instead of after it.
 """
 
 from __future__ import annotations
@@ -66,33 +57,23 @@ _LOAD_WARP, _COPY_WARP = 0, 1
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
-    """Why this kernel cannot serve a site of kind "all_gather_matmul", None if it can."""
+    """Returns why this kernel cannot serve a site of kind "all_gather_matmul", or None."""
     if site.kind != "all_gather_matmul":
         return f"{site.kind} is no all_gather_matmul"
     return _plan(site, tiles).refusal()
 
 
 _LARGE, _SMALL = Tiles(128, 256, 64, 4, "M", 8), Tiles(128, 192, 64, 4, "M", 8)
-_SMALL_TIME = (
-    0.77  # of a small tile, relative: 0.75 of the work (2 H200, 8192x4096x3584: 371 us in 10 rounds, 337 in 7)
-)
+_SMALL_TIME = 0.77  # time of a small tile relative to a large one, by measurement; it has 0.75 of the work
 
 
 def default_tiles(site: Site) -> Tiles:
-    """The tiles with the shortest rounds of all SMs, by `Gemm.rounds` times the time of a tile; and their chunks.
+    """Returns the tiles that take the least time (`Gemm.rounds` times the time of a tile), with a number of chunks.
 
-    A tile of the result waits for the first of `chunks` parts of its rows. The longer own tiles take, the earlier
-    others' rows come in comparison, and the fewer counters it takes. Measured (2 H200, 2026-11-21; microseconds):
-
-        rows x k x columns      rounds of own tiles    tiles      chunks    time
-        8192 x 4096 x 3584      3.4                    128x256    1         376.1
-        16384 x 4096 x 1536     2.9                    128x256    1         362.4
-        4096 x 8192 x 2560      1.2                    128x256    4         288.1
-        2048 x 4096 x 3072      1.0                    128x192    8         106.6; 4 chunks 122.5
-                                0.7                    128x256    4         132.5
-
-    The last two have GEMMs of about the same time (106.7 and 101.3 alone): with 128x256 a quarter of the SMs has no
-    own tile to begin with.
+    A tile of the result waits only for the first of `chunks` parts of its rows. More rounds of own tiles leave more
+    time for the others' rows to arrive, so that fewer chunks, and fewer counters, suffice. `_with_chunks` has the
+    thresholds, chosen by measurement. With less than one round, large tiles leave some SMs
+    without an own tile; then small tiles are better.
     """
     costs = [(tiles, cost, _gemm(site, tiles)) for tiles, cost in ((_LARGE, 1.0), (_SMALL, _SMALL_TIME))]
     times = {tiles: gemm.rounds * cost for tiles, cost, gemm in costs if gemm.refusal() is None}
@@ -100,7 +81,7 @@ def default_tiles(site: Site) -> Tiles:
 
 
 def _with_chunks(site: Site, tiles: Tiles) -> Tiles:
-    """`tiles`, with the chunks that suit the site where they say none: see `default_tiles`."""
+    """`tiles` with the number of chunks that suits the site, if they name none: see `default_tiles`."""
     if tiles.chunks is not None:
         return tiles
     gemm = _gemm(site, tiles)
@@ -112,19 +93,19 @@ def _with_chunks(site: Site, tiles: Tiles) -> Tiles:
 def all_gather_matmul_kernel(
     x: jax.Array, w: jax.Array, axis_name: str, tiles: Tiles | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """all_gather(x) @ w, inside `shard_map`.
+    """Computes all_gather(x) @ w, inside `shard_map`.
 
     Args:
       x: [m, k], this device's rows.
       w: [k, n], of x's dtype.
-      axis_name: one axis of the mesh, the rows' order.
-      tiles: of the GEMM; None is `default_tiles`.
+      axis_name: one axis of the mesh, in the order of the rows.
+      tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:
       ([devices * m, n] in x's dtype, accumulated in float32; [devices * m, k], the gathered x).
 
     Raises:
-      DhelixError: sizes, dtype or tiles that `supported` refuses.
+      DhelixError: `supported` refuses the sizes, dtype or tiles.
     """
     devices = lax.axis_size(axis_name)
     (m, k), (depth, n) = x.shape, w.shape
@@ -166,7 +147,7 @@ def _gemm(site: Site, tiles: Tiles, store_columns: int = 32) -> Gemm:
 
 
 def _plan(site: Site, tiles: Tiles | None) -> GatheredGemm:
-    """Pieces of the result are as wide as shared memory allows beside the ring and the staged pieces."""
+    """Pieces of the result are as wide as shared memory allows next to the ring and the staged pieces."""
     tiles = default_tiles(site) if tiles is None else _with_chunks(site, tiles)
     transfer = Transfer(tiles.chunks or 1)
     for store_columns in (64, 32):
@@ -244,7 +225,7 @@ def _kernel(
 
 
 def _wait(plan: GatheredGemm, counter: Any) -> None:
-    """Until the rows of this counter are in `gathered`, for TMA loads of this thread that follow."""
+    """Waits until the rows of this counter are in `gathered`, before TMA loads of this thread."""
     plgpu.semaphore_wait(counter, plan.chunk_batches, decrement=False, memory_scope="gpu")
     hopper_gemm.fence_proxies()
 
@@ -260,7 +241,7 @@ def _copy(
     staged: Any,
     loaded: Any,
 ) -> None:
-    """Pulls this block's share of the pieces, from each peer and then own rows, into this device's `gathered`."""
+    """Pulls this block's share of the pieces into this device's `gathered`: first from the peers, then own rows."""
     transfer = plan.transfer
     me = lax.axis_index(axis)
     peers: list[Any] = [{axis: lax.rem(me + step, jnp.int32(plan.devices))} for step in range(1, plan.devices)]
@@ -306,7 +287,7 @@ def _copy(
 
         @pl.when(number + ahead < mine)
         def _() -> None:
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the slot that comes next has been read
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # until the store has read the slot that is loaded next
             load(number + ahead)
 
         @pl.when((number >= 1) & (lax.rem(number - 1, jnp.int32(transfer.batch)) == transfer.batch - 1))

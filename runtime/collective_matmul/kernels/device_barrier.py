@@ -1,32 +1,30 @@
-"""Devices meet inside a kernel, while it multiplies its first tiles, instead of before it is launched.
+"""A rendezvous of the devices inside a kernel, while it multiplies its first tiles, instead of before its launch.
 
-Memory is a kernel's only while it runs: before, another operation of that device may use it. So nobody may write to a
-peer, or read what the peer has computed, until its kernel has begun. XLA has a kernel of its own for that, which all
-devices leave together, before each launch: 4 to 6 us, and 1 to 4 until the next one begins (2 H200s, 2026-11-23).
+A kernel owns its memory only while it runs; before, another operation of that device may use it. So nobody may write to
+a peer, or read a peer's results, before the peer's kernel has begun. XLA ensures that by a kernel of its own before
+each launch, which all devices leave together. That takes longer than this rendezvous (docs/collective_matmul.md).
 
     words, on each device, written by itself and read by all:   stamp | seen of the next device | of the one after | ...
 
     1  stamp = this moment
-    2  again and again: look at every peer's stamp, and what it has seen of this device; copy the stamps into `seen`
-       until all have seen this one's stamp
+    2  repeat: read every peer's stamp, and what the peer has seen of this device; copy the stamps into `seen`;
+       until all peers have seen this device's stamp
     3  copy the stamps once more, then let this device's blocks go on
 
-Legal: before a peer has begun, what is read of it is whatever lies there, and reading does no harm. It is taken for an
-answer only where these 8 bytes are this very moment. What lies there of earlier calls are earlier stamps. So a peer
-that has seen this stamp has begun this call, and all that it ran before is done. In 2 what is copied may lie there from
-before the peer wrote its stamp; in 3 it cannot. A device must not leave before its peers have seen that it has seen
-theirs: kernels leave when they have got all that every peer sends, and some of it comes from blocks that have waited
-for the meeting. (In `summed_matmul` that is all but blocks whose first tile is their device's own one.)
+Legality:
+- Before a peer has begun, its words hold arbitrary data, and reading them does no harm. They count as an answer only if
+  these 8 bytes equal this device's current stamp. Words of earlier calls hold earlier stamps. So a peer that has seen
+  this stamp has begun this call, and all earlier work on it is done.
+- Step 2 may copy a word from before the peer wrote its stamp; step 3 cannot.
+- A device must not exit before its peers have seen that it has seen their stamps. Kernels exit only after they have
+  received everything that every peer sends, and some of it comes from blocks that have waited for the rendezvous. (In
+  `summed_matmul` these are all blocks except those whose first tile is their device's own.)
+- Stamps of one device do not repeat for hours. Stamps of two devices are equal if their timers and clocks are equal.
+  They could be confused if calls over two axes use one address: by estimate in less than 1e-8 of such calls.
 
-Stamps of one device do not repeat for hours. Those of two devices may be equal if their timers and clocks say the
-same, and be taken for each other where calls over two axes use one address: by estimate in less than 1e-8 of such
-calls.
+Needs counters that are zeroed before a kernel begins, such as `pl.get_global`'s, and `compiler_params=PARAMS`.
 
-Needs counters that are zeroed before a kernel begins, as those of `pl.get_global` are, and
-`compiler_params=PARAMS`.
-
-Cost: nothing where the first tile takes longer than some 4 us, what messages take to go to and fro twice. Calls take 5
-to 8 us less than with XLA's kernel (2 H200s): 73 instead of 80 of 2048 x 2048 x 4096 with a reduce-scatter.
+Cost: none if the first tile takes longer than two round trips over the link.
 """
 
 from __future__ import annotations
@@ -43,23 +41,23 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
-WARP = 2  # of the memory warpgroup of one block, which meets; others load
-PARAMS = plgpu.CompilerParams(skip_device_barrier=True)  # of kernels in which devices meet
+WARP = 2  # of one block's memory warpgroup: runs `Meeting.meet`; other warps load
+PARAMS = plgpu.CompilerParams(skip_device_barrier=True)  # for kernels with a `Meeting`
 
 
 def words(devices: int) -> jax.ShapeDtypeStruct:
-    """What a kernel needs as one more result: two halves of each word."""
+    """The additional result that a kernel needs: two 32-bit halves of each word."""
     return jax.ShapeDtypeStruct((devices, 2), jnp.int32)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Of the devices of an axis.
+    """The rendezvous of the devices of an axis.
 
     Attributes:
-      axis: its name.
-      words: as of `words`, in global memory.
-      begun: counter of this device, 1 when all others have begun.
+      axis: the axis's name.
+      words: see `words`; in global memory.
+      begun: counter of this device; 1 when all other devices have begun.
     """
 
     axis: str
@@ -67,28 +65,29 @@ class Meeting:
     begun: Any
 
     def meet(self) -> None:
-        """For one warp of one block; `wait` of all blocks returns when it is done."""
+        """Runs the rendezvous in one warp of one block; then `wait` returns in all blocks."""
         devices, me = lax.axis_size(self.axis), lax.axis_index(self.axis)
         peers: list[Any] = [{self.axis: lax.rem(me + step, jnp.int32(devices))} for step in range(1, devices)]
         _meet(self.words, [plgpu.remote_ref(self.words, peer) for peer in peers])
         plgpu.semaphore_signal(self.begun, memory_scope="gpu")
 
     def wait(self) -> None:
-        """Until all devices have begun. For a warp or a warpgroup."""
+        """Waits until all devices have begun. For a warp or a warpgroup."""
         plgpu.semaphore_wait(self.begun, 1, decrement=False, memory_scope="gpu")
 
 
 def _meet(own: Any, others: list[Any]) -> None:
-    """Steps 1 to 3; `others[i]` are the words of the device i + 1 places further on."""
+    """Steps 1 to 3 of the module; `others[i]` are the words of the device i + 1 places further on."""
     refs = tuple(plgpu.RefType() for _ in range(1 + len(others)))
 
     @plgpu.inline_mgpu(arg_types=refs)
     def meet(_: Any, *refs: Any) -> None:
         with utils.single_thread(scope=utils.ThreadSubset.WARP):
             own, *others = map(utils.memref_ptr, refs)
+            # 1. The stamp of this device.
             stamp = _now()
             _store(own, 0, stamp)
-            _fence()  # who finds its own stamp seen finds this one, too
+            _fence()  # a peer that finds its own stamp in `seen` also finds this stamp
 
             def stamps() -> list[Any]:
                 return [_load(other, 0) for other in others]
@@ -97,9 +96,10 @@ def _meet(own: Any, others: list[Any]) -> None:
                 for place, seen in enumerate(stamps, 1):
                     _store(own, place, seen)
 
+            # 2. Copy the peers' stamps until all peers have seen this device's stamp.
             again = scf.WhileOp([], [])
             with ir.InsertionPoint(again.before.blocks.append()):
-                # All loads at once: each of them goes to and fro across the link.
+                # All loads at once: each takes a round trip over the link.
                 found = stamps()
                 seen = [_load(other, len(others) + 1 - place) for place, other in enumerate(others, 1)]
                 copy(found)
@@ -107,6 +107,7 @@ def _meet(own: Any, others: list[Any]) -> None:
                 scf.condition(functools.reduce(arith.ori, unseen), [])
             with ir.InsertionPoint(again.after.blocks.append()):
                 scf.yield_([])
+            # 3. Copy the stamps once more.
             _fence()
             copy(stamps())
 
@@ -114,7 +115,7 @@ def _meet(own: Any, others: list[Any]) -> None:
 
 
 def _now() -> Any:
-    """Nanoseconds, and in the highest bits what the SM's clock says, should the timer stand still for a while."""
+    """Nanoseconds; the SM's clock is mixed into the highest bits, in case the timer does not advance."""
     i64 = ir.IntegerType.get_signless(64)
     cycles = arith.shli(arith.extui(i64, utils.clock()), utils.c(44, i64))
     return arith.xori(utils.globaltimer(), cycles)

@@ -1,10 +1,10 @@
-"""How rows of other devices come to an all-gather matmul: in pieces and chunks, in which order, and tiles behind them.
+"""How an all-gather matmul transfers rows of other devices: pieces, chunks, their order, and the order of the tiles.
 
-    rows of a device       tiles of rows; window by window of them, in each chunk by chunk along k
-    chunk of a tile        pieces [rows, columns], what one TMA copy moves; some are counted together, as a batch
-    tiles of the result    own rows first, then the others' in the order in which they arrive
+    rows of a device       tiles of rows, window by window; in each window chunk by chunk along k
+    chunk of a tile        pieces [rows, columns], one TMA copy each; a batch of pieces is counted together
+    tiles of the result    own rows first, then the others' rows in the order of arrival
 
-`all_gather_matmul` pulls, waits and multiplies by it.
+`all_gather_matmul` pulls, waits and multiplies in this order.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Transfer:
     """How rows are pulled from device to device.
 
     Attributes:
-      chunks: counters for each tile of rows, along k: a tile of the result can begin when the first one is full.
-      rows, columns: of a piece, what one TMA copy moves.
+      chunks: number of counters for each tile of rows, along k. A tile of the result can begin when the first one is
+        full.
+      rows, columns: size of a piece, which one TMA copy moves.
       stages: pieces in flight for each block; all but one are loads, which take longer than stores.
-      batch: pieces that are counted together.
+      batch: number of pieces that are counted together.
     """
 
     chunks: int = 1
@@ -39,7 +40,7 @@ class Transfer:
 
     @property
     def window(self) -> int:
-        """Tiles of rows that are moved together, chunk by chunk."""
+        """Number of tiles of rows that are moved together, chunk by chunk."""
         return 2 if self.chunks == 1 else 8
 
     @property
@@ -50,7 +51,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class GatheredGemm:
-    """An all-gather matmul on one device: the GEMM over all rows, and how rows come."""
+    """An all-gather matmul on one device: the GEMM over all rows, and the transfer of the rows."""
 
     gemm: Gemm
     transfer: Transfer
@@ -58,12 +59,12 @@ class GatheredGemm:
 
     @property
     def rows(self) -> int:
-        """Of each device."""
+        """Rows of each device."""
         return self.gemm.m // self.devices
 
     @property
     def row_tiles(self) -> int:
-        """Of each device, tiles of one block."""
+        """Number of a block's tiles in the rows of each device."""
         return self.rows // self.gemm.tiles.tile_m
 
     @property
@@ -72,18 +73,18 @@ class GatheredGemm:
 
     @property
     def chunk_pieces(self) -> int:
-        """Pieces of a tile of rows in a chunk."""
+        """Number of pieces in a chunk of a tile of rows."""
         transfer = self.transfer
         return self.gemm.tiles.tile_m * (self.gemm.k // transfer.chunks) // (transfer.rows * transfer.columns)
 
     @property
     def chunk_batches(self) -> int:
-        """What one counter counts."""
+        """Number of batches that fill one counter."""
         return self.chunk_pieces // self.transfer.batch
 
     @property
     def batches(self) -> int:
-        """Of all blocks, from all devices."""
+        """Number of batches of all blocks, from all devices."""
         return self.devices * self.row_tiles * self.transfer.chunks * self.chunk_batches
 
     @property
@@ -91,6 +92,7 @@ class GatheredGemm:
         return self.gemm.clusters * self.gemm.cluster
 
     def refusal(self) -> str | None:
+        """Returns why this plan is impossible, or None."""
         gemm, transfer = self.gemm, self.transfer
         if self.devices < 2:
             return "an axis of one device has nothing to gather"
@@ -109,7 +111,7 @@ class GatheredGemm:
         return gemm.refusal(transfer.shared_bytes)
 
     def order(self, me: jax.Array) -> gemm_tiles.Order:
-        """Own tiles first, then those of the others: row tile by row tile, one of each device in turn."""
+        """Own tiles first, then the others' tiles: row tile by row tile, one of each device in turn."""
         own_rows = self.rows // self.gemm.cluster_rows
         columns, band, peers = self.gemm.column_tiles, self.gemm.tiles.group, self.devices - 1
         own_place = gemm_tiles.banded(own_rows, columns, band)
@@ -127,10 +129,10 @@ class GatheredGemm:
         return order
 
     def piece(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(source, row tile, chunk, first row, first column) of a piece; sources count from the next device on.
+        """(source, row tile, chunk, first row, first column) of a piece; source 0 is the next device.
 
-        Window by window, in it chunk by chunk, in that row tile by row tile, in that one source after the other, and
-        then along k. Own rows, for who wants them gathered, come after all that as source `devices - 1`.
+        The nesting, outermost first: windows, chunks, row tiles, sources, pieces. Own rows come last, as source
+        `devices - 1`, because the gathered x contains them.
         """
         transfer, tile_m, peers = self.transfer, self.gemm.tiles.tile_m, self.devices - 1
         window = math.gcd(transfer.window, self.row_tiles)
@@ -149,5 +151,6 @@ class GatheredGemm:
 
 
 def divided(number: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder."""
     number = jnp.int32(number)  # with JAX_ENABLE_X64 a loop's counter is wider
     return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))

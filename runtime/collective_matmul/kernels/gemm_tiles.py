@@ -1,8 +1,8 @@
-"""How the GEMM of `hopper_gemm` is cut into tiles, halves of tiles and pieces, and what of an SM it takes.
+"""How the GEMM of `hopper_gemm` is cut into tiles, half tiles and pieces, and which resources of an SM it takes.
 
-result      tiles [tile_m, tile_n], of a block; a cluster has `cluster` of them below each other
-tile        two parts, of one warpgroup each: below each other (`wide` M) or side by side (N)
-part        pieces [64, store_columns], which leave shared memory one by one, and come to it
+result      tiles [tile_m, tile_n], one per block; the `cluster` tiles of a cluster are below each other
+tile        two parts, one per compute warpgroup: below each other (`wide` M) or side by side (N)
+part        pieces [64, store_columns], which are stored and loaded one by one
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from jax import lax
 
 from dhelix.profiles.collective_matmul.sites import H200_SMS, Tiles
 
-# Axes of the launch: cluster, block in it, warpgroup in that. No mesh may have an axis of such a name.
+# Axes of the launch: cluster, block in the cluster, warpgroup in the block. No mesh axis may have such a name.
 CLUSTERS, RANK, GROUP = "gemm_clusters", "gemm_rank", "gemm_group"
 MEMORY_GROUP = 2
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232  # per thread; 128 * (40 + 2 * 232) of the 65536 of an SM
-SHARED_BYTES = 227 * 1024  # of an SM, what one block may have
-PIECE_ROWS = 64  # what one wgmma gives
-_MOST_HELD = 64 * 256  # elements of a part: its sums and the rounded part before take 192 of the registers
-_HALF_TIME = 0.56  # of a half, in times of a tile
+SHARED_BYTES = 227 * 1024  # shared memory of an SM that one block may have
+PIECE_ROWS = 64  # rows of one wgmma
+_MOST_HELD = 64 * 256  # elements of a part: its sums and the previous rounded part take 192 registers
+_HALF_TIME = 0.56  # time of a half tile relative to a tile, by measurement
 _BARRIER_BYTES = 1024  # more than all barriers take, alignment included
-_STEPS_BETWEEN = 4  # along k, at most, from turn to turn: 5 and 6 are as fast, 2 is 6 % slower (2 H200s, K 2048)
+_STEPS_BETWEEN = 4  # at most so many steps along k from turn to turn; chosen by measurement
 
 
 class Tile(NamedTuple):
-    """A tile of the result of one block: in units of tile_m rows and of tile_n columns, over the whole result."""
+    """A block's tile of the result. `row` counts tile_m rows, `column` tile_n columns, over the whole result."""
 
     row: jax.Array
     column: jax.Array
-    first: jax.Array | int = 0  # of its rows, those from here on: a half begins in the middle
+    first: jax.Array | int = 0  # first row within the tile: the second half begins in the middle
 
 
 Order = Callable[[jax.Array], Tile]
 
 
 class Place(NamedTuple):
-    """Where a warpgroup's part of a tile belongs, or a piece of it.
+    """The place of a warpgroup's part of a tile, or of a piece of it.
 
     Attributes:
-      number: of the tile, what `order` was asked for.
-      row, column: its first element, in the whole result.
+      number: the tile's number, the argument of `order`.
+      row, column: the first element, in the whole result.
     """
 
     number: jax.Array
@@ -65,14 +65,14 @@ class Gemm:
     """One GEMM and how it is cut.
 
     Attributes:
-      m, n, k: of the whole product.
-      dtype: of operands and result.
-      tiles: of one block; `wide` says along which dimension its two warpgroups split it.
-      cluster: blocks that share the columns of w.
+      m, n, k: sizes of the whole product.
+      dtype: type of operands and result.
+      tiles: the tile of one block; `wide` is the dimension along which its two compute warpgroups split it.
+      cluster: number of blocks that share the columns of w.
       store_columns: width of the pieces in which a warpgroup stores its part.
-      store_slots: such pieces that a warpgroup has room for in shared memory.
-      halves: cut tiles in two where that shortens the last round.
-      splits: blocks that share the contraction of a tile (`split_sums`).
+      store_slots: number of such pieces in shared memory, per warpgroup.
+      halves: whether tiles are cut in two if that shortens the last round.
+      splits: number of blocks that share the contraction of a tile (`split_sums`).
     """
 
     m: int
@@ -94,25 +94,29 @@ class Gemm:
 
     @property
     def half_part(self) -> tuple[int, int]:
-        """Rows and columns of one warpgroup's part of half a tile: below each other only where 64 rows are left."""
+        """Rows and columns of one warpgroup's part of half a tile.
+
+        If the rows of a part are no multiple of 128, half of its columns are left, and warpgroups that were below each
+        other are side by side.
+        """
         rows, columns = self.part
         return (rows // 2, columns) if rows % 128 == 0 else (rows, columns // 2)
 
     def pieces(self, part: tuple[int, ...]) -> list[tuple[int, int]]:
-        """First row and column of the pieces that a warpgroup's part of a tile is stored in."""
+        """First row and column of each piece in which a warpgroup stores its part of a tile."""
         rows, columns = part
         return [(i, j) for i in range(0, rows, PIECE_ROWS) for j in range(0, columns, self.store_columns)]
 
     @property
     def turn_steps(self) -> list[int]:
-        """Steps of a tile at which something is done about the part before it: one for each piece, and two more."""
+        """The steps of a tile at which the previous tile's part is processed: one for each piece, and two more."""
         turns = len(self.pieces(self.part)) + 2
         between = max(1, min(_STEPS_BETWEEN, (self.steps - 2) // (turns - 1)))
         return [min(1 + between * turn, self.steps - 1) for turn in range(turns)]
 
     @property
     def cluster_rows(self) -> int:
-        """Rows of the tile of a cluster."""
+        """Rows of a cluster's tile."""
         return self.tiles.tile_m * self.cluster
 
     @property
@@ -121,12 +125,12 @@ class Gemm:
 
     @property
     def cluster_tiles(self) -> int:
-        """Tiles of all clusters together; a tile whose contraction is split counts so many times."""
+        """Number of tiles of all clusters; a tile with a split contraction counts once per split."""
         return self.m // self.cluster_rows * self.column_tiles * self.splits
 
     @property
     def whole_tiles(self) -> int:
-        """Tiles of all clusters that are not cut in two: the first ones."""
+        """Number of tiles of all clusters that are not cut in two; these come first."""
         left, (rows, columns) = self.cluster_tiles % self.clusters, self.half_part
         fits = self.halves and rows % PIECE_ROWS == 0 and columns % 64 == 0 and columns % self.store_columns == 0
         fits = fits and (self.tiles.wide == "M" or self.part[0] % (2 * PIECE_ROWS) == 0)  # half of the rows is cut off
@@ -134,10 +138,7 @@ class Gemm:
 
     @property
     def rounds(self) -> float:
-        """Tiles that the busiest cluster multiplies, one after the other; half a tile counts as what it takes.
-
-        4096x8192x2560 by 128x256 on an H200 (2026-11-21): 254 us with 2 tiles and a half, 297 us with 3.
-        """
+        """Number of tiles that the busiest cluster multiplies in sequence; a half tile counts by its time."""
         whole = math.ceil(self.whole_tiles / self.clusters)
         return whole if self.whole_tiles == self.cluster_tiles else whole + _HALF_TIME
 
@@ -147,14 +148,14 @@ class Gemm:
         return self.k // self.tiles.tile_k // self.splits
 
     def tile_and_split(self, number: jax.Array) -> tuple[jax.Array, jax.Array | int]:
-        """Which tile of the result and which part of its contraction the number-th tile of all clusters is."""
+        """The tile of the result, and the split of its contraction, that the number-th tile of all clusters is."""
         if self.splits == 1:
             return number, 0
         return lax.div(number, jnp.int32(self.splits)), lax.rem(number, jnp.int32(self.splits))
 
     @property
     def clusters(self) -> int:
-        """Clusters that run, on an SM for each block."""
+        """Number of clusters that run, with one SM for each block."""
         return (self.tiles.sms or H200_SMS) // self.cluster
 
     @property
@@ -164,11 +165,11 @@ class Gemm:
         return 2 * (operands + 2 * self.store_slots * PIECE_ROWS * self.store_columns) + _BARRIER_BYTES
 
     def refusal(self, extra_bytes: int = 0) -> str | None:
-        """Why this GEMM cannot be had, None if it can; `extra_bytes` of shared memory go to others."""
+        """Returns why this GEMM is impossible, or None; `extra_bytes` of shared memory are used otherwise."""
         tiles, (rows, columns) = self.tiles, self.part
         if self.dtype not in ("bfloat16", "float16"):
             return f"{self.dtype} is neither bfloat16 nor float16"
-        beside = 64 if tiles.wide == "N" else self.store_columns  # where the second part begins in shared memory
+        beside = 64 if tiles.wide == "N" else self.store_columns  # alignment of the second part in shared memory
         if rows % PIECE_ROWS or columns % self.store_columns or columns % beside or columns > 256:
             return (
                 f"tiles {tiles.key} give a warpgroup {rows} x {columns}: 64 rows, {self.store_columns} to 256 columns"
@@ -190,7 +191,7 @@ class Gemm:
         return None
 
     def buffers(self) -> dict[str, Any]:
-        """What `load_tiles` and `multiply_tiles` share, as scratch of the kernel."""
+        """Scratch types of the kernel that `load_tiles` and `multiply_tiles` share."""
         tiles = self.tiles
         swizzled = _swizzled(64)
         stored = _swizzled(min(64, self.store_columns))
@@ -220,13 +221,13 @@ class Gemm:
 
 
 def _swizzled(columns: int) -> tuple[Any, Any]:
-    """How rows of so many elements lie in shared memory without bank conflicts."""
-    made: Any = plgpu  # these classes are abstract to type checkers
+    """The layout in which rows of `columns` elements have no bank conflicts in shared memory."""
+    made: Any = plgpu  # type checkers take these classes for abstract ones
     return made.TilingTransform((8, columns)), made.SwizzleTransform(2 * columns)
 
 
 def banded(rows: int, columns: int, width: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Walks a grid in bands of `width` rows, down the rows of a band first: neighbours in time share operands in L2.
+    """Walks a grid in bands of `width` rows, down the rows of a band first. Consecutive tiles share operands in L2.
 
     rows = 4, columns = 3, width = 2      0  2  4
                                           1  3  5

@@ -1,4 +1,4 @@
-"""What is done about a warpgroup's part of a tile while the next tile is multiplied: stored, or first added to others.
+"""Stores a warpgroup's part of a tile, or sums it with others' parts, while the next tile is multiplied.
 
     turn          Storing                            Adding (others' parts of the same tile, from `staged`)
       0           piece 0 -> slot 0 -> its place     pieces 0 of all sources -> slots                 (TMA)
@@ -6,9 +6,9 @@
                                                      pieces 1 of all sources -> slots
       ...         ...                                ...
 
-A part waits in registers, rounded (`Held`). Turns are some steps of the next tile apart where it has enough of them
-(`Gemm.turn_steps`), so that what was loaded at one turn is there at the next. Loaded when they were needed, parts of
-three other devices took 14 us of each own tile of 128x256, and those of one 5 (1 H200, 2026-11-22).
+A part waits in registers, rounded (`Held`). Turns are several steps of the next tile apart if it has enough steps
+(`Gemm.turn_steps`). So a load of one turn has completed at the next turn. Loads on demand were much slower
+(docs/collective_matmul.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from dhelix.runtime.collective_matmul.kernels import opaque
 from dhelix.runtime.collective_matmul.kernels.gemm_tiles import PIECE_ROWS, Gemm, Place, Store
 
-_AHEAD_COLUMNS = 192  # of pieces that `Adding.finish` has under way: 48 registers
+_AHEAD_COLUMNS = 192  # of pieces that `Adding.finish` has in flight: 48 registers
 
 
 class Held(NamedTuple):
@@ -37,10 +37,10 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Storing:
-    """Stores parts; one for each warpgroup.
+    """Stores parts; one instance for each compute warpgroup.
 
     Attributes:
-      gemm: what is multiplied.
+      gemm: the GEMM.
       slots: [store_slots, 64, store_columns] in shared memory, of this warpgroup.
       store: (place, slot, number), copies the number-th piece of a part from shared memory to its place, with
         `plgpu.copy_smem_to_gmem` as one group.
@@ -51,12 +51,12 @@ class Storing:
     store: Store
 
     def behind(self, held: Held, turn: int) -> None:
-        """Stores a piece. The one before it in its slot has been read by then."""
+        """Stores piece number `turn`, after the previous piece in its slot has been read."""
         gemm = self.gemm
         pieces = gemm.pieces(held.part.shape)
         if turn >= len(pieces):
             return
-        if turn == 0 and len(pieces) % gemm.store_slots:  # the slots do not go round: begin anew
+        if turn == 0 and len(pieces) % gemm.store_slots:  # the previous part did not end with the last slot
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.wait_smem_to_gmem(gemm.store_slots - 1, wait_read_only=True)
         slot = self.slots.at[turn % gemm.store_slots]
@@ -72,14 +72,14 @@ class Storing:
 
 @dataclass(frozen=True)
 class Adding:
-    """Adds others' parts to an own one, in float32, and stores the rounded sum; one for each warpgroup.
+    """Adds others' parts to an own part in float32 and stores the rounded sum; one instance for each compute warpgroup.
 
     Attributes:
-      gemm: what is multiplied; for `behind` it has more slots than there are sources.
-      slots, store: as of `Storing`. At turn 0 what `Storing` put into the slots has been read: wait for it first.
-      loaded: barrier for this warpgroup, of as many arrivals as there are sources.
-      staged: (source, number), where a source's number-th piece lies.
-      sources: in the order in which they are added.
+      gemm: the GEMM. `behind` needs more slots than there are sources.
+      slots, store: see `Storing`. Before turn 0, the pieces that `Storing` put into the slots must have been read.
+      loaded: barrier of this warpgroup, with as many arrivals as there are sources.
+      staged: (source, number) -> reference to a source's number-th piece.
+      sources: number of sources; they are added in this order.
     """
 
     gemm: Gemm
@@ -90,7 +90,7 @@ class Adding:
     sources: int
 
     def behind(self, held: Held, turn: int) -> None:
-        """Adds the piece that was loaded at the turn before, and loads the next one."""
+        """Adds the piece that the previous turn loaded, and loads the next piece."""
         pieces = len(self.gemm.pieces(held.part.shape))
         if 0 < turn <= pieces:
             self._add(held, turn - 1)
@@ -99,7 +99,7 @@ class Adding:
                 plgpu.copy_gmem_to_smem(self.staged(source, turn), self.slots.at[source], self.loaded)
 
     def finish(self, held: Held) -> None:
-        """Adds and stores all pieces; loads, straight into registers, run ahead."""
+        """Adds and stores all pieces. Loads go directly into registers and run ahead."""
         gemm, pieces = self.gemm, len(self.gemm.pieces(held.part.shape))
         places = [(source, number) for number in range(pieces) for source in range(self.sources)]
         ahead = max(1, _AHEAD_COLUMNS // gemm.store_columns)
@@ -127,7 +127,7 @@ class Adding:
         slot = self.slots.at[self.gemm.store_slots - 1]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         slot[...] = total.astype(self.gemm.dtype)
-        plgpu.commit_smem()  # and all of the warpgroup have read the other slots
+        plgpu.commit_smem()  # also: the whole warpgroup has read the other slots
         self.store(place_of(self.gemm, held, number), slot, number)
 
 
@@ -138,9 +138,9 @@ def piece_of(gemm: Gemm, part: jax.Array, number: int) -> jax.Array:
 
 
 def place_of(gemm: Gemm, held: Held, number: int) -> Place:
-    """Of the number-th piece of a part."""
+    """The place of the number-th piece of a part."""
     row, column = gemm.pieces(held.part.shape)[number]
-    # What comes from the tile before has lost that it is a multiple.
+    # The compiler does not know that loop-carried values are multiples.
     first = (
         pl.multiple_of(held.place.row + row, PIECE_ROWS),
         pl.multiple_of(held.place.column + column, gemm.store_columns),

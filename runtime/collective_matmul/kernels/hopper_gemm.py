@@ -5,27 +5,26 @@
       2      warp 0 loads tiles, 1-3 are free  multicasts it to all (half the traffic from L2)
 
     tile i of a cluster      load_tiles (warp 0)                       multiply_tiles (warpgroups 0 and 1)
-      tile = order(...)        before_step(tile, k): wait for data       wait full[slot], wgmma, free the slot before
-      for k in steps           wait free[slot]                           every few steps: something about tile i - 1,
-                               rows of x, columns of w -> slot           such as that a piece of it is stored
+      tile = order(...)        before_step(tile, k): wait for data       wait full[slot], wgmma, free the previous slot
+      for k in steps           wait free[slot]                           every few steps: process a piece of tile i - 1,
+                               rows of x, columns of w -> slot           for example store it
 
-The ring of `steps` slots runs on from tile to tile, and a tile is looked after while the next one is multiplied
-(`held_parts`): rounded, it waits in registers, half of what its sums take. Stored at once, two of its four pieces must
-have left shared memory before the next tile begins, those of all SMs at a time, which costs most where results go to
-another GPU; the GEMM of `all_gather_matmul` gains 1 to 6 % by it.
+The ring of `steps` slots continues from tile to tile. A tile is processed while the next tile is multiplied
+(`held_parts`). Until then it waits in registers, rounded, so it takes half of the registers of its sums. Immediate
+stores would be slower: two of four pieces would have to leave shared memory before the next tile begins, on all SMs at
+once. That costs most if results go to another GPU.
 
-Tiles left for a last round that would fill half of the SMs or less are cut in two along the rows, and all clusters
-share them:
+If a last round would occupy half of the SMs or less, its tiles are cut in two along the rows:
 
     3 clusters, 4 tiles      0 0 0 0 | 3 3 3 3      ->      0 0 0 0 | 3 3       time of a tile and a half instead of two
                              1 1 1 1 |                      1 1 1 1 | 3'3'
                              2 2 2 2 |                      2 2 2 2 |
 
-What differs between the kernels is in hooks: `order` (which tile comes when), `load_rows` (where rows of x lie) with
-`before_step` (when they are there), `behind` and `finish` (what becomes of a tile).
+The kernels differ in their hooks: `order` (order of the tiles), `load_rows` (source of the rows of x), `before_step`
+(waits for these rows), `behind` and `finish` (process a finished tile).
 
-Contract: x [m, k] @ w [k, n], both row-major, accumulated in float32, bfloat16 or float16; `Gemm.refusal` says why
-sizes or tiles cannot be had. Columns beyond n of the last tile are loaded as zeros and not stored.
+Contract: x [m, k] @ w [k, n], both row-major, bfloat16 or float16, accumulated in float32. `Gemm.refusal` says why
+sizes or tiles are impossible. Columns beyond n of the last tile are loaded as zeros and not stored.
 
 Use, inside the body of a `plgpu.kernel` that `Gemm.launch` describes:
 
@@ -76,15 +75,16 @@ def load_tiles(
     w: Any,
     before_step: Callable[[Tile, jax.Array], None] = lambda tile, step: None,
 ) -> None:
-    """Keeps the ring of operand tiles filled; for one warp of the memory warpgroup.
+    """Keeps the ring of operand tiles filled. Runs in one warp of the memory warpgroup.
 
     Args:
-      gemm, buffers: as allocated.
-      order: tile of the cluster from its number; its rows are in units of `cluster_rows`.
+      gemm: the GEMM.
+      buffers: allocated as `gemm.buffers()`.
+      order: number -> tile of the cluster; its rows are in units of `cluster_rows`.
       load_rows: (tile, step, destination, barrier), copies as many rows of x as the destination has, from row
-        `tile.first` of the tile on, at that step of k, with one `plgpu.copy_gmem_to_smem` that arrives at the barrier.
+        `tile.first` of the tile on, at that step of k. Uses one `plgpu.copy_gmem_to_smem` that arrives at the barrier.
       w: [k, n] in global memory.
-      before_step: (tile, step), called before anything of that step is loaded; may wait.
+      before_step: (tile, step), called before loads of that step; may wait.
     """
     tiles = gemm.tiles
 
@@ -106,7 +106,7 @@ def load_tiles(
         pl.loop(0, gemm.steps)(functools.partial(step_of_tile, number, first, tile, height))
 
     number_of_tiles = _each_tile(gemm, order, load_tile, None)
-    # A block must not leave while another one of its cluster may still write into it or arrive at its barriers.
+    # A block must not exit while another block of its cluster may still write into it or arrive at its barriers.
     total = number_of_tiles * gemm.steps
     for back in range(tiles.steps, 0, -1):
         pl.when(total >= back)(
@@ -122,19 +122,19 @@ def multiply_tiles(
     finish: Callable[[Held], None],
     complete: Callable[[jax.Array, jax.Array], jax.Array] = lambda number, sums: sums,
 ) -> None:
-    """Multiplies what `load_tiles` loads, in the same order; for both compute warpgroups.
+    """Multiplies the tiles that `load_tiles` loads, in the same order. Runs in both compute warpgroups.
 
     Args:
-      gemm, buffers, order: as in `load_tiles`.
-      behind: (held, turn), called for each part of a tile at the `gemm.turn_steps` of the next one. As long as it
-        waits nothing is multiplied.
-      finish: (held), called instead for the last part, when nothing is left to be multiplied.
-      complete: (number of the tile, float32 sums of a part), what becomes of sums before they are rounded.
+      gemm, buffers, order: see `load_tiles`.
+      behind: (held, turn), called for each part of a tile at the `gemm.turn_steps` of the next tile. Multiplying stops
+        while it waits.
+      finish: (held), called instead for the last part, after which nothing is multiplied.
+      complete: (number of the tile, float32 sums of a part) -> sums, applied before sums are rounded.
     """
     group = lax.axis_index(GROUP)
 
     def multiply(number: jax.Array, index: jax.Array, tile: Tile, height: int, held: Held) -> Held:
-        """Multiplies a tile, and has the one before, which is `held`, looked after."""
+        """Multiplies a tile and processes the previous tile's part, `held`, meanwhile."""
         rows, columns = gemm.part if height == gemm.tiles.tile_m else gemm.half_part
         row, column = (group * rows, 0) if rows < height else (0, group * columns)
 
@@ -159,12 +159,13 @@ def product(
     part: tuple[int, int],
     at_step: Callable[[jax.Array], None] = lambda step: None,
 ) -> jax.Array:
-    """A warpgroup's part of the tile that is loaded as the `number`-th, in float32, as it lies in registers.
+    """A warpgroup's part of the `number`-th loaded tile, in float32 registers.
 
     Args:
-      gemm, buffers: as in `load_tiles`.
+      gemm, buffers: see `load_tiles`.
+      number: running number of the tile in this cluster.
       first: row and column of the part in the tile of a block.
-      part: its rows and columns.
+      part: rows and columns of the part.
       at_step: called in each step along k, while that step is multiplied.
     """
     full, free, slots = buffers["full"], buffers["free"], jnp.int32(gemm.tiles.steps)
@@ -177,7 +178,7 @@ def product(
             slot = lax.rem(count, slots)
             plgpu.barrier_wait(full.at[slot])
             plgpu.wgmma(sums, buffers["x"].at[slot, rows], buffers["w"].at[slot, :, columns])
-            plgpu.wgmma_wait(1)  # the one before is done with its slot, while this one runs
+            plgpu.wgmma_wait(1)  # the previous wgmma is done with its slot; this one still runs
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(count - 1, slots)]))
             at_step(step)
 
@@ -195,8 +196,11 @@ def _each_tile[C](
     carry: C,
     finish: Callable[[C], None] | None = None,
 ) -> jax.Array:
-    """Visits (running number, number for `order`, tile of this block, rows, carry) for all tiles of this cluster, a
-    half at the end; the carry is what the visit before returned, and `finish` gets the last. Returns how many."""
+    """Visits all tiles of this cluster, whole tiles first and then possibly a half; returns their number.
+
+    `visit` gets (running number, number for `order`, tile of this block, rows, carry) and returns the next carry.
+    `finish` gets the last carry.
+    """
     cluster, rank, height = lax.axis_index(CLUSTERS), lax.axis_index(RANK), gemm.tiles.tile_m
     whole = lax.div(gemm.whole_tiles - cluster + (gemm.clusters - 1), jnp.int32(gemm.clusters))
     halves = 2 * (gemm.cluster_tiles - gemm.whole_tiles)
@@ -225,7 +229,7 @@ def _each_tile[C](
 
 
 def fence_proxies() -> None:
-    """Orders an acquire (generic proxy) before the TMA loads of this thread that follow (asynchronous proxy)."""
+    """Orders an acquire (generic proxy) before later TMA loads of this thread (asynchronous proxy)."""
 
     @plgpu.inline_mgpu()
     def fence(*_: Any) -> None:

@@ -1,13 +1,13 @@
-"""GEMM and all-reduce in one Mosaic-GPU kernel for Hopper (DistFuse): tiles leave as soon as they are multiplied.
+"""GEMM and all-reduce in one Mosaic-GPU kernel for Hopper (DistFuse): sends tiles as soon as they are multiplied.
 
     out = sum over devices of  x @ w        x [m, k], w [k, n], out [m, n], whole on all devices
 
-Prefill: as `matmul_reduce_scatter`, and the owner stores what it has summed into all devices' results at once.
-Decode, where the product is one wave of tiles and little data: every device sends its tiles to all, which saves a hop.
-`summed_matmul` has the picture, legality and determinism.
+Prefill (two shots): like `matmul_reduce_scatter`, but the owner stores its sums into all devices' results. Decode (one
+shot), if the product is one wave of tiles and little data: every device sends its tiles to all devices, which saves a
+hop. See `summed_matmul` for the picture, legality and determinism.
 
-Cost: max(GEMM, 2 (devices - 1) / devices of the product over the link), what the last wave of tiles sends, and about
-ten microseconds. Small tiles shorten that last wave, large ones multiply faster: `default_tiles`.
+Cost: max(GEMM, 2 (devices - 1) / devices of the product over the link), plus sending the last wave of tiles. Small
+tiles shorten the last wave; large tiles multiply faster: `default_tiles`.
 """
 
 from __future__ import annotations
@@ -26,48 +26,23 @@ from dhelix.runtime.collective_matmul.kernels.owned_tiles import SummedGemm
 _LARGE = Tiles(128, 256, 64, 3, "M", 8, cluster=1, lead=H200_SMS // 4)
 _SMALL = Tiles(128, 128, 64, 4, "M", 8, cluster=2, lead=H200_SMS // 2 // 2)
 _DECODE = Tiles(64, 128, 64, 7, "N", 8)
-_LARGE_DEPTH = 8192  # of the contraction on a device: from here what large tiles save exceeds what the last wave sends
+_LARGE_DEPTH = 8192  # contraction on a device from which large tiles save more than their longer last wave costs
 _SPLIT_DEPTH, _VERY_DEEP, _MOST_SPLITS = 4096, 14336, 4
-_READING = 64  # blocks that read w as fast as the memory gives it
-_ONE_SHOT_BYTES = 4 << 20  # that a device sends: up to here latency is more than this takes
+_READING = 64  # number of blocks that saturate the memory when they read w
+_ONE_SHOT_BYTES = 4 << 20  # sent by a device: up to this size latency dominates
 
 
 def default_tiles(site: Site) -> Tiles:
-    """Large tiles where the product is deep, small ones where it is not, flat ones where 128 rows do not divide or one
-    shot is enough; of these, several blocks share a contraction where that is faster (`splits_for`).
+    """Returns tiles for a site: large, small or flat ones.
 
-    Large ones in three steps, which leaves room for all pieces of a tile in shared memory, in single blocks and a
-    quarter of a wave first; of small ones half a wave first, in clusters of two where rows divide so. On 2 H200s
-    (2026-11-22), in microseconds, when a tile was stored before the next one was multiplied:
+    - Flat tiles of 64 rows if one shot is enough or the rows are no multiple of 128. With one shot several blocks share
+      a contraction if that is faster (`splits_for`).
+    - Large tiles if the product is deep: three steps, so that all pieces of a tile have room in shared memory; single
+      blocks; other devices' tiles lead by a quarter of a wave.
+    - Small tiles otherwise: four steps, so that pieces have 64 columns (128 bytes); clusters of two if the rows divide;
+      other devices' tiles lead by half a wave.
 
-        rows x k x columns      psum            128x128                   128x256               64x128
-                                behind a GEMM   lead 66    lead 33        4 steps    3 steps
-        1024 x  4096 x 8192     179             158        145            153        154
-        1024 x 14336 x 8192     385             402                       382        366
-          another run:          436                                                  400, single blocks 363
-          64 x  4096 x 8192     47                                                              49
-          64 x 14336 x 8192     85                                                              94
-
-    Today's kernel, on another machine (2 H200s, 2026-11-22):
-
-        rows x k x columns      psum            128x128, lead 33           128x256, 4 steps
-                                behind a GEMM   clusters of 2    blocks    a wave first    clusters of 2    lead 66
-        1024 x  4096 x 8192     191             147              160       152             151              148
-        1024 x 14336 x 8192     450             418              445       418             423              427
-
-    The defaults on a third one: 148 of 186, 408 of 426, and 46 of 42 with 64 rows.
-
-    All of these by small tiles in six steps. Four leave shared memory for pieces of 64 columns, 128 bytes, of four
-    devices. One H200, without links (2026-11-23, `own_tiles.py`), one of as many rounds of tiles as devices
-    an own one:
-
-        rows x k x columns      devices    cuBLAS    128x128, 6 steps    5      4      128x256
-        1024 x  4096 x 8192     2          110       122                 122    118    108
-        1024 x 14336 x 8192     2          372       402                 420    385    360
-        1024 x  2048 x 8192     4          56        68                  68     66     55
-        1024 x  7168 x 8192     4          186       232                 214    202    182
-        4096 x  7168 x 8192     4          738       917                 858    782
-        2048 x  3584 x 8192     8          185       273                        213
+    All of these were chosen by measurement (docs/collective_matmul.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
     if shots_for(site, _DECODE) == 1:
         splits = splits_for(site, _DECODE)
@@ -79,7 +54,7 @@ def default_tiles(site: Site) -> Tiles:
 
 
 def shots_for(site: Site, tiles: Tiles) -> int:
-    """1 if the product is one wave of tiles and all devices' copies of it are soon sent, else 2."""
+    """1 if the product is one wave of tiles and sending it to all devices takes few bytes, else 2."""
     sent = 2 * site.rows * site.columns * (site.axis_size - 1)
     return 1 if _blocks(site, tiles) <= H200_SMS and sent <= _ONE_SHOT_BYTES else 2
 
@@ -89,23 +64,12 @@ def _blocks(site: Site, tiles: Tiles) -> int:
 
 
 def splits_for(site: Site, tiles: Tiles) -> int:
-    """Blocks that share the contraction of a tile of 64 rows by 128 columns, where tiles leave SMs without work.
+    """Number of blocks that share the contraction of a flat tile, if the tiles alone leave SMs without work.
 
-    A block reads w at some 85 GB/s, so tiles of 64 columns beside each other keep the memory busy: where there are
-    fewer, contractions are split until as many blocks read. It costs some 4 us, so not below a depth of 4096; of very
-    deep ones the rest of the SMs has its share, too. On an H200 (2026-11-23, `own_tiles.py`), in
-    microseconds of the GEMM alone:
-
-        rows x k x columns      cuBLAS   1 split    2       4       8       chosen
-          64 x  4096 x 2048      21       19        18      16      18      4
-          64 x 14336 x 2048      24       54        40      30      34      4
-          64 x  2048 x 4096      18       13        16      16              1
-          64 x  7168 x 4096      22       34        25      30              2
-          64 x  3584 x 8192      22       22        25                      1
-          64 x  7168 x 8192      35       37        38                      1
-          64 x 14336 x 8192      62       82        65                      2
-         128 x  7168 x 4096      25       31        25                      2       41 by tiles of 128x128
-         128 x  7168 x 8192      36       38                                1       45
+    A single block cannot saturate the memory when it reads w, but `_READING` blocks can. So with fewer column tiles,
+    contractions are split until that many blocks read. A split has a fixed cost, so contractions below `_SPLIT_DEPTH`
+    are not split. Contractions of `_VERY_DEEP` or more are split at least in two if SMs are left. The limits were
+    chosen by measurement (docs/collective_matmul.md, `benchmarks/collective_matmul/own_tiles.py`).
     """
     column_tiles, steps = max(-(-site.columns // tiles.tile_n), 1), site.contraction // tiles.tile_k
     if site.contraction < _SPLIT_DEPTH:
@@ -116,9 +80,9 @@ def splits_for(site: Site, tiles: Tiles) -> int:
 
 
 def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
-    """How the kernel would do `site`: owners by rows if these divide into tiles, else by columns.
+    """Returns the kernel's plan for `site`: owners by rows if these divide into tiles, else by columns.
 
-    Few rows, as in decode, are filled up with rows that count for nothing: the GEMM has tiles of no less than 64.
+    A few rows, as in decode, are padded, because the GEMM has tiles of 64 rows or more.
     """
     filled = replace(site, rows=-(-site.rows // _DECODE.tile_m) * _DECODE.tile_m)
     is_decode = site.rows < _LARGE.tile_m or shots_for(filled, tiles or _DECODE) == 1
@@ -130,12 +94,12 @@ def plan_for(site: Site, tiles: Tiles | None = None) -> SummedGemm:
 
 
 def _owners(site: Site, tiles: Tiles) -> int:
-    """Of blocks of rows one above the other."""
+    """Number of owners' blocks along the rows."""
     return 1 if shots_for(site, tiles) == 1 or site.rows % (site.axis_size * tiles.tile_m) else site.axis_size
 
 
 def supported(site: Site, tiles: Tiles | None = None) -> str | None:
-    """Why this kernel cannot serve a site of kind "matmul_all_reduce", None if it can."""
+    """Returns why this kernel cannot serve a site of kind "matmul_all_reduce", or None."""
     if site.kind != "matmul_all_reduce":
         return f"{site.kind} is no matmul_all_reduce"
     return plan_for(site, tiles).refusal()
@@ -145,16 +109,17 @@ def matmul_all_reduce_kernel(x: jax.Array, w: jax.Array, axis_name: str, tiles: 
     """x @ w summed over the devices, inside `shard_map`.
 
     Args:
-      x: [m, k], of a contraction that is split over the devices.
+      x: [m, k]; the contraction is split over the devices.
       w: [k, n], of x's dtype.
       axis_name: one axis of the mesh.
-      tiles: of the GEMM; None is `default_tiles`.
+      tiles: tiles of the GEMM; None: `default_tiles`.
 
     Returns:
-      [m, n] in x's dtype, the same bits on all devices; parts are rounded to it before they are summed in float32.
+      [m, n] in x's dtype, the same bits on all devices. Parts are rounded to this dtype before they are summed in
+      float32.
 
     Raises:
-      DhelixError: sizes, dtype or tiles that `supported` refuses.
+      DhelixError: `supported` refuses the sizes, dtype or tiles.
     """
     (m, k), (depth, n) = x.shape, w.shape
     if k != depth or x.dtype != w.dtype:

@@ -1,4 +1,4 @@
-"""Values of a kernel that compilers cannot look through, so that what is made of them is made where it stands.
+"""Kernel values that compilers cannot look through, so that values computed from them are computed in place.
 
     for step in steps:                  # a loop of 30 steps
         if step == 5:  store(f(held))   # LLVM computes f(held), g(held), ... before the loop, as `held` is the same in
@@ -21,13 +21,13 @@ from jaxlib.mlir.dialects import llvm
 
 
 def scalars[T: tuple](values: T) -> T:
-    """The same int32 scalars."""
+    """Returns the same int32 scalars, opaque to LLVM."""
     zero = _zero()
     return type(values)(*(value + zero for value in values))
 
 
 def part(array: jax.Array) -> jax.Array:
-    """The same array of 16-bit numbers, which lies in registers as `wgmma` gives it."""
+    """Returns the same array, opaque to LLVM. The array holds 16-bit numbers in registers in the layout of `wgmma`."""
     layout = plgpu.Layout.WGMMA
     kind = plgpu.ShapeDtypeStruct(array.shape, array.dtype, layout=layout)
 

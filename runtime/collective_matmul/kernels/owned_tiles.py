@@ -1,10 +1,10 @@
-"""Whose tile is whose in a GEMM that is summed over devices, in which order tiles are multiplied, where parts arrive.
+"""Owners and order of the tiles in a GEMM that is summed over devices, and the layout of received parts.
 
-    product         one block of each owner, one above the other or side by side
-    order           tiles of others first, own ones between and behind: `SummedGemm.job`
-    staged          what others send of this device's tiles, piece by piece: `SummedGemm.staged_shape`
+    product         one block for each owner, below each other or side by side
+    order           tiles of others first, then own tiles in between and at the end: `SummedGemm.job`
+    staged          the others' parts of this device's tiles, piece by piece: `SummedGemm.staged_shape`
 
-`summed_matmul` multiplies, sends and sums by it.
+`summed_matmul` multiplies, sends and sums in this order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_DEVICES = 8
 
 
 class Job(NamedTuple):
-    """A tile of a cluster and whose it is.
+    """A cluster's tile and its owner.
 
     Attributes:
-      turn: the owner is the device `turn + 1` places further on; devices - 1 is this one.
-      tile: its number among those of its owner.
-      row, column: where it lies in the whole product, in tiles of a cluster.
+      turn: the owner is the device `turn + 1` places further on; devices - 1 is this device.
+      tile: the tile's number among its owner's tiles.
+      row, column: position in the whole product, in tiles of a cluster.
     """
 
     turn: jax.Array
@@ -44,12 +44,12 @@ class SummedGemm:
 
     Attributes:
       gemm: the local product.
-      devices: on the axis.
-      scatter: each device keeps its rows only.
-      shots: 2, by way of owners; 1, everybody to everybody (all-reduce alone).
-      lead: tiles of each other device that come before the first own one, and own ones after the last other one; 1 or
-        more, else owners wait for each other. None is as many as all clusters compute at once, so that parts have
-        arrived when they are wanted.
+      devices: number of devices on the axis.
+      scatter: whether each device keeps its rows only.
+      shots: 2: parts go to their owners; 1: all parts go to all devices (all-reduce only).
+      lead: number of tiles of each other device before the first own tile; as many own tiles come after the last other
+        one. At least 1, otherwise owners wait for each other. None: as many as all clusters compute at once, so that
+        parts have arrived when they are needed.
     """
 
     gemm: Gemm
@@ -64,7 +64,7 @@ class SummedGemm:
 
     @property
     def by_rows(self) -> bool:
-        """Owners' blocks lie one above the other, else side by side."""
+        """Whether owners' blocks are below each other; otherwise they are side by side."""
         return self.scatter or self.gemm.m % (self.owners * self.gemm.cluster_rows) == 0
 
     @property
@@ -75,22 +75,22 @@ class SummedGemm:
 
     @property
     def tiles(self) -> int:
-        """Tiles of a cluster that one device owns."""
+        """Number of a cluster's tiles that one device owns."""
         return self.block[0] * self.block[1]
 
     @property
     def own_behind(self) -> int:
-        """`lead`, where there are so many."""
+        """`lead`, limited by the number of tiles."""
         return min(self.tiles, self.gemm.clusters if self.lead is None else self.lead)
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """First row and column of the pieces that a warpgroup's part of a tile is sent in."""
+        """First row and column of each piece in which a warpgroup's part of a tile is sent."""
         return self.gemm.pieces(self.gemm.part)
 
     @property
     def staged_shape(self) -> tuple[int, ...]:
-        """[source, block's tile, warpgroup, piece, row, column]: what others send, every piece contiguous."""
+        """[source, block's tile, warpgroup, piece, row, column] of the received parts; every piece is contiguous."""
         sources = self.devices if self.shots == 1 else self.devices - 1
         tiles = self.tiles * self.gemm.cluster
         return sources, tiles, 2, len(self.pieces), gemm_tiles.PIECE_ROWS, self.gemm.store_columns
@@ -100,7 +100,7 @@ class SummedGemm:
         return self.gemm.m // self.devices if self.scatter else self.gemm.m, self.gemm.n
 
     def refusal(self) -> str | None:
-        """Why this plan cannot be had, None if it can."""
+        """Returns why this plan is impossible, or None."""
         gemm, n = self.gemm, self.devices
         if n < 2:
             return "an axis of one device has nothing to sum"
@@ -121,7 +121,7 @@ class SummedGemm:
         return None
 
     def order(self, me: jax.Array) -> gemm_tiles.Order:
-        """Of tiles, for `hopper_gemm`."""
+        """The order of tiles, for `hopper_gemm`."""
 
         def order(number: jax.Array) -> Tile:
             job = self.job(me, number)
@@ -130,11 +130,11 @@ class SummedGemm:
         return order
 
     def job(self, me: jax.Array, number: jax.Array) -> Job:
-        """What comes when, the same on all devices but for `me`.
+        """The number-th job, in an order that is the same on all devices relative to `me`.
 
-        First `own_behind` tiles of each other device, device by device in turn; then one own tile for each tile of
-        every other device; at last as many own tiles as are left. Which of these is the own one moves on with every
-        wave, so that no block gets but own ones.
+        First come `own_behind` tiles of each other device, taking the devices in turn. Then each round has one tile of
+        every other device and one own tile. At the end come the remaining own tiles. The own tile's place in a round
+        moves on with every wave, so that no block gets only own tiles.
 
             3 devices, 4 tiles each, own_behind = 2      1.0 2.0 1.1 2.1 | 0.0 1.2 2.2 | 0.1 1.3 2.3 | 0.2 0.3
         """
@@ -161,10 +161,10 @@ class SummedGemm:
 
 
 def gemm_for(site: Site, tiles: Tiles, shots: int = 2) -> Gemm:
-    """The local product of `site`, in single blocks unless the tiles say else.
+    """Returns the local product of `site`, in single blocks unless the tiles say otherwise.
 
-    With two shots a warpgroup has a slot for a piece of each device. Pieces are as wide as shared memory has room for
-    beside the operands, then slots are as many.
+    With two shots a warpgroup has a slot for a piece of each device. First pieces are as wide as shared memory allows
+    next to the operands, then slots are as many as possible.
     """
     cluster, splits = tiles.cluster or 1, tiles.splits or 1
     gemm = Gemm(site.rows, site.columns, site.contraction, site.dtype, tiles, cluster, halves=False, splits=splits)

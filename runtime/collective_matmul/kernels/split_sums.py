@@ -1,4 +1,4 @@
-"""Products whose contraction several blocks share (split-K), summed before anything is done about them.
+"""Products whose contraction several blocks share (split-K). The sums are completed before a tile is rounded.
 
     blocks of a tile    split 0                 split 1                 split 2
     multiply            x[:, :k/3] @ w[:k/3]    x[:, k/3:2k/3] @ ...    ...
@@ -6,14 +6,14 @@
                         add 1, then 2
                         round, and go on as if all of k had been multiplied here; the others are done
 
-Where a product has fewer tiles than there are SMs, as in decode, most of its time goes into reading w, and SMs without
-a tile read nothing. With S splits S times as many read. Partial sums stay in float32 and on their device; they are
-added in the order of k, so results are deterministic.
+If a product has fewer tiles than there are SMs, as in decode, reading w dominates, and SMs without a tile read nothing.
+With S splits, S times as many SMs read. Partial sums stay in float32 on their device. They are added in the order of k,
+so results are deterministic.
 
-Legality: all blocks of a tile run at once, so that none waits for one that has no SM: no more tiles times splits than
-blocks run (`Gemm.refusal`).
+Legality: all blocks of a tile must be resident at once, because split 0 waits for the others. So the number of tiles
+times splits must not exceed the number of running blocks (`Gemm.refusal`).
 
-Cost: S - 1 tiles of float32 written and read through L2 for each tile, and one signal, behind the last step.
+Cost: for each tile, S - 1 float32 tiles are written and read through L2, with one signal each, after the last step.
 DistFuse section 3: "split-K when there are no more tiles than SMs".
 """
 
@@ -33,11 +33,12 @@ from dhelix.runtime.collective_matmul.kernels.gemm_tiles import GROUP, RANK, Gem
 
 @dataclass(frozen=True)
 class SplitSums:
-    """Of one warpgroup that multiplies; nothing but a way through where nothing is split.
+    """The split sums of one compute warpgroup; passes sums through if nothing is split.
 
     Attributes:
-      partials: in global memory, of `partials_shape`; None where nothing is split.
-      stored: counters of this device beside it, by tile and warpgroup: splits that have stored their sums.
+      gemm: the GEMM.
+      partials: in global memory, of `_shape`; None if nothing is split.
+      stored: counters of this device by tile and warpgroup: the number of splits that have stored their sums.
     """
 
     gemm: Gemm
@@ -45,9 +46,9 @@ class SplitSums:
     stored: Any = None
 
     def complete(self, number: jax.Array, sums: jax.Array) -> jax.Array:
-        """The sums over all of k, in the block of split 0, from each block's own; in others they mean nothing.
+        """Completes a block's sums to the sums over all of k. Only the result of split 0 is meaningful.
 
-        `number`: what the order of tiles is asked for.
+        `number`: the tile's number, as in `Gemm.tile_and_split`.
         """
         gemm = self.gemm
         if gemm.splits == 1:
@@ -71,17 +72,17 @@ class SplitSums:
 
 
 def of_kernel(gemm: Gemm, partials: tuple[Any, ...]) -> SplitSums:
-    """Inside a kernel with `outputs` among its results, which come as `partials`."""
+    """The split sums inside a kernel; `partials` are the references of its `outputs`."""
     if gemm.splits == 1:
         return SplitSums(gemm)
     return SplitSums(gemm, partials[0], pl.get_global(plgpu.SemaphoreType.REGULAR(_shape(gemm)[:2])))
 
 
 def outputs(gemm: Gemm) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What a kernel needs as one more result, if anything."""
+    """The additional result that a kernel needs, if any."""
     return () if gemm.splits == 1 else (jax.ShapeDtypeStruct(_shape(gemm), jnp.float32),)
 
 
 def _shape(gemm: Gemm) -> tuple[int, ...]:
-    """[block's tile, warpgroup, split but the first, row, column]"""
+    """[block's tile, warpgroup, split except the first, row, column]"""
     return gemm.cluster_tiles // gemm.splits * gemm.cluster, 2, gemm.splits - 1, *gemm.part

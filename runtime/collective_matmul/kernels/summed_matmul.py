@@ -1,4 +1,4 @@
-"""GEMM whose results are summed over devices, in one Mosaic-GPU kernel for Hopper: tiles leave when they are computed.
+"""GEMM whose results are summed over devices, in one Mosaic-GPU kernel for Hopper. Sends tiles as they are computed.
 
     matmul_reduce_scatter   out = this device's rows of  sum over devices of  x @ w
     matmul_all_reduce       out = all of it
@@ -11,26 +11,27 @@ Every tile of the product has an owner. `shots = 2` (DistFuse's immediate commun
                                        |
                                        +-- all-reduce: the same TMA store goes to the other devices' out, too
 
-A device computes tiles of the others first and its own ones behind (`SummedGemm.job`): when one of its own is
-multiplied, the others' partial sums of it lie in `staged`. Both leave, piece by piece, while the next tile is
-multiplied: another device's part goes there, to an own one what is staged is added in float32 (`held_parts`). So no
-partial sum of an owner goes through memory, and multiplying goes on. `shots = 1`, for results that are one wave of
-tiles and latency: every device sends its partial sums to all, and each adds all of them up; blocks may share a
-contraction (`split_sums`).
+A device computes tiles of other owners first and its own tiles later (`SummedGemm.job`). By then the others' partial
+sums of the own tile lie in `staged`. A tile is processed piece by piece while the next tile is multiplied
+(`held_parts`): another owner's part is sent to it; an own part is added to the staged ones in float32. So the owner's
+partial sums stay in registers, and multiplying continues.
 
-All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` lie on the
-receiver: the sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), a
-turn and more behind the last piece; the owner acquires, and fences the proxies before its TMA loads.
+`shots = 1` is for results of one wave of tiles, which are bound by latency. Every device sends its partial sums to all
+devices, and each device adds all of them. Several blocks may share a contraction (`split_sums`).
 
-Legality: one axis of the mesh of at most `MOST_DEVICES`, NVLink or other peer access between its devices, no NVSHMEM.
-No collective of NCCL may be in flight beside it on any of these devices, or each may wait for SMs that the other holds.
-No deadlock among its own blocks: a tile waits only for tiles that all devices compute earlier in the same order, and
-before a block waits it has told everybody of what it sent. Bitwise deterministic: all parts are rounded, and an owner
-adds them in float32, its own first, in the order of their distance; of an all-reduce all devices get the same bits.
+All writes to other devices are TMA stores out of shared memory. Counters `arrived[tile, warpgroup]` are on the
+receiver. The sender adds 1 after its stores have completed (`wait_smem_to_gmem`, then a release at system scope), at
+least one turn after the last piece. The owner acquires, and fences the proxies before its TMA loads.
 
-Cost: max(GEMM, bytes over the link) + what the last wave sends; (n - 1) / n of the result per device over the link for
-a reduce-scatter, twice that for an all-reduce (n - 1 times the result with one shot). Staging memory: (n - 1) / n of
-the result, n times the result with one shot.
+Legality: one axis of the mesh of at most `MOST_DEVICES`; NVLink or other peer access between its devices; no NVSHMEM
+needed. No NCCL collective may be in flight on these devices: each could wait for SMs that the other holds. The kernel's
+own blocks cannot deadlock: a tile waits only for tiles that all devices compute earlier in the same order, and a block
+signals everything that it has sent before it waits. Bitwise deterministic: all parts are rounded, and an owner adds
+them in float32, its own part first, then by distance. All devices get the same bits of an all-reduce.
+
+Cost: max(GEMM, bytes over the link) plus the time to send the last wave. Bytes over the link per device: (n - 1) / n of
+the result for a reduce-scatter, twice that for an all-reduce, n - 1 times the result with one shot. Staging memory:
+(n - 1) / n of the result, n times the result with one shot.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from dhelix.runtime.collective_matmul.kernels.owned_tiles import Job, SummedGemm
 
 
 def summed_matmul(plan: SummedGemm, axis: str, x: jax.Array, w: jax.Array, name: str) -> jax.Array:
-    """x @ w summed over the devices of `axis`, inside `shard_map`; `name` is the kernel's in profiles."""
+    """x @ w summed over the devices of `axis`, inside `shard_map`; `name` is the kernel's name in profiles."""
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         _kernel(plan, axis, *refs, **scratch)
@@ -124,19 +125,21 @@ def _kernel(
 
 @dataclass(frozen=True)
 class _Links:
-    """Where results go; one for each warpgroup that multiplies.
+    """Sends and sums results; one instance for each compute warpgroup.
 
     Attributes:
+      plan: the GEMM and its sum.
+      axis: the mesh axis.
       me: this device.
-      peers: the others by turn. TMA to a peer wants a number made of constants and this device's own alone; computed
-        once, as each has descriptors of its own.
-      out, staged: in global memory, of all devices.
+      peers: the other devices by turn. TMA needs a peer's index computed from constants and this device's index only.
+        The indices are computed once, because each computed index gets TMA descriptors of its own.
+      out, staged: results and staging memory, in global memory of every device.
       slots: [store_slots, 64, store_columns] in shared memory, of this warpgroup.
-      loaded: barrier of this warpgroup, for parts of all other devices.
-      arrived: counters beside `staged`.
-      finished: counter of warpgroups of other devices that have stored all that they have for this one's `out`; None
-        if they have nothing.
-      all_devices: where they meet, before anything leaves.
+      loaded: this warpgroup's barrier for loads of the other devices' parts.
+      arrived: counters of the parts in `staged`.
+      finished: counts warpgroups of other devices that have stored everything for this device's `out`; None if other
+        devices store nothing there.
+      all_devices: the rendezvous of the devices, before anything is sent.
     """
 
     plan: SummedGemm
@@ -152,10 +155,10 @@ class _Links:
     all_devices: Meeting
 
     def behind(self, held: Held, turn: int) -> None:
-        """Another device's part goes there, piece by piece; to an own one others' are added."""
-        if self.plan.shots == 1:  # with splits there is one wave of tiles, and nothing behind which this would be
+        """Does one turn of the held part: sends a piece to another owner, or adds the others' pieces to an own part."""
+        if self.plan.shots == 1:  # needs no `is_complete`: with splits there is one wave, so `behind` never runs
             return self._exchange(held) if turn == 0 else None
-        job = opaque.scalars(self.job(held.place))  # computed once for all turns, and addresses at each
+        job = opaque.scalars(self.job(held.place))  # LLVM computes the job once, but addresses at each turn
         held, pieces = Held(held.part, opaque.scalars(held.place)), len(self.plan.pieces)
 
         @pl.when(self.is_others(job))
@@ -173,7 +176,7 @@ class _Links:
             self._adding(job, self.plan.devices - 1).behind(held, turn)
 
     def finish(self, held: Held) -> None:
-        """All of `behind`, for the last part."""
+        """Does all turns of `behind`, for the last part."""
         if self.plan.shots == 1:
             pl.when(self.is_complete(held.place))(lambda: self._exchange(held))
             return
@@ -191,11 +194,11 @@ class _Links:
             self._adding(job, self.plan.devices - 1).finish(held)
 
     def leave(self) -> None:
-        """Returns when all is stored elsewhere, too."""
+        """Returns when the other devices have stored everything for this device, too."""
         gemm, plan = self.plan.gemm, self.plan
         if self.finished is None:
             return
-        pl.when(lax.axis_index(CLUSTERS) >= gemm.cluster_tiles)(self.all_devices.wait)  # of blocks without any tile
+        pl.when(lax.axis_index(CLUSTERS) >= gemm.cluster_tiles)(self.all_devices.wait)  # in blocks without a tile
         for peer in self.peers:
             pl.semaphore_signal(self.finished, device_id=peer)
         first = (lax.axis_index(CLUSTERS) == 0) & (lax.axis_index(RANK) == 0) & (lax.axis_index(GROUP) == 0)
@@ -206,19 +209,19 @@ class _Links:
         return self.plan.job(self.me, place.number)
 
     def is_complete(self, place: Place) -> jax.Array | bool:
-        """Whether a part is the sum of all splits."""
+        """Whether this block's part is the sum of all splits."""
         return self.plan.gemm.tile_and_split(place.number)[1] == 0
 
     def is_others(self, job: Job) -> jax.Array:
-        """Whether a part is another device's."""
+        """Whether another device owns the part."""
         return job.turn < self.plan.devices - 1
 
     def where(self, job: Job) -> tuple[jax.Array, jax.Array]:
-        """Index of this warpgroup's part in `arrived`, and behind the source in `staged`."""
+        """Index of this warpgroup's part in `arrived`; in `staged` it comes after the source."""
         return job.tile * self.plan.gemm.cluster + lax.axis_index(RANK), lax.axis_index(GROUP)
 
     def _sending(self, job: Job) -> Storing:
-        """Of another device's part, to it."""
+        """Sends a part to its owner, which is another device."""
 
         def send(_: Place, slot: Any, number: int) -> None:
             for turn, peer in enumerate(self.peers):
@@ -231,8 +234,10 @@ class _Links:
         return Storing(self.plan.gemm, self.slots, send)
 
     def _await_all(self, held: Held) -> None:
-        """Until all devices have begun, if this may be the first part that leaves: a block that began with an own one
-        has got others' parts of it."""
+        """Waits until all devices have begun, if this may be the first part that the block sends.
+
+        A block whose first part is an own one has received the others' parts, so all devices have begun.
+        """
 
         @pl.when(held.place.number < self.plan.gemm.clusters)
         def _() -> None:
@@ -240,18 +245,18 @@ class _Links:
             hopper_gemm.fence_proxies()
 
     def _tell(self, job: Job) -> None:
-        """Tells the owner of a part that all of it has been sent, when it is there."""
+        """Signals the owner of a part when all of the part has arrived there."""
         owner = lax.rem(self.me + 1 + job.turn, jnp.int32(self.plan.devices))
         plgpu.wait_smem_to_gmem(0)
         pl.semaphore_signal(self.arrived.at[self.where(job)], device_id={self.axis: owner})
 
     def _wait(self, job: Job) -> None:
-        """Until all others' parts of an own one are there, for loads of any kind."""
+        """Waits until all others' parts of an own part have arrived, before loads of any kind."""
         pl.semaphore_wait(self.arrived.at[self.where(job)], self.plan.devices - 1, decrement=False)
         hopper_gemm.fence_proxies()
 
     def _adding(self, job: Job, sources: int) -> Adding:
-        """To an own part, what so many sources have staged."""
+        """Adds the staged parts of `sources` devices to an own part."""
 
         def staged(source: int, number: int) -> Any:
             return self.staged.at[(source, *self.where(job), number)]
@@ -259,7 +264,7 @@ class _Links:
         return Adding(self.plan.gemm, self.slots, self._store_out, self.loaded, staged, sources)
 
     def _exchange(self, held: Held) -> None:
-        """Own part to everybody, this device included, and everybody's added up in the order of the devices."""
+        """Sends this device's part to all devices, itself included, and adds all parts in the order of the devices."""
         self._await_all(held)
         job = self.job(held.place)
         where = self.where(job)
@@ -279,7 +284,7 @@ class _Links:
         self._adding(job, self.plan.devices).finish(Held(jnp.zeros_like(held.part), held.place))
 
     def _store_out(self, place: Place, slot: Any, _: int) -> None:
-        """A piece of the result: of a reduce-scatter to this device's, else to all."""
+        """Stores a piece of the result: on this device only, or on all devices for an all-reduce of two shots."""
         plan, (rows, columns) = self.plan, slot.shape
         row = place.row - self.me * plan.out_shape[0] if plan.scatter else place.row
         there = pl.ds(row, rows), pl.ds(place.column, columns)

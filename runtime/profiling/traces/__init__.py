@@ -1,1 +1,1 @@
-"""Profiler traces: reading them, and times of instructions and whole modules out of them."""
+"""Reads profiler traces, and the times of instructions and whole modules in them."""

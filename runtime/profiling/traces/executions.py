@@ -1,14 +1,13 @@
-"""What a profiler trace says of single instructions: every execution, and whether anything disturbed it.
+"""Reads every execution of single instructions from a profiler trace, and whether other work disturbed it.
 
-XLA writes into each kernel's event the HLO instruction it was launched for (`hlo_op`); an execution is the
-stretch of a stream whose kernels carry one name and follow each other closely. Nothing here looks at the names of
-kernels.
+XLA writes the HLO instruction of each kernel into the kernel's event (`hlo_op`). An execution is a span of a stream
+whose kernels carry one instruction's name and follow each other closely. Names of kernels are never used.
 
     for gpu, found in executions.record(run_the_step, "jit_train_step").items():
         for execution in found: execution.name, execution.seconds, execution.undisturbed
 
-Kernels of a CUDA graph carry the name of XLA's command buffer instead, and what NCCL gives to copy engines carries
-none. `between_marks` gives them back to the operators of a measuring program, which sets marks for that purpose.
+Kernels in a CUDA graph carry the name of XLA's command buffer instead. Work that NCCL gives to copy engines carries no
+name. `between_marks` assigns both to the operators of a measuring program, which runs marks for that purpose.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _ANONYMOUS = re.compile("command_buffer|$")
 _NANO = 1e-9
 _DISTURBED = 0.05
 _PAUSE = 100e-6
-_BETWEEN_KERNELS = 20e-6  # of one instruction; up to 11 us were seen, and a loop's next iteration comes later
+_BETWEEN_KERNELS = 20e-6  # longest pause within one instruction; a loop's next iteration comes later
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One instruction, once, on one GPU. Times in seconds of the trace's clock.
+    """One execution of one instruction on one GPU. Times in seconds of the trace's clock.
 
-    `shared`: seconds of it during which other streams ran kernels or copies, several of them counted each.
+    `shared`: seconds in which other streams ran kernels or copies; each of several overlapping ones counts.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Execution:
 
     @property
     def undisturbed(self) -> bool:
-        """Next to nothing ran meanwhile: a few copies of a layer's small arrays do not count."""
+        """Whether almost nothing ran meanwhile. A few copies of a layer's small arrays do not count."""
         return self.shared <= _DISTURBED * self.seconds
 
     @property
@@ -62,7 +61,8 @@ class Execution:
 class Event:
     """One kernel or copy. Times in seconds.
 
-    `name`: of its instruction, empty if the trace names none; `of_module`: False if it does not name the module.
+    `name`: its instruction's name, empty if the trace has none; `of_module`: False if the event does not name the
+    module.
     """
 
     start: float
@@ -75,9 +75,12 @@ class Event:
 def record(
     run: Callable[[], object], module_name: str, rename: Callable[[str], str | None] | None = None
 ) -> dict[int, list[Execution]]:
-    """Executions while `run` runs, under the profiler; it must wait for what it starts. Otherwise as `of_trace`."""
+    """Runs `run` under the profiler and returns the executions; see `of_trace`.
+
+    `run` must wait for the work that it starts.
+    """
     options: Any = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0  # only what the GPUs did: the host's events are many
+    options.host_tracer_level = options.python_tracer_level = 0  # without the host's events, which are many
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
@@ -87,9 +90,10 @@ def record(
 def record_everywhere(
     run: Callable[[], object], module_name: str, rename: Callable[[str], str | None] | None = None
 ) -> list[list[Execution]]:
-    """As `record`, of the GPUs of all processes, which call it together. Each GPU has its node's clock.
+    """The same as `record`, for the GPUs of all processes, which call it together. Each GPU has its node's clock.
 
-    Raises DhelixError: a trace holds no kernel of the module, in any of the processes.
+    Raises:
+      DhelixError: in some process, a trace holds no kernel of the module.
     """
     found = agreement.together("record a trace", lambda: record(run, module_name, rename), (DhelixError,))
     if jax.process_count() == 1:
@@ -102,15 +106,15 @@ def record_everywhere(
 def of_trace(
     profile: trace.Profile, module_name: str, rename: Callable[[str], str | None] | None = None
 ) -> dict[int, list[Execution]]:
-    """Executions of a module's instructions by their start, for each GPU of this process that ran it.
+    """Executions of a module's instructions, sorted by start, for each GPU of this process that ran the module.
 
     Args:
       profile: see `trace.load`.
-      module_name: of the compiled module, such as `jit_train_step`.
-      rename: maps XLA's name to the one wanted, so that several instructions make one execution; None: as it is.
+      module_name: name of the compiled module, such as `jit_train_step`.
+      rename: maps XLA's names to other names, so that several instructions become one execution; None: no change.
 
     Returns:
-      Lists by the GPU's number in this process.
+      Lists of executions by the GPU's number in this process.
 
     Raises:
       DhelixError: the trace holds no kernel of the module.
@@ -127,7 +131,7 @@ def of_trace(
 
 
 def of_events(events: Iterable[Event]) -> list[Execution]:
-    """Executions on one GPU by their start: joins the kernels of an instruction and says what was disturbed."""
+    """Executions on one GPU, sorted by start. Joins the kernels of an instruction and computes `shared`."""
     by_stream: dict[str, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         before = by_stream[event.stream]
@@ -149,10 +153,10 @@ def of_events(events: Iterable[Event]) -> list[Execution]:
 
 
 def gap_seconds(executions: list[Execution]) -> float:
-    """Idle time of a GPU between two kernels that follow each other, the median; 0 if it is never idle.
+    """The median idle time between two consecutive kernels of a GPU; 0 if the GPU is never idle.
 
-    Not the mean: around collectives a GPU is idle for tens of microseconds, and that is not what a kernel costs. Pauses
-    longer than _PAUSE are the host's, not a step's.
+    The median ignores the long idle times around collectives, which are no cost of a kernel. Pauses longer than _PAUSE
+    are left out, because the host causes them.
     """
     busy = trace.merge((e.start, e.end) for e in executions)
     gaps = (after[0] - before[1] for before, after in itertools.pairwise(busy))
@@ -160,9 +164,9 @@ def gap_seconds(executions: list[Execution]) -> float:
 
 
 def between_marks(executions: Iterable[Execution], is_mark: Callable[[str], bool]) -> Iterator[Execution]:
-    """Executions without a name of their own take that of the last mark before them; marks are left out.
+    """Gives executions without a name the name of the last mark before them; marks are left out.
 
-    What has a name of its own keeps it, and consecutive pieces of one mark become one execution.
+    Executions with a name keep it. Consecutive executions of one mark become one execution.
     """
     mark, pending = "", None
     for execution in executions:
@@ -197,7 +201,7 @@ def _events(plane: Any, module_name: str, rename: Callable[[str], str | None] | 
 
 
 def _continues(event: Event, before: Event) -> bool:
-    """Whether an event is a further kernel of the instruction that its stream ran before it."""
+    """Whether `event` is a further kernel of the instruction that its stream ran before it."""
     if event.name != before.name or _ANONYMOUS.match(event.name):
         return False
     return event.start - before.end <= _BETWEEN_KERNELS

@@ -1,14 +1,14 @@
-"""Which instruction of a scheduled module each execution in a trace is.
+"""Assigns the executions in a trace to the instructions of a scheduled module.
 
     times = by_instruction(module, executions)
     times[instruction][3].seconds               # its fourth execution
 
 A kernel carries the name of its instruction, with these exceptions:
 
-  - An async pair runs under the name of what it wraps: `all-to-all-start.2` as `all-to-all.15.1`.
-  - What NCCL gives to copy engines carries none. Collectives run in the order of their launch, one at a time, so what
-    has no name belongs, in order, to the launches of those collectives that the trace does not name; each takes
-    the same number of pieces (two were seen: a barrier and the copies). If that does not come out even, it is left out.
+  - An async pair runs under the name of the wrapped instruction: `all-to-all-start.2` as `all-to-all.15.1`.
+  - Work that NCCL gives to copy engines carries no name. Collectives run one at a time, in the order of their launch.
+    So nameless executions belong, in order, to the launches of collectives that the trace does not name. Each launch
+    has the same number of nameless executions. If their numbers do not divide, they are left out.
   - Control flow runs nothing itself. It lasts from the first execution inside to the last.
 """
 
@@ -23,7 +23,9 @@ from dhelix.runtime.profiling.traces.executions import Execution
 
 
 def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instruction, list[Execution]]:
-    """Executions by their start; of the start where it is a pair. What did not run, and ends, have none.
+    """Executions of each instruction, sorted by start.
+
+    An async pair's executions belong to its start; its done has none. Instructions that did not run have none.
 
     Args:
       module: the compiled step.
@@ -42,7 +44,7 @@ def by_instruction(module: HloModule, found: Sequence[Execution]) -> dict[Instru
     if silent and pieces and not rest:
         for number, instruction in enumerate(silent):
             times.setdefault(instruction, []).append(_joined(nameless[number * pieces : (number + 1) * pieces]))
-    for computation in module.schedule:  # called ones come first
+    for computation in module.schedule:  # callees come first
         for instruction in sequence_of(computation):
             if instruction.opcode in CONTROL_FLOW and (inside := _inside(instruction, times)):
                 times[instruction] = inside
@@ -60,14 +62,14 @@ def _names(module: HloModule) -> dict[str, Instruction]:
 
 
 def steps_in(module: HloModule, times: Mapping[Instruction, Sequence[Execution]]) -> int:
-    """How many steps the trace holds, by what most instructions say."""
+    """The number of steps in the trace, as most instructions indicate."""
     runs = executions(module)
     counts = Counter(len(found) // runs[i.computation] for i, found in times.items() if runs.get(i.computation))
     return max(counts, key=lambda count: (counts[count], count), default=0)
 
 
 def _launches(computation: Computation) -> Iterator[Instruction]:
-    """Collectives in the order in which a step launches them; loops of unknown length count once."""
+    """Collectives in the order in which a step launches them; loops of unknown trip count count once."""
     for instruction in sequence_of(computation):
         if instruction.opcode in CONTROL_FLOW:
             for _ in range(counted_trips(instruction)):
@@ -78,7 +80,7 @@ def _launches(computation: Computation) -> Iterator[Instruction]:
 
 
 def _inside(instruction: Instruction, times: dict[Instruction, list[Execution]]) -> list[Execution]:
-    """Executions of control flow, from those inside; all of them have run equally often per execution."""
+    """Executions of control flow, joined from those inside; each of its executions has an equal share of these."""
     count = counted_trips(instruction)
     if not count:
         return []

@@ -1,7 +1,7 @@
-"""What the profiler trace of a real step says its operators cost.
+"""Reads the costs of a real step's operators from its profiler trace.
 
-Best of all is the step compiled with XLA's latency-hiding scheduler off (`UNSCHEDULED`): its collectives run
-alone, so that nearly every execution is undisturbed, with the caches and the clocks of the real thing.
+The best trace is of a step compiled without XLA's latency-hiding scheduler (`UNSCHEDULED`). Its collectives run alone,
+so that nearly every execution is undisturbed, with the caches and clocks of a real step.
 
     timings, gap = step_trace.timings(list(executions.record(run, module.name).values()), module, key_of)
 """
@@ -19,14 +19,16 @@ from dhelix.profiles.profile import Timing
 from dhelix.runtime.profiling.traces.executions import Execution, gap_seconds
 
 UNSCHEDULED: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": False})
-"""Options for a step whose trace gives times alone."""
+"""XLA options of a step whose trace yields times alone."""
 ENOUGH = 3
-"""Undisturbed executions that make a time; an operator with fewer is to be run by itself."""
+"""Undisturbed executions that a time needs; an operator with fewer must be run alone."""
 
 
 def instruction_keys(module: HloModule, key_of: Callable[[Instruction], Key | None]) -> dict[str, Key]:
-    """Key of each instruction that takes time, by every name that a trace may call it: its own, and, of an
-    asynchronous one, that of what it is wrapped around."""
+    """Key of each instruction that takes time, by every name that a trace may use for it.
+
+    These are the instruction's own name and, for an async start, the name of the wrapped instruction.
+    """
     keys = {}
     for computation in module.schedule:
         for instruction in computation.instructions:
@@ -40,7 +42,7 @@ def instruction_keys(module: HloModule, key_of: Callable[[Instruction], Key | No
 def timings(
     gpus: Sequence[Sequence[Execution]], module: HloModule, key_of: Callable[[Instruction], Key | None]
 ) -> tuple[dict[Key, Timing], float]:
-    """Times alone by key, of keys with ENOUGH undisturbed executions, and the idle time between two of them.
+    """Returns times alone of the keys with ENOUGH undisturbed executions, and the idle time between two executions.
 
     Args:
       gpus: executions by GPU, see `executions.of_trace`.
@@ -67,7 +69,7 @@ def _by_instruction(gpus: Sequence[Sequence[Execution]]) -> dict[str, list[list[
 
 
 def _samples(of_gpus: list[list[Execution]], collective: bool) -> list[float]:
-    """Undisturbed times. Of a collective those of the GPU that came last: the others waited for it."""
+    """Undisturbed times. For a collective, only those of the GPU that arrived last: the others waited for it."""
     if not collective:
         return [e.seconds for of_gpu in of_gpus for e in of_gpu if e.undisturbed]
     together = zip(*of_gpus, strict=False)

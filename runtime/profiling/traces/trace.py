@@ -1,23 +1,22 @@
-"""What a profiler trace of GPUs says about overlap: how much of the collectives' time lies under compute.
+"""Measures overlap in a profiler trace of GPUs: how much of the communication is hidden by compute.
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
     report = trace.analyse(trace.load(folder), module=HloModule.from_text(compiled.as_text()))
 
-A kernel or a copy counts as communication if the HLO instruction that it was launched for is a collective: XLA
-writes the instruction into the event (`hlo_op`, `hlo_module`). With `module` given, opcodes decide; without, the
-instruction's name does. Two kinds of events name no instruction, and then their own name decides; the report says how
-much of the time that is:
+A kernel or a copy counts as communication if its HLO instruction is a collective. XLA writes the instruction into the
+event (`hlo_op`, `hlo_module`). With `module` given, the instruction's opcode decides; otherwise its name does. Two
+kinds of events name no instruction, so that the event's own name decides. The report says how much time these take:
 
-- What a CUDA graph launches carries the command buffer's name only (record with `--xla_gpu_enable_command_buffer=`
-  to have none). There NCCL's kernels and copies to other GPUs are communication.
-- What NCCL gives to copy engines carries nothing. XLA's own copies do carry their instruction, so a copy that
-  neither begins nor ends in the host's memory is NCCL's: to other GPUs, and of the part that stays.
+- An event of a CUDA graph carries only the command buffer's name (record with `--xla_gpu_enable_command_buffer=` to
+  have no graphs). In a graph, NCCL's kernels and copies to other GPUs are communication.
+- A copy that NCCL gives to copy engines carries no name. XLA's own copies carry their instruction. So a copy without a
+  name that neither begins nor ends in the host's memory is NCCL's, including the copy of the part that stays.
 
-Everything else is compute, local copies included, whichever engine does them.
+Everything else is compute, including local copies on any engine.
 
-Hidden means: at that moment compute runs on the same GPU. It says nothing of how much the two slow each other
-down; for that compare steps.
+Hidden means: compute runs on the same GPU at that moment. It does not say how much the two slow each other down;
+compare whole steps for that.
 """
 
 from __future__ import annotations
@@ -73,11 +72,13 @@ class TraceReport:
     """One GPU of a trace. Times in milliseconds; kernels that run at the same time count once.
 
     Attributes:
+      device: name of the GPU's plane.
       span_ms: first kernel's start to last kernel's end.
-      hidden_ms: communication that lies under compute; `exposed_ms` is the rest.
-      unnamed_ms: communication recognised by names of kernels and copies only, since XLA named no instruction.
-      copies_ms: compute that is no kernel but a copy, within the GPU or from and to the host.
-      copy_engine_ms: communication that is no kernel but a copy.
+      busy_ms: time in which anything runs.
+      hidden_ms: communication that overlaps with compute; `exposed_ms` is the rest.
+      unnamed_ms: communication that is recognised only by names of kernels and copies, since XLA named no instruction.
+      copies_ms: compute that is a copy instead of a kernel, within the GPU or from and to the host.
+      copy_engine_ms: communication that is a copy instead of a kernel.
       collectives: per instruction, longest first.
     """
 
@@ -99,12 +100,12 @@ class TraceReport:
 
     @property
     def idle_ms(self) -> float:
-        """Nothing runs; the compute lane is idle for `exposed_ms` longer."""
+        """Time in which nothing runs; the compute lane is idle for `exposed_ms` longer."""
         return self.span_ms - self.busy_ms
 
     @property
     def hidden_share(self) -> float:
-        """Between 0 and 1; 1 where there is no communication."""
+        """Between 0 and 1; 1 if there is no communication."""
         return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
 
 
@@ -119,9 +120,10 @@ class _Kernel:
 
 
 def find(path: str | Path) -> Path:
-    """An `.xplane.pb` file, or the newest one under a folder of `jax.profiler.trace`.
+    """Returns `path` if it is a file, or the newest `.xplane.pb` file under a folder of `jax.profiler.trace`.
 
-    Raises DhelixError if there is none.
+    Raises:
+      DhelixError: there is none.
     """
     path = Path(path)
     if path.is_dir():
@@ -136,10 +138,10 @@ def find(path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> Profile:
-    """Reads what `find` finds.
+    """Reads the trace that `find` finds.
 
     Raises:
-      DhelixError: there is none, or it is no trace.
+      DhelixError: there is no file, or it is not a trace.
     """
     path = find(path)
     try:
@@ -160,17 +162,17 @@ def analyse(
     module_name: str | None = None,
     device: str | None = None,
 ) -> TraceReport:
-    """Overlap on one GPU.
+    """Reports the overlap on one GPU.
 
     Args:
       profile: see `load`.
-      module: the compiled module; its opcodes then decide what a collective is. Kernels of other modules are
-        left out, as with `module_name`.
-      module_name: counts only kernels of this module, and those that XLA names no module for.
-      device: name of a plane; by default the first GPU.
+      module: the compiled module; its opcodes then decide what a collective is. Kernels of other modules are left out,
+        as with `module_name`.
+      module_name: counts only kernels of this module, and kernels without a module name.
+      device: name of a plane; default: the first GPU.
 
     Raises:
-      DhelixError: no such GPU in the trace, or no kernels of that module on it.
+      DhelixError: the trace has no such GPU, or no kernels of that module on it.
     """
     names = devices(profile)
     device = device or (names[0] if names else None)
@@ -207,7 +209,7 @@ def _kernel(event: Any, stream: str, communication: frozenset[str] | None, wante
     owner = str(stats.get("hlo_module", ""))
     if wanted and owner and owner != wanted:
         return None
-    name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]  # outer::inner where ops nest
+    name = str(stats.get("hlo_op", "")).rsplit("::", 1)[-1]  # outer::inner if ops are nested
     if _NO_INSTRUCTION.match(name):
         name, is_communication = "", _looks_like_communication(event.name, in_graph=bool(name))
     elif communication is not None:
@@ -219,7 +221,7 @@ def _kernel(event: Any, stream: str, communication: frozenset[str] | None, wante
 
 
 def _looks_like_communication(event_name: str, in_graph: bool) -> bool:
-    """Of an event that names no instruction. In a graph a copy inside one GPU may well be XLA's own."""
+    """For an event that names no instruction. In a graph, a copy inside one GPU may be XLA's own."""
     if not _COPY.match(event_name):
         return bool(_COLLECTIVE_KERNEL.search(event_name))
     return not _COPY_OF_HOST.match(event_name) and not (in_graph and event_name == _COPY_INSIDE)
@@ -263,7 +265,7 @@ def _report(device: str, kernels: Sequence[_Kernel]) -> TraceReport:
 
 
 def merge(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union as disjoint intervals in order; touching ones become one."""
+    """The union as disjoint intervals in order; intervals that touch become one."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:

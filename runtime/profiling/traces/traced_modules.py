@@ -1,11 +1,12 @@
-"""The compiled programs that a profiler trace holds: XLA stores those whose kernels it may have seen.
+"""Reads the compiled programs in a profiler trace. XLA stores all programs whose kernels may be in the trace.
 
     with jax.profiler.trace(folder):
         jax.block_until_ready(train_step(state, batch))
     (module,) = traced_modules.load(folder)              # as it ran, with its schedule
 
-They lie in a plane of the trace without times, `/host:metadata`, as descriptions of events that never happen, so
-`jax.profiler.ProfileData` does not show them. Of its file (tsl/profiler/protobuf/xplane.proto) this reads:
+The programs are in a plane without times, `/host:metadata`, as metadata of events that never happen. So
+`jax.profiler.ProfileData` does not show them. This module reads the following fields of the file
+(tsl/profiler/protobuf/xplane.proto):
 
     XSpace          planes 1
     XPlane          name 2, event_metadata 4 (map), stat_metadata 5 (map)
@@ -29,17 +30,17 @@ from dhelix.passes.hlo import HloModule
 from dhelix.runtime.profiling.traces import trace
 
 _PLANE, _STAT = b"/host:metadata", b"Hlo Proto"
-_VALUE = 2  # of an entry of a map
+_VALUE = 2  # field number of the value in a map's entry
 
 
 def load(path: str | Path) -> list[HloModule]:
-    """The scheduled modules of a trace, each program once.
+    """Returns the scheduled modules of a trace, each program once.
 
     Args:
-      path: as of `trace.load`.
+      path: see `trace.load`.
 
     Raises:
-      DhelixError: no trace there, it cannot be read, or there is no module in it.
+      DhelixError: there is no trace, it cannot be read, or it contains no module.
     """
     file = trace.find(path)
     try:
@@ -63,7 +64,7 @@ def _modules(plane: dict[int, list[Any]]) -> list[bytes]:
 
 
 def _fields(message: bytes) -> dict[int, list[Any]]:
-    """Values of a serialized message by the number of their field: numbers, or bytes."""
+    """Values of a serialized message by field number: numbers, or bytes."""
     found: dict[int, list[Any]] = defaultdict(list)
     for field in UnknownFieldSet(Empty.FromString(message)):
         found[field.field_number].append(field.data)

@@ -1,5 +1,5 @@
-"""What a step does to collectives beside matrix products.
+"""Replaces collectives next to matrix products by collective matmuls in a step.
 
-jax_forms.py    the passes that put collective matmuls in their place, whose programs JAX lowers
-weighing.py     which of them a step with strands is better without
+jax_forms.py    the passes that do this, with programs that JAX lowers
+weighing.py     decides which sites a step with two strands should not replace
 """

@@ -1,18 +1,19 @@
-"""Collective matmuls in programs that do not ask for them: what their pass needs of JAX.
+"""Puts collective matmuls into programs that do not ask for them: the JAX side of the pass.
 
     lowered = jax.jit(step).lower(...)
     passes = collective_matmul_passes(jax_compat.devices(lowered), "auto")     for a PassManager, before other passes
 
-The pass finds sites in HLO; here a site becomes a program. `JaxForms` lowers a form of `runtime/collective_matmul`
-under a `shard_map` over a mesh in which the site's device groups are one axis:
+The pass finds sites in HLO; this module makes the program of a site. `JaxForms` lowers a form of
+`runtime/collective_matmul` under a `shard_map`, over a mesh in which the site's device groups are one axis:
 
     groups {0,2} {1,3} {4,6} {5,7}   ->   mesh (outside 2, axis 2, inside 2)   ->   HLO of one device
 
-So the numbers of devices in it are those of the program that it becomes part of, and nothing has to be mapped: neither
-the pairs of a ring nor what a Mosaic-GPU kernel, a custom call with the kernel inside, computes of its peers.
+Device numbers in that HLO are therefore those of the surrounding program, and nothing must be renumbered. This holds
+for the pairs of a ring and for the peers that a Mosaic-GPU kernel (a custom call that contains the kernel) computes.
 
-Programs are kept for the life of the process: layers that are alike share one. One takes some ten milliseconds, a
-kernel a second. All of it may run inside of the compiler, where the PRE_SCHEDULER hook calls passes.
+Programs are cached for the life of the process, so equal layers share one. Making a program takes some ten
+milliseconds, with a kernel about a second. All of it may run inside the compiler, because the PRE_SCHEDULER hook calls
+passes.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ def collective_matmul_passes(
     options: Mapping[str, Any] | None = None,
     paired: tuple[Placed, ...] = (),
 ) -> tuple[Pass, ...]:
-    """The passes that put collective matmuls into a program, in their order; none for form "off" or one device.
+    """The passes that put collective matmuls into a program, in order; none for form "off" or a single device.
 
-    Each goes before the other passes of its stage: those at PRE_SCHEDULER change collectives; those at POST_SCHEDULER
-    make orders, which keep to the control dependencies that the last one adds. It is needed by any program with
-    Mosaic-GPU kernels that wait for their peers, also by those that the user's code calls.
+    Each must run before the other passes of its stage. Those at PRE_SCHEDULER change collectives. Those at
+    POST_SCHEDULER make orders, which respect the control dependencies that ExclusiveKernels, the last pass, adds. Every
+    program whose Mosaic-GPU kernels wait for peers needs ExclusiveKernels, even if the user's own code calls them.
 
     Args:
-      devices: those that the program is lowered for, in the order of its partitions.
-      form: "auto" for what was measured to pay on these devices, "off", or a form for all sites that can have it.
-      options: XLA's, that the program is compiled with beside those of XLA_FLAGS: kernels need a program whose
-        CUDA graphs hold no custom calls.
-      stage: of the first pass. LOWERED works on any backend, for collectives under shard_map.
-      paired: sites of these patterns at these places stay as they are (`runtime/step/collective_matmuls/weighing.py`).
+      devices: the devices that the program is lowered for, in the order of its partitions.
+      form: "auto" for the fastest measured form on these devices, "off", or a form for all sites that can have it.
+      stage: stage of the pass that replaces sites. LOWERED works on any backend, for collectives under shard_map.
+      options: XLA options of the program in addition to XLA_FLAGS. Kernels need a program whose CUDA graphs contain no
+        custom calls.
+      paired: sites with these patterns and places stay collectives (`runtime/step/collective_matmuls/weighing.py`).
 
     Raises:
       DhelixError: there is no such form.
@@ -98,7 +99,7 @@ def collective_matmul_passes(
 
 
 def _say_what_stays(kind: str, times: Times | None, graphs: bool) -> None:
-    """Why no site of a program can have any form, or a kernel, in one line. Of single sites the report says it."""
+    """Logs why no site of a program can have any form, or any kernel. The report says it for single sites."""
     if times is None:
         reason = f"nothing was measured on {kind}, so collectives beside products stay as they are"
     elif graphs:
@@ -116,25 +117,25 @@ def _say(reason: str) -> None:
 
 
 def times_on(kind: str) -> Times | None:
-    """What was measured on GPUs of this kind, as this process is started."""
+    """Measured times on GPUs of this kind, over the link of this process; None if there are none."""
     try:
         return collective_matmul_times.find(gpu_name(kind), link_of(os.environ))
-    except DhelixError as error:  # a file that nobody named must not stop a job
+    except DhelixError as error:  # a file that the user did not name must not stop a job
         say_once(f"no collective matmuls: {error}", ("collective matmul times",))
         return None
 
 
 @dataclass(frozen=True)
 class JaxForms:
-    """Chooses forms, and lowers them by JAX: the `Forms` of `collective_matmul.py` in `passes`.
+    """Chooses forms and lowers them with JAX. Implements `Forms` of the pass (`collective_matmul.py` in `passes`).
 
     Attributes:
-      form: "auto", or the one that all sites take which can have it; "hybrid" for chunks that divide.
-      times: what "auto" goes by; None: nothing was measured, and no site takes another form.
+      form: "auto", or the form for all sites that can have it; "hybrid" leaves the number of chunks open.
+      times: measured times, which "auto" chooses by; None: with "auto", all sites stay.
       graphs: whether custom calls become part of CUDA graphs.
-      devices: those of the program, in the order of its partitions.
-      paired: patterns at places where their sites stay, such as where the other strand's compute hides collectives.
-      sources: digest of the files that make the forms; a compiled program depends on them.
+      devices: devices of the program, in the order of its partitions.
+      paired: patterns and places whose sites stay, for example because the other strand's compute hides them.
+      sources: digest of the source files that make the forms, because a compiled program depends on them.
     """
 
     form: str | Form
@@ -149,7 +150,7 @@ class JaxForms:
         object.__setattr__(self, "_devices", tuple(devices))
 
     def choose(self, placed: Placed) -> Form:
-        """The form that sites take. Raises DhelixError where they stay, or cannot have what was asked for."""
+        """The form of these sites. Raises DhelixError if they stay collectives, or cannot have the requested form."""
         if placed in self.paired:
             raise DhelixError(PAIRED if placed.co_executed else ALONE)
         pattern = placed.pattern
@@ -162,10 +163,10 @@ class JaxForms:
             return requested(self.form, place, self.graphs) or MONOLITHIC
 
     def program(self, pattern: Pattern, form: Form) -> HloModule:
-        """The HLO of one device. Raises DhelixError where JAX cannot make it."""
+        """The HLO of one device. Raises DhelixError if JAX cannot lower the form."""
         try:
             return _program(self._mesh(pattern), pattern, form)
-        except Exception as error:  # what cannot be lowered must not end a compilation
+        except Exception as error:  # a form that does not lower must not end a compilation
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DhelixError(f"{pattern.site.key} as {form.key} does not lower: {reason}") from error
 
@@ -179,7 +180,7 @@ class JaxForms:
 
 @functools.cache
 def _program(mesh: Mesh, pattern: Pattern, form: Form) -> HloModule:
-    whole = NamedSharding(mesh, PartitionSpec())  # what stands on one device is all that is looked at
+    whole = NamedSharding(mesh, PartitionSpec())  # replicated: only the HLO of one device is used
     operands = [jax.ShapeDtypeStruct(s, pattern.site.dtype, sharding=whole) for s in operand_shapes(pattern)]
     function = _gathering if pattern.site.kind == "all_gather_matmul" else _reducing
     body = jax.shard_map(
@@ -206,7 +207,7 @@ def _gathering(pattern: Pattern, form: Form, x: jax.Array, *weights: jax.Array) 
 
 
 def _reducing(pattern: Pattern, form: Form, *operands: jax.Array) -> list[jax.Array]:
-    """The products of a sum as one, with operands side by side along what is contracted."""
+    """The products of a sum as one product, with operands joined along the contraction."""
     xs, weights = operands[::2], operands[1::2]
     w, axis = _side_by_side(weights, axis=1 if pattern.transposed else 0), _AXES[1]
     if pattern.site.kind == "matmul_all_reduce":
@@ -222,12 +223,12 @@ def _reducing(pattern: Pattern, form: Form, *operands: jax.Array) -> list[jax.Ar
 
 
 def _side_by_side(weights: Sequence[jax.Array], axis: int) -> jax.Array:
-    """One weight, made once: without the barrier XLA makes it again for each use."""
+    """Joins weights. Without the barrier XLA would join them again for each use."""
     return weights[0] if len(weights) == 1 else lax.optimization_barrier(joined(weights, axis=axis))
 
 
 def operand_shapes(pattern: Pattern) -> list[tuple[int, ...]]:
-    """Shapes of x and w of each product on one device, one after the other; for a gather of x once and of each w."""
+    """Shapes of x and w of each product on one device, in turn; for an all-gather, of x once and then of each w."""
     gathers = pattern.site.kind == "all_gather_matmul"
     rows = pattern.site.rows // pattern.batch // (pattern.site.axis_size if gathers else 1)
     shapes: list[tuple[int, ...]] = []

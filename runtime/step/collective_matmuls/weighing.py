@@ -1,14 +1,14 @@
-"""Which sites of a step with strands stay collectives, decided before it is compiled.
+"""Decides, before compilation, which sites of a step with two strands stay collectives.
 
-    step -> LOWERED passes: two strands -> XLA as far as its schedule, all collectives in place
-         -> predicted with collective matmuls at these sites, or those, or none
-         -> XLA as far as its schedule, with what was chosen: predicted again, and none if that is no better
+    step -> LOWERED passes: two strands -> XLA up to its schedule, all collectives in place
+         -> predict the step with collective matmuls at some sites, at others, or at none
+         -> XLA up to its schedule with the chosen sites: predict again; choose none if that is no faster
 
-A collective matmul takes a collective's place before anything is scheduled (PRE_SCHEDULER), and what its collective
-would cost beside the other strand is known of scheduled programs alone. So the program is scheduled once as it is,
-which takes a tenth of a compile, and `passes/communication/collective_matmul/site_choice.py` weighs its sites there. To
-schedule it anew for each choice would say more, and take a tenth of a compile for each of some twenty; it is done for
-the last one, since what a form copies beside its kernel is only seen there.
+A collective matmul replaces its collective before scheduling (PRE_SCHEDULER). The cost of that collective next to the
+other strand's compute is only known for a scheduled program. The program is therefore scheduled once unchanged, which
+takes about a tenth of a compilation. `passes/communication/collective_matmul/site_choice.py` weighs its sites there.
+Scheduling anew for each of some twenty choices would be more accurate, but too expensive. Only the final choice is
+scheduled again, because the copies that a form needs next to its kernel are visible only there.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Weighing:
     """A step whose sites are weighed.
 
     Args:
-      lowered: the step as its function lowers.
-      passes: makes the passes that it is to go through; its argument: patterns and places whose sites stay.
-      model: costs.
-      order: that of the passes.
-      memory_limit, max_in_flight: of the order.
+      lowered: the lowered step before any pass.
+      passes: makes the step's passes, given the patterns and places whose sites stay.
+      model: measured costs.
+      order: the search for orders that the passes use.
+      memory_limit, max_in_flight: limits of the order.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Weighing:
         self._limits = memory_limit, max_in_flight
 
     def weighed(self) -> Weighed | None:
-        """None where there is nothing to decide, or what there is cannot be looked at."""
+        """Weighs the sites; None if there is nothing to decide, or the step has no schedule to decide by."""
         trial = self._trial()
         if trial is None or not trial.placed:
             return None
@@ -66,7 +66,7 @@ class Weighing:
         return found
 
     def _trial(self) -> Trial | None:
-        """The step in XLA's order, all collectives in place; None where it has no strands, or cannot be looked at."""
+        """The step in XLA's order with all collectives in place; None if it has no strands, no pass, or no schedule."""
         source, manager = lowering.hlo_bytes(self._lowered), self._passes(())
         if manager.runs_at(Stage.LOWERED):
             changed, _ = manager.run(Stage.LOWERED, source)
@@ -95,7 +95,7 @@ class Weighing:
 
 
 def predicted(lowered: jax.stages.Lowered, manager: PassManager, model: CostModel) -> float:
-    """Seconds that a step is predicted to take as these passes make it; infinite where XLA has no schedule for it."""
+    """Predicted seconds of a step with these passes; infinite if XLA makes no schedule of it."""
     source = lowering.hlo_bytes(lowered)
     if manager.runs_at(Stage.LOWERED):
         source = manager.run(Stage.LOWERED, source)[0] or source

@@ -1,11 +1,11 @@
-"""Arguments whose leaves are partly no arrays: functions, names, flags, as modules of Equinox have them.
+"""Arguments with leaves that are not arrays, such as functions, names and flags in modules of Equinox.
 
-They are part of the program, as under `eqx.filter_jit`: each becomes a `Fixed`, which JAX counts to the structure of
-its tree. Another value is another structure, and so another program. Where arrays are expected nothing changes:
-positions of arguments stay, and with them donation and shardings.
+Such leaves are part of the program, as with `eqx.filter_jit`. Each becomes a `Fixed`, which JAX treats as part of the
+tree's structure. Another value gives another structure, and so another program. Arrays are not affected: positions of
+arguments stay, and with them donation and shardings.
 
-A call goes this way only if `jax.jit` would refuse it, or where an Equinox module has a number of Python's among its
-leaves (`eqx.nn.Dropout.inference`), which its methods ask for its value.
+A call uses this front only if `jax.jit` would refuse it, or if an Equinox module has a Python number among its leaves.
+Methods of such a module ask for the number's value, as for `eqx.nn.Dropout.inference`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dhelix.passes.framework.manager import say_once
 
 _NUMBERS = (bool, int, float, complex)
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_MANY = 8  # programs of one step that differ in Fixed leaves alone
+_MANY = 8  # programs of one step that differ only in Fixed leaves; then a warning
 
 
 @jax.tree_util.register_static
 class Fixed:
-    """A leaf that is part of the program. Equal to one of the same type and value."""
+    """A leaf that is part of the program. Equal to another if type and value are equal."""
 
     def __init__(self, value: Any):
         self.value = value
-        sign = str(value) if isinstance(value, float | complex) else ""  # -0.0 == 0.0
+        sign = str(value) if isinstance(value, float | complex) else ""  # -0.0 == 0.0, but the programs differ
         self._key = type(value), sign
         self._hash = hash((self._key, value))
 
@@ -49,12 +49,12 @@ class Fixed:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether it is an array, or has a type and no value; numbers of Python's are none."""
+    """Whether `leaf` is an array, or an abstract one with only a type. Python numbers are not arrays."""
     return isinstance(leaf, _ARRAYS) or (not isinstance(leaf, _NUMBERS) and _has_type(leaf))
 
 
 def fixed(tree: Any) -> Any:
-    """Leaves that are no arrays as `Fixed`; those without a hash stay, and JAX refuses them by name."""
+    """Wraps leaves that are not arrays in `Fixed`. Unhashable leaves stay, and JAX rejects them by name."""
     return jax.tree.map(lambda leaf: leaf if is_array(leaf) else _fixed(leaf), tree)
 
 
@@ -64,14 +64,14 @@ def free(tree: Any) -> Any:
 
 
 def has_fixed_leaves(tree: Any) -> bool:
-    """Whether `jax.jit` would refuse a leaf, or an Equinox module has a number among its leaves."""
+    """Whether `jax.jit` would reject a leaf, or an Equinox module has a leaf that is not an array."""
     if not all(isinstance(leaf, (*_ARRAYS, *_NUMBERS)) or _has_type(leaf) for leaf in jax.tree.leaves(tree)):
         return True
     return not all(is_array(leaf) for leaf in jax.tree.leaves(equinox_modules(tree)))
 
 
 def equinox_modules(tree: Any) -> list[Any]:
-    """The outermost modules of Equinox in a tree."""
+    """The outermost Equinox modules in a tree."""
     equinox = sys.modules.get("equinox")
     if equinox is None:
         return []
@@ -80,7 +80,7 @@ def equinox_modules(tree: Any) -> list[Any]:
 
 
 class FixedLeavesJit:
-    """`jax.jit` for functions of trees that have been `fixed`; results come back fixed, too."""
+    """`jax.jit` for functions of trees that were `fixed`. Results are fixed, too."""
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
         @functools.wraps(function)
@@ -94,7 +94,7 @@ class FixedLeavesJit:
 
 
 class FixedLeavesFront:
-    """What a step does with arguments that have leaves to fix."""
+    """Runs a step on arguments that have leaves to fix."""
 
     def __init__(self, step: Any):
         self._name = step.__name__
@@ -102,7 +102,7 @@ class FixedLeavesFront:
         self._structures: set[Any] = set()
 
     def run(self, method: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
-        """The inner step's `method`, with results as the user's function returns them."""
+        """Calls `method` of the inner step. Returns results as the user's function does, without `Fixed`."""
         args, kwargs = self._fixed(args, kwargs)
         self._count(args, kwargs)
         return free(getattr(self.inner, method)(*args, **kwargs, **options))
@@ -112,13 +112,13 @@ class FixedLeavesFront:
         self.inner.clear_cache()
 
     def _fixed(self, args: Any, kwargs: Any) -> Any:
-        """Static arguments stay as they are."""
+        """Fixes all arguments except static ones."""
         numbers, names = self.inner.static_positions(args)
         args = tuple(arg if index in numbers else fixed(arg) for index, arg in enumerate(args))
         return args, {name: arg if name in names else fixed(arg) for name, arg in kwargs.items()}
 
     def _count(self, args: Any, kwargs: Any) -> None:
-        """A line where every step compiles anew because a number that changes is not an array."""
+        """Warns if calls compile again and again because a changing number is not an array."""
         if len(self._structures) >= _MANY:
             return
         self._structures.add(jax.tree.structure((args, kwargs)))
@@ -131,7 +131,7 @@ class FixedLeavesFront:
 
 
 def unwrap_filter_jit(function: Any) -> tuple[Any, dict[str, Any]] | None:
-    """The function that `eqx.filter_jit` was given, and what it donates as options of `jax.jit`; None of others."""
+    """The function inside `eqx.filter_jit`, and its donation as options of `jax.jit`; None for other functions."""
     wrapped = getattr(function, "__wrapped__", None)
     if not type(function).__module__.startswith("equinox.") or not hasattr(function, "donate_first") or wrapped is None:
         return None
@@ -151,7 +151,7 @@ def _fixed(leaf: Any) -> Any:
 
 
 def _has_type(leaf: Any) -> bool:
-    """Whether JAX can tell its type: that of an array, or shape and type without values."""
+    """Whether JAX knows the leaf's type: it is an array or number, or has a shape and dtype."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Which front a call of a step goes through, and the error for objects that a step captures."""
+"""Chooses the front for a call of a step, and explains errors about objects that a step captures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Front = NnxFront | FixedLeavesFront
 
 
 def kind_of(function: Callable[..., Any], arguments: Any) -> type[Front] | None:
-    """The front for these arguments, static ones left out; None: `jax.jit` takes them as they are.
+    """The front for these arguments, without static ones; None if `jax.jit` takes them unchanged.
 
-    A function that is jitted by `jax.jit` already keeps what that makes of objects.
+    A function that is already jitted by `jax.jit` has no front: `jax.jit` decides how to treat objects.
     """
     if jax_compat.is_jitted(function):
         return None
@@ -30,20 +30,20 @@ def kind_of(function: Callable[..., Any], arguments: Any) -> type[Front] | None:
 
 
 class Jit(Protocol):
-    """What a front gives to its inner step: what makes a function of arrays, traced and compiled by JAX, of a step."""
+    """The `jit` that a front gives its inner step. It turns the step into a function of arrays that JAX compiles."""
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        """A result of `jax.jit`."""
+        """Returns a result of `jax.jit`."""
         ...
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """A function of the same arrays that returns what `function` returns."""
+        """Returns a function of the same arrays that returns the results of `function`."""
         ...
 
 
 @contextlib.contextmanager
 def captured_objects_named(function: Callable[..., Any], name: str) -> Iterator[None]:
-    """An error that says which NNX objects are to be arguments, where a step changes some that it captures."""
+    """If a step changes NNX objects that it captures, raises an error that says which ones must be arguments."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def captured_objects_named(function: Callable[..., Any], name: str) -> Iterator[
 
 
 def _captured(function: Any) -> list[str]:
-    """Names under which a function finds NNX objects that nobody passes to it."""
+    """Names of the NNX objects that a function uses without having them as arguments."""
     found: list[str] = []
     while isinstance(function, functools.partial):
         values = [*enumerate(function.args), *function.keywords.items()]

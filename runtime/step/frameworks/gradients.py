@@ -1,10 +1,10 @@
 """`dhelix.value_and_grad` of functions of framework objects.
 
-Objects of Flax NNX: as `nnx.value_and_grad`, gradients of the variables that `nnx.DiffState` names, by default
-`nnx.Param`, and what the loss changes in the objects is changed (`nnx_gradients`).
+Objects of Flax NNX: as with `nnx.value_and_grad`, gradients are for the variables that `nnx.DiffState` names, by
+default `nnx.Param`. Changes that the loss makes to the objects take effect (`nnx_gradients`).
 
-Trees with leaves that are no arrays, and modules of Equinox: as `eqx.filter_value_and_grad`, gradients of the inexact
-arrays, None for everything else. `jax.value_and_grad` raises there.
+Trees with leaves that are not arrays, and modules of Equinox: as with `eqx.filter_value_and_grad`, gradients are for
+the inexact arrays, and None for everything else. `jax.value_and_grad` would raise.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from dhelix.runtime.step.microbatches.batch_split import indices
 
 
 class Differentiate(Protocol):
-    """`value_and_grad` of a function of arrays, or the loop over micro-batches in its place."""
+    """`value_and_grad` of a function of arrays, or a loop over micro-batches that replaces it."""
 
     def __call__(self, loss_fn: Callable[..., Any], carried: Any = None) -> Callable[..., Any]:
         """
         Args:
-          loss_fn: with auxiliary outputs; `loss_fn(*args, **kwargs)`, or with `carried` a function of the keyword
-            `carried`, too, whose auxiliary output is `(carried, aux)`.
-          carried: what the first micro-batch gets; each later one gets what the one before it returned.
+          loss_fn: `loss_fn(*args, **kwargs)`, which returns `(loss, aux)`. If `carried` is given, it also takes the
+            keyword `carried`, and `aux` is a pair `(carried, aux)`.
+          carried: loop-carried value for the first micro-batch. Each later micro-batch gets the value that the one
+            before it returned.
 
         Returns:
-          A function that returns `((loss, aux), gradients)`, where with `carried` the auxiliary output is the pair
-          that the last micro-batch returned the first part of.
+          A function that returns `((loss, aux), gradients)`. If `carried` is given, `aux` is a pair whose first part
+          is the value that the last micro-batch returned.
         """
         ...
 
 
 def numbers_of(argnums: Any) -> Any:
-    """`argnums` with the positions that `nnx.DiffState`s name in their place."""
+    """`argnums` with each `nnx.DiffState` replaced by its position."""
     if isinstance(argnums, Sequence):
         return tuple(map(numbers_of, argnums))
     nnx = nnx_front.loaded()
@@ -48,7 +49,7 @@ def numbers_of(argnums: Any) -> Any:
 def of_objects(
     loss_fn: Callable[..., Any], argnums: Any, has_aux: bool, args: Any, kwargs: Any
 ) -> NnxGradients | FilteredGradients | None:
-    """What differentiates functions of these arguments; None: `jax.value_and_grad` does."""
+    """Differentiates functions of these arguments; None if `jax.value_and_grad` can do it."""
     if nnx_front.has_objects((args, kwargs)):
         return NnxGradients(loss_fn, argnums, has_aux)
     numbers = indices(argnums)
@@ -59,7 +60,7 @@ def of_objects(
 
 
 class FilteredGradients:
-    """`eqx.filter_value_and_grad`, of all differentiated arguments."""
+    """`eqx.filter_value_and_grad` by all differentiated arguments."""
 
     def __init__(self, loss_fn: Callable[..., Any], numbers: tuple[int, ...], has_aux: bool):
         self._loss_fn = loss_fn
@@ -67,7 +68,7 @@ class FilteredGradients:
         self._has_aux = has_aux
 
     def run(self, differentiate: Differentiate, splits: bool, args: Any, kwargs: Any) -> Any:
-        del splits  # into micro-batches or not, it is the same
+        del splits  # the same with and without micro-batches
         numbers = {number % len(args) for number in self._numbers}
         taken = [i in numbers or fixed_leaves.has_fixed_leaves(arg) for i, arg in enumerate(args)]
         differentiated = [
@@ -90,7 +91,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def _filled(some: Any, tree: Any) -> Any:
-    """`tree` with the leaves that `some` has in their place."""
+    """`tree`, with its leaves replaced by those of `some` that are not None."""
     return jax.tree.map(lambda x, leaf: leaf if x is None else x, some, tree, is_leaf=lambda x: x is None)
 
 

@@ -1,9 +1,9 @@
 """A step that takes objects of Flax NNX and changes them in place.
 
-`nnx.jit` takes the arrays out of the objects, has `jax.jit` run a pure function of them, and puts the results back into
-the same objects. Aliases, changes of the graph and static attributes are its business. Here it does all of that, and an
-`InterleavedStep` of the pure function runs in place of the jitted one. So the semantics are those of `nnx.jit` by
-construction, in all its modes (`nnx.set_graph_mode`, `nnx.cached_partial`, `nnx.StateSharding`).
+`nnx.jit` extracts the arrays from the objects, lets `jax.jit` run a pure function of them, and writes the results back
+into the same objects. It handles aliases, changes of the graph and static attributes. This front lets `nnx.jit` do all
+of that, but replaces the jitted function by an `InterleavedStep` of the pure function. The semantics are therefore
+those of `nnx.jit`, in all its modes (`nnx.set_graph_mode`, `nnx.cached_partial`, `nnx.StateSharding`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dhelix.passes import jax_compat
 
 
 def loaded() -> Any:
-    """The module `flax.nnx` if the program has imported it."""
+    """The module `flax.nnx` if the program has imported it, else None."""
     return sys.modules.get("flax.nnx")
 
 
 def is_object(x: Any) -> bool:
-    """Whether it is a module, an optimizer, a metric, random streams or a variable of NNX."""
+    """Whether `x` is an NNX object: a module, optimizer, metric, random streams or variable."""
     nnx = loaded()
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def has_objects(tree: Any) -> bool:
-    """Whether there is one outside of `nnx.State`, which is data, for `jax.jit`, too."""
+    """Whether `tree` holds an NNX object outside of `nnx.State`, which `jax.jit` accepts as data."""
     nnx = loaded()
     if nnx is None:
         return False
@@ -40,7 +40,7 @@ def has_objects(tree: Any) -> bool:
 
 
 def map_values(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`jax.tree.map`, with what a variable of NNX holds in its place; the path to that is the variable's."""
+    """`jax.tree.map` over the values of NNX variables, each in the place of its variable."""
     nnx = loaded()
     if nnx is None:
         return jax.tree.map(function, tree)
@@ -52,27 +52,27 @@ def map_values(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def is_nnx_jitted(function: Any) -> bool:
-    """Whether it is the result of `nnx.jit` or `nnx.jit_partial`."""
+    """Whether `function` is the result of `nnx.jit` or `nnx.jit_partial`."""
     return type(function).__module__.startswith("flax.nnx.") and hasattr(function, "jitted_fn")
 
 
 def has_state_shardings(jit_options: dict[str, Any]) -> bool:
-    """Whether options have shardings by variable, which `nnx.jit` alone takes."""
+    """Whether options hold shardings by variable, which only `nnx.jit` accepts."""
     nnx = loaded()
     return nnx is not None and any(isinstance(x, nnx.StateSharding) for x in jax.tree.leaves(jit_options))
 
 
 class NnxJit:
-    """`nnx.jit` in the place of `jax.jit`.
+    """`nnx.jit` instead of `jax.jit`.
 
     Attributes:
-      made: the result of `nnx.jit`, once there is one.
+      made: the result of `nnx.jit`; None before the first call.
     """
 
     made: Any = None
 
     def __call__(self, function: Callable[..., Any], **options: Any) -> Any:
-        """What `nnx.jit` has `jax.jit` make of the function: one of arrays."""
+        """The function of arrays that `nnx.jit` makes with `jax.jit`."""
         compiler_options = options.pop("compiler_options", None)  # nnx.jit does not take them
         self.made = function if is_nnx_jitted(function) else loaded().jit(function, **options)
         if not is_nnx_jitted(self.made):
@@ -82,19 +82,19 @@ class NnxJit:
         return jax_compat.with_compiler_options(jitted, compiler_options) if compiler_options else jitted
 
     def results(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """A function of the same arrays that returns what `function` does, without what became of its arguments."""
+        """A function of the same arrays that returns only the results of `function`, not the changed objects."""
         made = loaded().jit(function, **{k: v for k, v in options.items() if k != "compiler_options"})
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with loaded().update_context(made):
                 outputs = made.jitted_fn(*args, **kwargs)
-            return outputs[2] if len(outputs) == 3 else outputs[0]  # the latter without set_graph_updates
+            return outputs[2] if len(outputs) == 3 else outputs[0]  # two outputs without set_graph_updates
 
         return run
 
 
 class NnxFront:
-    """What a step does with NNX objects among its arguments."""
+    """Runs a step on arguments that hold NNX objects."""
 
     def __init__(self, step: Any):
         jit = NnxJit()
@@ -102,7 +102,7 @@ class NnxFront:
         self._made = jit.made
 
     def run(self, method: str, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
-        """`method` of the inner step, of the arrays in the objects. Only a call changes the objects."""
+        """Calls `method` of the inner step on the arrays in the objects. Only `__call__` changes the objects."""
         if method in ("__call__", "lower"):
             return self._as_nnx_does(method, self.inner, args, kwargs)
         if method in ("eval_shape", "trace"):
@@ -123,14 +123,14 @@ class NnxFront:
 
 
 class _Lowers:
-    """Stands for a jitted function that is only lowered."""
+    """Stands in for a jitted function, when only its `lower` is called."""
 
     def __init__(self, lower: Callable[..., Any]):
         self.lower = lower
 
 
 class _InPlaceOf:
-    """A result of `nnx.jit` with another jitted function; equal to it, since NNX finds its contexts by it."""
+    """A result of `nnx.jit` with another jitted function. Equal to the original, because NNX finds contexts by it."""
 
     def __init__(self, original: Any, jitted: Any):
         self._original = original

@@ -1,15 +1,15 @@
 """The loop over micro-batches of a loss that takes objects of Flax NNX and may change them.
 
-What becomes of the objects:
-1. A variable that the loss gives another value of the same shape and type (running statistics, counts of random
-   streams) goes from one micro-batch to the next, in their order, as if each were a call of its own.
-2. A new variable, or one that changes its shape (sown intermediates), is an auxiliary output and combines as one.
-3. A variable that is differentiated is the same for all micro-batches, and afterwards what the last one made of it.
-   (`nnx.remat` and `nnx.scan` give all variables new values, equal ones.)
+What happens to the objects:
+1. If the loss gives a variable a new value of the same shape and type (running statistics, counts of random streams),
+   the variable is loop-carried: it passes from one micro-batch to the next, as if each were a call of its own.
+2. A new variable, or one whose shape changes (sown intermediates), is an auxiliary output and combines as one.
+3. A differentiated variable has the same value for all micro-batches. Afterwards it has the value that the last
+   micro-batch gave it. (`nnx.remat` and `nnx.scan` give all variables new, equal values.)
 4. The graph and static attributes are those after any one micro-batch.
 
-NNX keeps track of which object is which in an `nnx.update_context`: split outside of the traced loss, merge and split
-inside, merge outside. Variables have numbers, in the order in which the graph of all arguments is walked.
+NNX tracks object identity in an `nnx.update_context`: split outside of the traced loss, merge and split inside, merge
+outside. Variables are numbered in the order in which NNX walks the graph of all arguments.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ _TAG = "dhelix.value_and_grad"
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Kept:
-    """In place of a value: that of the variable of this number among the arguments."""
+    """Stands for the value of the arguments' variable with this number."""
 
     number: int
 
 
 class _Object(NamedTuple):
-    """An object after the loss: its graph, and a value or a `_Kept` for each variable that is new in it."""
+    """An object after the loss: its graph, and for each of its variables a new value or a `_Kept`."""
 
     graph: Any
     values: list[Any]
 
 
 class _Argument:
-    """An argument of the loss, taken apart.
+    """An argument of the loss, split into graphs and arrays.
 
     Attributes:
-      differentiable: what a function of arrays gets in its place. Of an object among the leaves its state to
-        differentiate; None for an argument with objects that is not differentiated.
+      differentiable: the value that a function of arrays gets instead. An object among its leaves is replaced by its
+        state to differentiate. None for an argument that holds objects and is not differentiated.
     """
 
     def __init__(self, context: Any, value: Any, wrt: Any):
         """
         Args:
           context: an `nnx.SplitContext`.
-          wrt: which variables to differentiate by; None, none.
+          value: the argument.
+          wrt: filter of the variables to differentiate by; None for none.
         """
         leaves, self._treedef = jax.tree.flatten(value, is_leaf=nnx_front.is_object)
         self._graphs = [None] * len(leaves)
@@ -67,7 +68,7 @@ class _Argument:
         self.differentiable = self._treedef.unflatten(leaves) if self._closed is None else None
 
     def merged(self, context: Any, differentiable: Any) -> Any:
-        """The argument with new objects, in an `nnx.MergeContext`."""
+        """Rebuilds the argument with new objects, in an `nnx.MergeContext`."""
         leaves = self._treedef.flatten_up_to(differentiable) if self._closed is None else self._closed
         merged = [
             leaf if graph is None else context.merge(graph, leaf, *rest)
@@ -89,7 +90,7 @@ class NnxGradients:
         Args:
           differentiate: makes the loop (`gradients.Differentiate`).
           splits: whether there are micro-batches.
-          args, kwargs: of the loss.
+          args, kwargs: arguments of the loss.
         """
         nnx = nnx_front.loaded()
         if not splits:
@@ -116,7 +117,7 @@ class NnxGradients:
         return (value, aux) if self._has_aux else value, gradients
 
     def _wrt(self, count: int) -> dict[int, Any]:
-        """By position which variables to differentiate by."""
+        """The filters of the variables to differentiate by, by argument position."""
         nnx = nnx_front.loaded()
         argnums = self._argnums if isinstance(self._argnums, Sequence) else (self._argnums,)
         given = [x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, nnx.Param) for x in argnums]
@@ -136,7 +137,7 @@ class NnxGradients:
 
 
 class _Loss:
-    """The loss as a function of arrays. Its auxiliary output is (carried, what became of all objects and outputs)."""
+    """The loss as a function of arrays. Its auxiliary output is (carried, all objects and outputs after the loss)."""
 
     def __init__(
         self,
@@ -148,7 +149,10 @@ class _Loss:
     ):
         """
         Args:
-          differentiated: numbers of the variables whose values are what the loss is differentiated by.
+          loss_fn: the user's loss.
+          has_aux: whether it returns auxiliary outputs.
+          arguments, named: positional and keyword arguments that were split.
+          differentiated: numbers of the variables that the loss is differentiated by.
         """
         self._differentiated = differentiated
         self.__name__ = getattr(loss_fn, "__name__", "loss")
@@ -159,7 +163,7 @@ class _Loss:
         self._changed: list[int] = []
 
     def changes(self, differentiable: list[Any], arrays: dict[str, Any]) -> list[int]:
-        """Numbers of the variables that the loss gives another value of the same shape and type."""
+        """Numbers of the variables that the loss gives a new value of the same shape and type (rules 1 and 3)."""
         jax.eval_shape(lambda: self(*differentiable, **arrays)[0])
         return self._changed
 
@@ -172,7 +176,7 @@ class _Loss:
         kwargs = {**arrays, **objects}
         variables = _variables((args, kwargs))
         for number, value in carried.items():
-            if number not in self._differentiated:
+            if number not in self._differentiated:  # rule 3
                 variables[number].set_raw_value(value)
         before = [variable.get_raw_value() for variable in variables]
 
@@ -192,7 +196,7 @@ class _Loss:
 
 
 def _variables(tree: Any) -> list[Any]:
-    """All variables of the objects in a tree, each once, in an order that the graph alone decides."""
+    """All variables of the objects in a tree, each once, in an order that depends only on the graph."""
     nnx = nnx_front.loaded()
     return [x for _, x in nnx.iter_graph(tree, graph=True) if isinstance(x, nnx.Variable)]
 
@@ -226,7 +230,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _is_alike(old: Any, new: Any) -> bool:
-    """Whether a loop can carry it."""
+    """Whether a loop can carry the variable: both values have the same structure, shapes and types."""
     if jax.tree.structure(old) != jax.tree.structure(new):
         return False
     leaves = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)

@@ -1,1 +1,1 @@
-"""`value_and_grad` of the whole batch by a loop over micro-batches, and how their losses and gradients combine."""
+"""`value_and_grad` as a loop over micro-batches, and how losses and gradients of micro-batches combine."""

@@ -1,19 +1,19 @@
-"""Which arguments of a loss function are the batch, and what each micro-batch gets of all arguments.
+"""Finds the arguments of a loss function that are the batch, and makes the arguments of each micro-batch.
 
     value_and_grad(loss)(params, batch)                                   batch: the one other that holds arrays
     value_and_grad(loss, batch_argnums=(1, 2))(params, x, y)              named by position
     value_and_grad(loss, batch_argnames="x")(adapters, frozen, x=x)       named as the loss names its parameters
 
 Rules
-1. Where arguments are named, they are the batch, and nothing else is.
-2. Where none is, the one argument is that holds an array with an axis, beside those of `argnums` and those named as
-   random keys. If there are several, one has to be named: frozen weights may well have as many layers as a batch has
-   rows. What a loss function captures is never split.
-3. Axis 0 of every leaf of the batch are its rows, and M divides them. Micro-batch m takes the rows m, m + M,
-   m + 2M, ...: a batch sharded over a mesh axis stays sharded over it in every micro-batch, and no row moves between
-   devices. (Consecutive rows would put a micro-batch on a few devices.)
-4. Random keys that are named get the number of the micro-batch folded in.
-5. Every micro-batch gets the others as they are.
+1. If the user names arguments, exactly these are the batch.
+2. Otherwise the batch is the one argument that holds an array with an axis, apart from arguments in `argnums` and named
+   random keys. If there are several, the user must name the batch, because frozen weights may have as many layers as
+   the batch has rows. Values that a loss function captures are never split.
+3. Axis 0 of every leaf of the batch holds its rows, and M must divide their number. Micro-batch m takes the rows m,
+   m + M, m + 2M, ... A batch that is sharded over a mesh axis stays sharded over it in every micro-batch, and no row
+   moves between devices. (Consecutive rows would put a micro-batch on a few devices.)
+4. The number of the micro-batch is folded into named random keys.
+5. Every micro-batch gets all other arguments unchanged.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Names = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Naming:
-    """What the user says of the arguments of a loss function.
+    """The roles that the user gives the arguments of a loss function.
 
     Attributes:
       function: the loss function.
-      argnums: positions to differentiate by; negative ones count from the end, here and below.
-      batch_argnums, batch_argnames: the batch; None: not said.
+      argnums: positions to differentiate by. Negative positions count from the end, here and below.
+      batch_argnums, batch_argnames: the batch; None if not given.
       rng_argnums, rng_argnames: random keys.
     """
 
@@ -63,7 +63,7 @@ class Naming:
         rng_argnums: Indices,
         rng_argnames: Names,
     ) -> Naming:
-        """Raises DhelixError for a name that no parameter of `function` has."""
+        """Normalizes the user's input. Raises DhelixError for a name that no parameter of `function` has."""
         naming = cls(
             function,
             indices(argnums),
@@ -87,7 +87,7 @@ class Naming:
             )
 
     def keys(self, option: str, nums: Sequence[int], names: Sequence[str], args: Any, kwargs: Any) -> tuple[Key, ...]:
-        """The arguments that these positions and names mean in a call."""
+        """The arguments of a call that these positions and names refer to."""
         found: list[Key] = []
         for index in nums:
             if not -len(args) <= index < len(args):
@@ -101,7 +101,7 @@ class Naming:
         return tuple(dict.fromkeys(found))
 
     def _positions(self, option: str, name: str, args: Any, kwargs: Any) -> list[int]:
-        """Where the parameter `name` was passed."""
+        """The positions at which the parameter `name` was passed."""
         places = _places(self.function, args, kwargs)
         found = [index for index, place in enumerate(places) if place == name]
         if not found:
@@ -112,7 +112,7 @@ class Naming:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call, and which of them are the batch and random keys."""
+    """The arguments of one call, and which of them are the batch and the random keys."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -122,13 +122,13 @@ class Arguments:
 
     @classmethod
     def of(cls, naming: Naming, args: Any, kwargs: Any, microbatches: int) -> Arguments:
-        """Raises DhelixError where it is not clear what the batch is, or M does not divide it."""
+        """Finds batch and keys in a call. Raises DhelixError if the batch is ambiguous or M does not divide it."""
         rngs = naming.keys("rng_", naming.rng_argnums, naming.rng_argnames, args, kwargs)
         differentiated = tuple(index % len(args) for index in naming.argnums)
-        if naming.batch_argnums is None and naming.batch_argnames is None:
+        if naming.batch_argnums is None and naming.batch_argnames is None:  # rule 2
             batch: tuple[Key, ...] = (_the_batch(naming, args, kwargs, {*differentiated, *rngs}),)
         else:
-            nums, names = naming.batch_argnums or (), naming.batch_argnames or ()
+            nums, names = naming.batch_argnums or (), naming.batch_argnames or ()  # rule 1
             batch = naming.keys("batch_", nums, names, args, kwargs)
         _check_once({"is differentiated": differentiated, "is the batch": batch, "holds random keys": rngs})
         arguments = cls(tuple(args), kwargs, batch, rngs, microbatches)
@@ -140,12 +140,12 @@ class Arguments:
         return [self._get(key) for key in self.batch_keys]
 
     def split_batch(self) -> list[Any]:
-        """That of all micro-batches: leaves [B, ...] -> [M, B/M, ...]."""
+        """The batch of all micro-batches (rule 3): leaves [B, ...] -> [M, B/M, ...]."""
         return jax.tree.map(self._split, self.batch)
 
     def with_batch(self, batch: Sequence[Any], number: jax.Array | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """All arguments, with this in place of the batch, and the keys of micro-batch `number`."""
-        # New containers for every trace: Equinox's State may be used only once.
+        """All arguments, with this `batch` and, if `number` is given, the random keys of that micro-batch (rule 4)."""
+        # New containers for every trace, because Equinox's State may be used only once.
         args, kwargs = jax.tree.map(lambda x: x, (list(self.args), dict(self.kwargs)))
 
         def put(key: Key, value: Any) -> None:
@@ -173,7 +173,7 @@ class Arguments:
         return self.args[key] if isinstance(key, int) else self.kwargs[key]
 
     def _check_rows(self) -> None:
-        """Every leaf of the batch has one and the same leading axis, which M divides."""
+        """Raises DhelixError unless all leaves of the batch have the same number of rows and M divides it."""
         rows, first = None, ""
         for key, batch in zip(self.batch_keys, self.batch, strict=True):
             for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
@@ -208,7 +208,7 @@ _NO_BATCH = (
 
 
 def indices(given: Indices) -> tuple[int, ...]:
-    """One index or several, as JAX takes them."""
+    """One index or several, in the forms that JAX accepts, as a tuple."""
     return (operator.index(given),) if is_index(given) else tuple(map(operator.index, given))  # type: ignore[arg-type]
 
 
@@ -221,7 +221,7 @@ def _names(given: Names) -> tuple[str, ...]:
 
 
 def _the_batch(naming: Naming, args: Any, kwargs: Any, taken: set[Key]) -> Key:
-    """The one argument that holds arrays and is not `taken`."""
+    """The only argument that holds arrays with an axis and is not `taken` (rule 2)."""
     given: dict[Key, Any] = {**dict(enumerate(args)), **kwargs}
     given = {key: value for key, value in given.items() if key not in taken}
     places = _places(naming.function, args, kwargs)
@@ -304,12 +304,12 @@ def _name(key: Key, places: Sequence[Key]) -> str:
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     try:
         return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin
+    except (TypeError, ValueError):  # for example a builtin
         return None
 
 
 def _places(function: Callable[..., Any], args: Any, kwargs: Any) -> list[Key]:
-    """For each positional argument the name of its parameter, or its position if that is not known."""
+    """For each positional argument, the name of its parameter, or its position if the name is unknown."""
     unknown: list[Key] = list(range(len(args)))
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)

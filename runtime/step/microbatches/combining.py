@@ -1,26 +1,26 @@
-"""How an output of the micro-batches becomes one of the batch: sums that start, grow and end as a type says.
+"""How the outputs of micro-batches combine to an output of the batch: how a total starts, grows and ends, by type.
 
-| output | becomes |
+| output | combination |
 |---|---|
-| loss, gradients, floating-point auxiliary outputs | what `reduce` says: sum, mean, weighted mean |
-| integer auxiliary outputs | their sum: they are counts |
-| auxiliary outputs with the batch as leading axis | put together again, rows in the batch's order |
-| auxiliary outputs of a collection `batch_stats` (`nnx.BatchStat`, `eqx.nn.State`) | their mean, whatever `reduce` is |
-| integers and flags in it | those of the last micro-batch |
-| what is under a key `_overwrite_with_gradient` (Flax's fp8 histories and scales) | the largest, element by element |
-| types with an addition of their own (Flax's `fp32_max_grad`) | what that addition gives |
-| gradients of integers (float0) | as they are |
+| loss, gradients, floating-point auxiliary outputs | by `reduce`: sum, mean, weighted mean |
+| integer auxiliary outputs | their sum, because they are counts |
+| auxiliary outputs with the batch as leading axis | joined, rows in the batch's order |
+| auxiliary outputs in a collection `batch_stats` (`nnx.BatchStat`, `eqx.nn.State`) | their mean, whatever `reduce` is |
+| integers and flags in such a collection | the value of the last micro-batch |
+| values under a key `_overwrite_with_gradient` (Flax's fp8 histories and scales) | the largest, element by element |
+| types with an addition of their own (Flax's `fp32_max_grad`) | the result of that addition |
+| gradients of integers (float0) | unchanged |
 
-Floating-point sums are of float32 or wider, complex ones of complex64 or wider; what comes out has the type that one
-micro-batch has, weak or not. Over axes that the outputs are `unreduced` over, so are the sums.
+Floating-point sums use float32 or wider, complex sums complex64 or wider. The result has the type of one micro-batch's
+output, weak or not. Sums are `unreduced` over the axes that the outputs are unreduced over.
 
-Why the mean of running statistics: each micro-batch starts from the same ones and is normalized by its own rows, like a
-device in Flax's data-parallel examples, which average the statistics of devices (`jax.lax.pmean`). The mean of
-m * old + (1 - m) * new is one update of the step: the running mean is that of the whole batch, the running variance is
-without what the means of micro-batches differ by.
+Why the mean of running statistics: each micro-batch starts from the same statistics and is normalized by its own rows,
+like a device in Flax's data-parallel examples, which average the statistics of devices (`jax.lax.pmean`). The mean of
+m * old + (1 - m) * new is one update per step. The running mean is that of the whole batch. The running variance lacks
+the variance between the means of micro-batches.
 
-Why the largest: an amax history begins with the largest magnitude that a micro-batch saw, and all else in it, and the
-scale, comes from the history before the step, the same for all.
+Why the largest: an amax history begins with the largest magnitude that the micro-batch saw. The rest of the history and
+the scale come from the history before the step, which is the same for all micro-batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dhelix.errors import DhelixError
 from dhelix.passes import jax_compat
 
-OVERWRITTEN = "_overwrite_with_gradient"  # name of Flax's collection
+OVERWRITTEN = "_overwrite_with_gradient"  # name of the collection in Flax
 STATISTICS = "batch_stats"
 
 
@@ -57,11 +57,11 @@ class How(Enum):
 
 @dataclass(frozen=True)
 class Combination:
-    """How one output becomes that of the batch.
+    """How one output combines over micro-batches.
 
     Attributes:
-      like: the abstract value of one micro-batch's.
-      how: whether, and by what, it is summed over micro-batches.
+      like: abstract value of the output of one micro-batch.
+      how: the kind of combination.
     """
 
     like: Any
@@ -69,23 +69,23 @@ class Combination:
 
     @property
     def summed(self) -> bool:
-        """Whether there is a total to carry from one micro-batch to the next."""
+        """Whether a total is carried from one micro-batch to the next."""
         return self.how not in (How.JOIN, How.NONE)
 
     def start(self) -> jax.Array:
-        """The total before the first micro-batch, of the sharding and the manual axes that outputs have."""
+        """The total before the first micro-batch, with the sharding and the manual axes of the output."""
         if self.how is How.OWN:
             return ad.zeros_like_aval(self.like)
         zeros = ad.zeros_like_aval(self.like.update(dtype=sum_type(self.like.dtype), weak_type=False))
         return zeros - jnp.inf if self.how is How.LARGEST else zeros
 
     def add(self, total: jax.Array, value: Any, weight: jax.Array | None) -> jax.Array:
-        """`weight`: of the micro-batch, under reduce="weighted"."""
+        """Adds a micro-batch's value to the total. `weight`: its weight with reduce="weighted", else None."""
         if self.how is How.OWN:
             return ad.add_jaxvals(total, value)
-        value = jnp.asarray(value).astype(total.dtype)  # an auxiliary output may be a number of Python's
+        value = jnp.asarray(value).astype(total.dtype)  # an auxiliary output may be a Python number
         if weight is not None and self.how is How.REDUCE:
-            # Not a bare product: a micro-batch without tokens may have a loss of 0/0.
+            # Not just a product: a micro-batch without tokens may have a loss of 0/0.
             value = jnp.where(weight == 0, jnp.zeros_like(value), value * _factor(weight, value))
         if self.how is How.LAST:
             return value
@@ -96,17 +96,17 @@ class Combination:
         return total + value
 
     def finish(self, total: jax.Array, weight: jax.Array | None, count: int, reduce: str) -> jax.Array:
-        """The output of the batch. `weight`: of all micro-batches together."""
+        """The output of the batch. `weight`: the sum of the weights of all micro-batches."""
         if self.how is How.OWN:
             return total
         if self.how is How.REDUCE and weight is not None:
-            total = total / _factor(jnp.where(weight == 0, 1, weight), total)  # where nothing counts, all is zero
+            total = total / _factor(jnp.where(weight == 0, 1, weight), total)  # without any weight, the total is zero
         elif self.how is How.MEAN or (self.how is How.REDUCE and reduce == "mean"):
             total = total / _factor(count, total)
         return self.typed(total)
 
     def typed(self, value: jax.Array) -> jax.Array:
-        """`value` in the type of the output."""
+        """`value` converted to the type of the output."""
         return jax_compat.convert_element_type(value, self.like.dtype, self.like.weak_type)
 
     def nothing(self) -> np.ndarray:
@@ -115,16 +115,16 @@ class Combination:
 
 
 def sum_type(dtype: Any) -> Any:
-    """What numbers of this type are added up in."""
+    """The type in which numbers of this type are summed."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.promote_types(dtype, jnp.complex64)
     if jnp.issubdtype(dtype, jnp.floating):
-        return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)  # 8-bit floats are promoted to none
+        return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)  # promote_types rejects 8-bit floats
     return dtype
 
 
 def comparable(value: Any) -> Any:
-    """`value` in a type that is made for arithmetic, its sum over devices taken; None if it is no number."""
+    """`value` summed over unreduced axes, in a type for arithmetic; None if it is not a number."""
     like = jax.typeof(value)
     if like.dtype == jax.dtypes.float0 or jnp.issubdtype(like.dtype, jax.dtypes.extended):
         return None
@@ -135,7 +135,7 @@ def comparable(value: Any) -> Any:
 
 
 def of_gradients(grads: Sequence[Any], tree: Any) -> list[Combination]:
-    """For each gradient; `grads` are abstract values, the leaves of `tree`."""
+    """The combinations of gradients; `grads` are the abstract values of the leaves of `tree`."""
     return [Combination(like, _of_gradient(like, name)) for like, name in zip(grads, collections(tree), strict=True)]
 
 
@@ -148,9 +148,16 @@ def _of_gradient(like: Any, collection: str | None) -> How:
 
 
 def of_auxiliary(one: Sequence[Any], whole: Sequence[Any], tree: Any, count: int) -> list[Combination]:
-    """For each auxiliary output, of which `one` micro-batch's and the `whole` batch's abstract values are given.
+    """The combinations of auxiliary outputs.
 
-    Raises DhelixError, naming it, for one that cannot be combined.
+    Args:
+      one: abstract values of the outputs of one micro-batch.
+      whole: abstract values of the outputs of the whole batch.
+      tree: pytree of the outputs.
+      count: number of micro-batches.
+
+    Raises:
+      DhelixError: an output, named in the message, cannot be combined.
     """
     names = collections(tree)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
@@ -163,7 +170,7 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
         if collection == OVERWRITTEN and jnp.issubdtype(one.dtype, jnp.floating):
             return How.LARGEST
         if collection == STATISTICS and not jnp.issubdtype(one.dtype, jnp.inexact):
-            return How.LAST  # each micro-batch counts from the same number
+            return How.LAST  # each micro-batch counts from the same value
         if jnp.issubdtype(one.dtype, jnp.inexact):
             return How.MEAN if collection == STATISTICS else How.REDUCE
         if jnp.issubdtype(one.dtype, jnp.integer):
@@ -179,9 +186,12 @@ def _of_auxiliary(one: Any, whole: Any, collection: str | None, path: Any, count
 
 
 def collections(tree: Any) -> list[str | None]:
-    """For each leaf OVERWRITTEN or STATISTICS, if it is in that collection of Flax's, by a key of its path or by the
-    type of its NNX variable. Equinox's State is statistics."""
-    nnx: Any = sys.modules.get("flax.nnx")  # of a tree with its variables in it, it is imported
+    """For each leaf: OVERWRITTEN or STATISTICS if it is in that Flax collection, else None.
+
+    The collection follows from a key in the leaf's path or from the type of its NNX variable. Equinox's State counts as
+    STATISTICS.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")  # imported if the tree holds its variables
     equinox: Any = sys.modules.get("equinox")
 
     def is_variable(node: Any) -> bool:
@@ -202,7 +212,7 @@ def collections(tree: Any) -> list[str | None]:
 
 
 def _factor(number: Any, of: jax.Array) -> jax.Array:
-    """`number` to multiply or divide `of` by, which may be unreduced over some axes."""
+    """`number` as an array that `of`, which may be unreduced over some axes, can be multiplied or divided by."""
     number = jnp.asarray(number, of.dtype)
     like = jax.typeof(of)
     axes = like.sharding.spec.unreduced

@@ -1,8 +1,8 @@
-"""A gradient function over M micro-batches: one after the other, or through a pipeline.
+"""Runs a gradient function over M micro-batches, one after the other or through a pipeline.
 
     for m in range(M):  loss, grads += jax.value_and_grad(loss_fn)(params, batch[m::M])      (lax.scan)
 
-What is split is in `batch_split.py`, how outputs combine in `combining.py`.
+`batch_split.py` defines what is split, `combining.py` how outputs combine.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Weights = Callable[..., jax.Array | float]
 
 @dataclass(frozen=True)
 class Options:
-    """Of one gradient function.
+    """The options of one gradient function.
 
     Attributes:
-      loss: the loss function, of arrays.
-      plain: what `jax.value_and_grad` made of it.
-      naming: which arguments are what, as the user's own function calls them.
-      single: whether argnums was a number: the gradients are those of one argument.
+      loss: the loss function, a function of arrays.
+      plain: `jax.value_and_grad` of `loss`.
+      naming: the roles of the arguments, by the parameters of the user's own function.
+      single: whether argnums was one number, so the gradients are those of one argument.
       has_aux, holomorphic: as in `jax.value_and_grad`.
-      reduce: None: what the step says.
-      weights: of the arguments of the loss function, for "weighted".
+      reduce: None for the step's own `reduce`.
+      weights: function of the loss function's arguments, for "weighted".
     """
 
     loss: Callable[..., Any]
@@ -60,8 +60,12 @@ class Loop:
     def __init__(self, options: Options, microbatches: int, reduce: str, args: Any, kwargs: Any, carried: Any = None):
         """
         Args:
-          carried: what the loss of the first micro-batch gets as its keyword `carried`, and each later one of the one
-            before it (`gradients.Differentiate`); None: nothing.
+          options: options of the gradient function.
+          microbatches: M.
+          reduce: used if `options.reduce` is None.
+          args, kwargs: arguments of the call, with the whole batch.
+          carried: loop-carried value, passed to the loss as keyword `carried` (`gradients.Differentiate`). This is its
+            value for the first micro-batch. None: nothing is carried.
         """
         self.options = options
         self.carried = carried
@@ -113,7 +117,7 @@ class Loop:
         return how.finish(total, weight, self.count, self.reduce)
 
     def _microbatch(self, xs: Any, carried: Any) -> tuple[Any, jax.Array | None, Any]:
-        """Result of one micro-batch, its weight, and what the next one gets."""
+        """The result of one micro-batch, its weight, and `carried` for the next one."""
         args, kwargs = self.arguments.with_batch(*xs)
         result, carried = self._result(args, kwargs, carried)
         return result, self._weight(args, kwargs), carried
@@ -134,7 +138,7 @@ class Loop:
         return weight
 
     def _plan(self, likes: Sequence[Any], result: Any) -> list[Combination]:
-        """For each leaf of `result`, whose abstract values are `likes`: the loss, auxiliary outputs, gradients."""
+        """The combination of each leaf of `result`: loss, auxiliary outputs, gradients; `likes` are abstract values."""
         value, grads = result
         aux = value[1] if self.options.has_aux else ()
         count = len(jax.tree.leaves(aux))
@@ -143,7 +147,7 @@ class Loop:
         return loss + auxiliary + of_gradients(likes[1 + count :], grads)
 
     def _of_whole_batch(self) -> Sequence[Any]:
-        """Types of the auxiliary outputs."""
+        """Abstract values of the auxiliary outputs of the whole batch."""
 
         def whole(batch: Any) -> Any:
             args, kwargs = self.arguments.with_batch(batch)
@@ -154,7 +158,7 @@ class Loop:
 
 
 class PipelinedLoop(Loop):
-    """One call of a gradient function whose micro-batches go through a pipeline."""
+    """One call of a gradient function whose micro-batches pass through a pipeline."""
 
     def __init__(self, fold: Fold, options: Options, *rest: Any):
         super().__init__(options, *rest)

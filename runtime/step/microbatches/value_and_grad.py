@@ -1,25 +1,25 @@
-"""`dhelix.value_and_grad`: JAX's, or a loop over micro-batches in a step that is decorated with one.
+"""`dhelix.value_and_grad`: `jax.value_and_grad`, or a loop over micro-batches inside a step that asks for them.
 
     loss, grads = dhelix.value_and_grad(loss_fn)(params, batch)
 
-Outside a `strand_interleave(microbatches=M)` step this is `jax.value_and_grad`. Inside it becomes
+Outside a `strand_interleave(microbatches=M)` step this is `jax.value_and_grad`. Inside it becomes the loop
 
     for m in range(M):  loss, grads += jax.value_and_grad(loss_fn)(params, batch[m::M])      (lax.scan)
 
-which is the loop that the passes turn into two strands (`microbatch_loop.py`).
+which the passes turn into two strands (`microbatch_loop.py`).
 
 Rules
-1. The batch is split along axis 0 of every leaf, which M must divide; what the batch is, `batch_split.py` says.
-2. Outputs come back in the types of `jax.value_and_grad`; sums are of float32 or wider (`combining.py`).
-3. They combine by `reduce`: "mean" or "sum" of the micro-batches' values, or "weighted": the mean weighted by
-   `weights` (token counts). It must fit `loss_fn`: "mean" is wrong for a loss that divides by the number of
-   unmasked tokens when micro-batches differ in it. `strand_interleave(verify=True)` tells.
-4. An auxiliary output whose shape does not depend on the batch combines like the loss if it is floating
-   point; if integer it is a count and adds up. One with the batch as leading axis is put together again.
-5. Flax's collections that are no sums have rules of their own: the mean of running statistics (BatchNorm), the largest
-   of fp8 histories and scales.
-6. Objects of Flax NNX and modules of Equinox are differentiated as their own `value_and_grad`s do it
-   (`frameworks.gradients`). What the loss changes in NNX objects goes from one micro-batch to the next.
+1. The batch is split along axis 0 of every leaf, whose size M must divide. `batch_split.py` says what the batch is.
+2. Outputs have the types of `jax.value_and_grad`. Sums use float32 or wider (`combining.py`).
+3. Losses and gradients combine by `reduce`: the "mean" or "sum" of the micro-batches' values, or "weighted", the mean
+   weighted by `weights` (token counts). It must fit `loss_fn`: "mean" is wrong for a loss that divides by the number of
+   unmasked tokens if micro-batches differ in that number. `strand_interleave(verify=True)` detects this.
+4. An auxiliary output whose shape does not depend on the batch combines like the loss if it is floating point. If it is
+   an integer, it is a count and is summed. Outputs with the batch as leading axis are joined.
+5. Some Flax collections have rules of their own: running statistics (BatchNorm) are averaged, and of fp8 histories and
+   scales the largest is taken.
+6. Flax NNX objects and Equinox modules are differentiated as by their own `value_and_grad` (`frameworks.gradients`).
+   Changes that the loss makes to NNX objects pass from one micro-batch to the next.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from dhelix.runtime.step.options import REDUCTIONS, one_of
 
 @dataclass
 class Microbatching:
-    """What `value_and_grad` does while a step is traced, and what it did.
+    """How `value_and_grad` behaves while a step is traced, and a record of its calls.
 
     Attributes:
-      microbatches: 1 leaves the batch whole.
-      reduce: used by calls that do not name their own.
-      pipeline: executes the micro-batches by a schedule over pipeline stages.
-      calls: how often it was called.
-      returned: (value, gradients) of each call of the step itself, tracers; what a function returned that the step has
-        JAX trace by itself (shard_map, jit, scan) is known only there.
+      microbatches: number of micro-batches; 1 leaves the batch whole.
+      reduce: used by calls without a `reduce` of their own.
+      pipeline: executes the micro-batches by a schedule over pipeline stages; None: no pipeline.
+      calls: number of calls.
+      returned: (value, gradients), as tracers, of each call by the step itself. Calls inside a function that JAX traces
+        separately (shard_map, jit, scan) are missing, because their tracers are valid only there.
+      trace: identifies the trace of the step itself.
     """
 
     microbatches: int
@@ -74,13 +75,12 @@ class Microbatching:
 
     @property
     def results(self) -> list[Any]:
-        """What was returned, in types that can be compared."""
+        """`returned`, in types that can be compared."""
         return nnx_front.map_values(comparable, self.returned)
 
 
 _traced_for = jax.make_user_context()
-"""JAX keeps what it traced: a function that calls `value_and_grad` is traced for each step, and once more outside of
-any."""
+"""Part of JAX's trace cache key, so a function that calls `value_and_grad` is traced once per step and once outside."""
 _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", default=None)
 
 
@@ -88,7 +88,7 @@ _active: ContextVar[Microbatching | None] = ContextVar("dhelix_microbatching", d
 def microbatching(
     microbatches: int, reduce: str, pipeline: Fold | None = None, step: int = 0
 ) -> Iterator[Microbatching]:
-    """While this is entered, `value_and_grad` splits its batch; `step` tells steps apart."""
+    """Inside this context `value_and_grad` splits its batch. `step`: a number that identifies the step."""
     token = _active.set(Microbatching(microbatches, reduce, pipeline))
     try:
         active = _active.get()
@@ -114,29 +114,34 @@ def value_and_grad(
     reduce: str | None = None,
     weights: Weights | None = None,
 ) -> Callable[..., Any]:
-    """Drop-in for `jax.value_and_grad` that a `strand_interleave(microbatches=M)` step turns into a loop.
+    """Drop-in replacement for `jax.value_and_grad` that becomes a loop over micro-batches inside a dhelix step.
+
+    Inside a `strand_interleave(microbatches=M)` step, the returned function splits the batch [B, ...] into M
+    micro-batches [B/M, ...] and combines their losses, auxiliary outputs and gradients. Outside, it is
+    `jax.value_and_grad`. The module docstring lists the rules.
 
     Args:
       fun: the loss function, `fun(*args, **kwargs) -> loss` or `-> (loss, aux)`; loss is a scalar.
-      argnums: positional arguments to differentiate by, an int or several; `nnx.DiffState` where they are objects of
-        Flax NNX (rule 6). None of them is split.
-      has_aux: whether `fun` returns auxiliary outputs too (rules 4 and 5).
+      argnums: positions of the arguments to differentiate by, an int or several. For Flax NNX objects,
+        `nnx.DiffState` selects the variables (rule 6). These arguments are not split.
+      has_aux: whether `fun` also returns auxiliary outputs (rules 4 and 5).
       holomorphic, allow_int, reduce_axes: as in `jax.value_and_grad`.
-      batch_argnums: positional arguments to split (rule 1). Every micro-batch gets all others as they are.
-      batch_argnames: the same by the names of the parameters of `fun`, whether they are passed by position or by
-        keyword. Without either, the batch is the one argument beside those of `argnums` that holds arrays.
-      rng_argnums: random keys, or pytrees of them; micro-batch m gets `jax.random.fold_in(key, m)`.
-      rng_argnames: the same by name.
-      reduce: "mean", "sum" or "weighted" (rule 3); by default what `strand_interleave` was given.
-      weights: for "weighted": takes the arguments of `fun` and returns the weight of the micro-batch.
+      batch_argnums: positions of the arguments to split (rule 1). Every micro-batch gets all others unchanged.
+      batch_argnames: arguments to split, by the names of the parameters of `fun`, whether passed by position or by
+        keyword. If neither is given, the batch is the only argument outside `argnums` that holds arrays with an axis.
+      rng_argnums: positions of random keys, or pytrees of keys; micro-batch m gets `jax.random.fold_in(key, m)`.
+      rng_argnames: random keys by parameter name.
+      reduce: "mean", "sum" or "weighted" (rule 3); by default the `reduce` of `strand_interleave`.
+      weights: for "weighted": takes the arguments of `fun` and returns the weight of the micro-batch, a scalar.
 
     Returns:
-      A function of the same arguments that returns `(loss, grads)` or `((loss, aux), grads)`.
+      A function of the same arguments that returns `(loss, grads)` or `((loss, aux), grads)`, with the shapes and types
+      of `jax.value_and_grad` on the whole batch.
 
     Raises:
-      DhelixError: a batch that is not named where several arguments hold arrays, or that M does not divide; a name that
-        no parameter has; an auxiliary output whose shape depends on the batch in another way; "weighted" without
-        weights or the reverse.
+      DhelixError: at once, for an unknown `reduce`, or a name that no parameter has. At the call inside a step: several
+        arguments hold arrays and none is named as the batch; M does not divide the rows; an auxiliary output depends
+        on the batch other than by its leading axis; "weighted" without `weights`, or `weights` without "weighted".
     """
     if reduce is not None:
         one_of("reduce", reduce, REDUCTIONS)
@@ -169,13 +174,13 @@ def value_and_grad(
 
 
 def _of_arrays(options: Options, carried: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Value and gradients of a function of arrays; `carried` as of `gradients.Differentiate`."""
+    """Value and gradients of a function of arrays; `carried` as in `gradients.Differentiate`."""
     active = _active.get()
     argnums = options.naming.argnums
     passed = argnums and all(-len(args) <= index < len(args) for index in argnums)
     if active is None or not active.splits or not passed:
         given = {} if carried is None else {"carried": carried}
-        return options.plain(*args, **given, **kwargs)  # which raises what JAX says of positions that are not passed
+        return options.plain(*args, **given, **kwargs)  # for missing positions JAX raises its own error
     if active.pipeline is not None:
         return PipelinedLoop(active.pipeline, options, active.microbatches, active.reduce, args, kwargs, carried).run()
     return Loop(options, active.microbatches, active.reduce, args, kwargs, carried).run()
