@@ -1,6 +1,7 @@
 # make demo   trains plain and interleaved side by side on 8 CPU devices, compiles both for 4 GPUs, draws the timeline
 # make test   the tests that need no GPU
 # make lint   ruff and pyright
+# make docs   the site of docs/, in site/; fails for a link or reference that leads nowhere, or a result page out of date
 # Each sets up .venv first (requirements/install.sh), and again only when a requirement file changes.
 # PYTHON=/path/to/python3.12 names the interpreter to start from.
 
@@ -9,7 +10,7 @@ INSTALL := requirements/install.sh $(VENV) requirements/run.txt requirements/com
 
 export PYTHON
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test lint docs venv clean
 
 demo:
 	@$(INSTALL)
@@ -26,5 +27,10 @@ lint: venv
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --project $(VENV)/dhelix_path --pythonpath $(VENV)/bin/python
 
+docs:
+	@$(INSTALL) requirements/test.txt requirements/docs.txt
+	$(VENV)/bin/python -m dhelix.benchmarks.pages.write --check
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) .venv-newest demo-output build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .venv-newest demo-output build *.egg-info .pytest_cache .ruff_cache .hypothesis
