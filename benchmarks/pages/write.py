@@ -1,10 +1,11 @@
-"""Writes `docs/results/` from `benchmarks/results/`.
+"""Writes `docs/results/`, and the table of results in README.md, from `benchmarks/results/`.
 
     python -m dhelix.benchmarks.pages.write            # writes all pages
     python -m dhelix.benchmarks.pages.write --check    # fails if a page differs from what would be written
 
-A page depends on the result files and on the code of the tables alone, so writing twice gives the same bytes. Every
-result file belongs to one section of `contents.toml`, or is listed there as raw.
+README.md holds its table between the lines `<!-- results -->` and `<!-- end of results -->`. A page depends on the result
+files and on the code of the tables alone, so writing twice gives the same bytes. Every result file belongs to one
+section of `contents.toml`, or is listed there as raw.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from dhelix.benchmarks.pages import renderers
+from dhelix.benchmarks.strands import results as strand_results
 from dhelix.errors import DhelixError
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+LINKS = {"nvlink": "NVLink", "no-p2p": "no peer-to-peer", "two-nodes": "two nodes, TCP"}
 CONTENTS = Path(__file__).with_name("contents.toml")
 
 
@@ -49,6 +54,55 @@ class Page:
     @classmethod
     def of(cls, section: list[dict[str, Any]], **values: str) -> Page:
         return cls(**values, sections=tuple(Section(**values) for values in section))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the README's table: one of our programs beside XLA's best of the same run and link."""
+
+    workload: str
+    file: str
+    program: str
+    setting: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Raises DhelixError if the file lacks the program."""
+        run = strand_results.read(RESULTS / f"{self.file}.json")
+        for group in strand_results.groups([run]):
+            for ours in group.results:
+                if (ours.variant, ours.setting) == (self.program, self.setting) and group.xla is not None:
+                    return self._cells(group, group.xla, ours)
+        raise DhelixError(f"{self.file}.json has no measured {self.program} under {self.setting}")
+
+    def _cells(
+        self, group: strand_results.Group, xla: strand_results.Result, ours: strand_results.Result
+    ) -> tuple[str, ...]:
+        steps = sorted({len(xla.steps_ms), len(ours.steps_ms)})
+        return (
+            group.run.on["gpus"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", ""),
+            LINKS[group.link],
+            self.workload,
+            f"{xla.median_ms:.0f} ms",
+            f"{ours.median_ms:.0f} ms",
+            f"**{xla.median_ms / ours.median_ms:.2f} x**",
+            f"{group.mfu(ours) or 0.0:.0%}",
+            f"{100 * (ours.peak_gib / xla.peak_gib - 1):+.1f} %",
+            " or ".join(map(str, steps)),
+            group.run.on["date"],
+        )
+
+
+def readme() -> str:
+    """README.md with its table as the result files say."""
+    rows = [Row(**row).cells() for row in tomllib.loads(CONTENTS.read_text())["readme"]]
+    heads = (
+        "GPUs", "link", "workload", "XLA's best", "dhelix", "speed-up", "MFU", "peak memory", "timed steps", "date",
+    )  # fmt: skip
+    before, begin, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise DhelixError(f"README.md needs the lines {BEGIN} and {END} around its table")
+    return f"{before}{BEGIN}\n\n{renderers.table(heads, rows)}\n\n{END}{after}"
 
 
 def pages() -> dict[str, str]:
@@ -108,6 +162,9 @@ def write(folder: Path) -> list[Path]:
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
             changed.append(path)
+    if (text := readme()) != README.read_text():
+        README.write_text(text)
+        changed.append(README)
     return changed
 
 
@@ -117,6 +174,7 @@ def differing(folder: Path) -> list[str]:
     wrong = [
         name for name, text in made.items() if not (folder / name).is_file() or (folder / name).read_text() != text
     ]
+    wrong += ["README.md"] if readme() != README.read_text() else []
     return wrong + sorted(path.name for path in folder.glob("*.md") if path.name not in made)
 
 
@@ -129,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(f"wrote {path}" for path in write(DOCS)) or "docs/results is up to date")
             return 0
         if wrong := differing(DOCS):
-            print(f"docs/results: {', '.join(wrong)} out of date; run python -m dhelix.benchmarks.pages.write")
+            print(f"out of date: {', '.join(wrong)}; run python -m dhelix.benchmarks.pages.write")
             return 1
     except DhelixError as error:
         print(error, file=sys.stderr)
