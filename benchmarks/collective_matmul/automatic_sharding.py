@@ -1,12 +1,12 @@
-"""Which collectives of a train step collective matmuls can take the place of: by hand under shard_map, and by XLA.
+"""Counts the collectives of a train step that collective matmuls can replace, under shard_map and automatic sharding.
 
     python benchmarks/collective_matmul/automatic_sharding.py --tp 2,4
-    python benchmarks/collective_matmul/automatic_sharding.py --tp 2 --predict  # and what the step is predicted to take
+    python benchmarks/collective_matmul/automatic_sharding.py --tp 2 --predict  # also predicts the step's time
 
-No GPU is needed (extra `compile`): the Llama-8B step is compiled for H200s as far as passes at PRE_SCHEDULER, or its
-schedule for a prediction, in a few seconds. A site is a collective of activations beside its product. What a
-`shard_map` has is all there is to find; under automatic sharding the partitioner writes it otherwise, and
-`collective-canonicalization` makes it the same.
+No GPU is needed (extra `compile`). The Llama-8B step is compiled for H200s up to the passes at PRE_SCHEDULER; for a
+prediction, up to its schedule. A site is a collective of activations next to its product. The count under `shard_map`
+is the largest possible. Under automatic sharding, XLA's partitioner writes collectives in another form.
+`collective-canonicalization` turns it into the same form.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
-    """The plain step for GPUs that need not exist, without CUDA graphs."""
+    """Lowers the plain step for GPUs that this machine does not have, without CUDA graphs."""
     import jax
 
     from dhelix.launch.profile import step as profile_step
@@ -61,7 +61,7 @@ def lower(tp: int, sharding: str, layers: int, microbatches: int) -> Any:
 
 
 def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
-    """Seconds of a step of 8 layers and 4 micro-batches under `schedule="intra_batch"` with these options."""
+    """Predicted seconds of a step of 8 layers and 4 micro-batches with `schedule="intra_batch"` and `options`."""
     from dhelix.runtime.processes.launch_settings import NO_GRAPHS
     from dhelix.runtime.step import step_passes
     from dhelix.runtime.step.collective_matmuls import weighing
@@ -77,7 +77,7 @@ def predicted(tp: int, sharding: str, options: Mapping[str, Any]) -> float:
 
 
 def partitioned(tp: int, sharding: str) -> bytes:
-    """The module of a step of two layers and two micro-batches that passes at PRE_SCHEDULER get."""
+    """The module that passes at PRE_SCHEDULER get, for a step of two layers and two micro-batches."""
     from dhelix.runtime.compiler import scheduled_only
     from dhelix.runtime.compiler.lowering import hlo_bytes
 
@@ -88,7 +88,7 @@ def partitioned(tp: int, sharding: str) -> bytes:
 
 
 def sites(module: bytes, canonical: bool) -> Counter[str]:
-    """How many sites are found, by place."""
+    """The number of sites by place, optionally after canonicalization."""
     from dhelix.passes.communication.collective_canonicalization import CollectiveCanonicalization
     from dhelix.passes.communication.collective_matmul.collective_matmul import find_all
     from dhelix.passes.framework.manager import PassContext

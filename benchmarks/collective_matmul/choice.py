@@ -1,9 +1,9 @@
-"""Predicted steps with collective matmuls beside strands: at no site, at all, and where they are chosen. Without a GPU.
+"""Predicts steps with strands and collective matmuls: at no site, at all sites, and at chosen sites. No GPU is needed.
 
     python benchmarks/collective_matmul/choice.py --profile my-h200-nvlink.json
 
-The step is lowered for H200s that need not exist and compiled as far as XLA's schedule, under the launch setting that
-this process has; predictions are the evaluator's, by a profile of these operators (`dhelix profile`).
+The step is lowered for H200s that this machine does not have, and compiled up to XLA's schedule, under this process's
+launch setting. The evaluator predicts the times from a profile of these operators (`dhelix profile`).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def lowered_step(options: argparse.Namespace) -> "jax.stages.Lowered":
 def rows(
     lowered: "jax.stages.Lowered", options: "StepOptions", target: "Target"
 ) -> Iterator[tuple[str, "PassManager"]]:
-    """Names of programs, and the passes that make them."""
+    """Names of the compared programs, and the passes that make them."""
     from dhelix.passes import jax_compat
     from dhelix.passes.framework.manager import PassManager
     from dhelix.runtime.step.collective_matmuls.jax_forms import collective_matmul_passes
@@ -60,7 +60,7 @@ def rows(
 
 
 def target_of(lowered: "jax.stages.Lowered", options: "StepOptions") -> "Target":
-    """With measured costs. Raises DhelixError where there are none."""
+    """The target with measured costs. Raises DhelixError if there are none."""
     from dhelix.errors import DhelixError
     from dhelix.runtime.step.target import Target
 
@@ -88,7 +88,7 @@ def main() -> None:
     chosen = StepOptions(profile=profile, compiler_options=dict(NO_GRAPHS), collective_matmul=FORM)
     target = target_of(lowered, chosen)
     model = target.model
-    assert model is not None  # `target_of`
+    assert model is not None  # `target_of` ensures it
     print(f"launch setting {model.setting}, {model.profile.hardware} with link {model.profile.link}; predicted ms")
     for name, manager in rows(lowered, chosen, target):
         print(f"{1e3 * predicted(lowered, manager, model):8.1f}  {name}", flush=True)

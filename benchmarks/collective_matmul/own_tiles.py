@@ -1,4 +1,4 @@
-"""What it costs a GEMM that some of its tiles are summed with those of other devices. On one GPU, without links.
+"""Cost of summing some tiles of a GEMM with other devices' parts, measured on one GPU, without links.
 
     python benchmarks/collective_matmul/own_tiles.py --out DIR
     python benchmarks/collective_matmul/own_tiles.py --shapes 8192x1024x4096 \\
@@ -6,13 +6,14 @@
     python benchmarks/collective_matmul/own_tiles.py --shapes 64x2048x8192 \\
         --tiles 64x128x64,steps=7,wide=N,group=8 --splits 2,4
 
-The kernels of `runtime/collective_matmul/kernels` multiply tiles of others, which are stored elsewhere, and own tiles,
-to which what others have stored is added. Over several GPUs link, clocks and the other device's progress are in every
-time. Here are `hopper_gemm` and `held_parts` alone: of as many rounds of tiles of all SMs as there are devices one is
-of own tiles, parts of the others are read from this GPU's memory, whatever lies there, and nobody waits for anybody.
-cuBLAS (XLA without Triton), the GEMM without own tiles, and with those of each number of devices take turns, in loops
-as of `collective_matmul_programs.py`; medians, in microseconds. Results of own tiles are not right, those of the GEMM
-alone are compared with cuBLAS's. With --splits: no own tiles, but contractions that so many blocks share.
+The kernels of `runtime/collective_matmul/kernels` multiply two kinds of tiles. Other devices' tiles are sent away; own
+tiles are summed with the parts that other devices have sent. On several GPUs, every time also includes the link, clocks
+and the other devices' progress. This benchmark runs `hopper_gemm` and `held_parts` alone. One of n rounds of tiles has
+own tiles, for n devices. Other devices' parts are read from this GPU's memory, whatever it contains, without waiting.
+
+These take turns, in loops like those of `programs.py`: cuBLAS (XLA without Triton), the GEMM without own tiles, and the
+GEMM with own tiles for each number of devices. Times are medians in microseconds. Results with own tiles are wrong;
+those without are compared with cuBLAS's. With --splits there are no own tiles. Instead, blocks share a contraction.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _TURN_MS = 12.0
 
 
 def site_of(shape: str, devices: int) -> Site:
-    """Rows x contraction x columns of the local product."""
+    """The site of a local product, given as rows x contraction x columns. Raises DhelixError for other text."""
     try:
         m, k, n = map(int, shape.split("x"))
     except ValueError:
@@ -67,7 +68,7 @@ def site_of(shape: str, devices: int) -> Site:
 
 
 def program(site: Site, tiles: Tiles | None) -> Program:
-    """x @ w as a device of `site` multiplies it; with one device all tiles are stored and no more.
+    """x @ w as one device of `site` computes it. With one device, all tiles are only stored.
 
     Raises:
       DhelixError: there is no kernel for this product.
@@ -163,7 +164,7 @@ def _kernel(gemm: Gemm, sources: int, x: Any, w: Any, out: Any, *others: Any, bu
 
 
 def variants(shape: str, devices: list[int], splits: list[int], tiles: Tiles | None) -> dict[str, Program]:
-    """cuBLAS, the GEMM alone, and with own tiles or splits, by name."""
+    """The compared programs by name: cuBLAS, the GEMM alone, and the GEMM with own tiles or splits."""
     m, _, n = site_of(shape, 1).sizes
     made = {"cuBLAS": Program("cuBLAS", ("x", "w"), (m, n), jnp.dot), "no own tiles": program(site_of(shape, 1), tiles)}
     if splits:
@@ -173,7 +174,11 @@ def variants(shape: str, devices: list[int], splits: list[int], tiles: Tiles | N
 
 
 def measure(shape: str, made: Mapping[str, Program], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of one product, round by round."""
+    """Microseconds of one product in each round, by program.
+
+    Raises:
+      DhelixError: a result that should be right differs from cuBLAS's.
+    """
     site, mesh = site_of(shape, 1), Mesh(np.array(jax.devices()[:1]), (AXIS,))
     count, operands = iterations(site, _TURN_MS), programs.operands(site, mesh)
     options = {"xla_gpu_enable_triton_gemm": False} if mesh.devices.flat[0].platform != "cpu" else {}
@@ -195,7 +200,7 @@ def measure(shape: str, made: Mapping[str, Program], rounds: int) -> dict[str, l
 
 
 def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
-    """Markdown, medians in microseconds."""
+    """A Markdown table of medians in microseconds."""
     names = list(next(iter(found.values()), {}))
     lines = [f"| M x K x N | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for shape, us in found.items():
@@ -216,7 +221,7 @@ def main() -> None:
     found: dict[str, dict[str, list[float]]] = {}
     try:
         made = {shape: variants(shape, devices, splits, arguments.tiles) for shape in arguments.shapes.split(",")}
-        without_graphs(os.environ)  # as the kernels run
+        without_graphs(os.environ)  # CUDA graphs must not hold these kernels
         if jax.devices()[0].platform not in ("gpu", "cuda"):
             raise DhelixError("there is no GPU: kernels need one of NVIDIA's Hopper GPUs")
         for shape, its in made.items():

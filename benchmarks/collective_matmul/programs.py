@@ -1,19 +1,21 @@
-"""Programs that execute a collective matmul, or one side of it, many times over, to be timed as a whole.
+"""Programs that run a collective matmul, or one side of it, many times in one compiled loop, so it can be timed.
 
     out = barrier(operands, out) -> operation -> out, `iterations` times in one compiled loop
 
-The result of an iteration goes, with the operands, through an optimization barrier into the next one. So XLA can
-neither hoist the operation out of the loop as invariant, nor merge or drop iterations, nor start one before the last is
-done. No kernel is added for that: a barrier is none, the result's buffer (donated) is written in place, and operands
-stay where they are. Calls enqueued one by one would measure Python and the launch of a program over all devices, 50 to
-200 us each, which is more than many of these operations take. In the loop all iterations share one launch, and what an
-iteration adds is the loop's counter, a kernel of 1 to 2 us, to all programs alike.
+An iteration's result and the operands go through an optimization barrier into the next iteration. So XLA cannot hoist
+the operation out of the loop, merge or drop iterations, or start one before the last is done. The barrier adds no
+kernel: the result's donated buffer is written in place, and operands do not move.
 
-XLA reduces in place, and would copy an operand of an all-reduce that is still needed. So the all-reduce alone takes its
-own result as the next operand. That grows by the number of devices each time, to infinity in the end; how long NCCL
-takes does not depend on it.
+Calls enqueued one by one would measure Python and the launch of a program on all devices, which can take longer than
+the operation. In the loop, all iterations share one launch. The loop's counter adds the same short kernel to every
+iteration of every program.
 
-Every array is one block per device, stacked along the first dimension: local [a, b] is [n a, b] sharded over the axis.
+XLA reduces in place, so it would copy an all-reduce's operand that is still needed. The all-reduce alone therefore
+takes its own result as the next operand. The values grow by the number of devices each time, in the end to infinity,
+but NCCL's time does not depend on them.
+
+Every array has one block for each device, stacked along the first dimension: local [a, b] is [n a, b], sharded over the
+axis.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ AXIS = "tp"
 
 @dataclass(frozen=True)
 class Program:
-    """What is timed.
+    """A timed operation.
 
     Attributes:
       name: GEMM, COLLECTIVE, or the key of a form.
-      operands: names of `operand_shapes`.
+      operands: names in `operand_shapes`.
       result: shape of the result on one device.
-      call: from operands to the result, on one device inside `shard_map`.
-      in_place: whether the only operand is what the iteration before gave, and at first the operand.
+      call: computes the result from the operands, on one device inside `shard_map`.
+      in_place: whether each iteration's only operand is the previous result. The first iteration takes the operand.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Program:
 
 
 def operand_shapes(site: Site) -> dict[str, tuple[int, int]]:
-    """Shapes on one device: x and w; what the GEMM alone reads (`gathered`) or the collective alone (`partial`)."""
+    """Shapes on one device: x, w, and the operand of a GEMM alone (`gathered`) or of a collective alone (`partial`)."""
     m, k, n = site.sizes
     if site.kind == "all_gather_matmul":
         return {"x": (m // site.axis_size, k), "w": (k, n), "gathered": (m, k)}
@@ -63,7 +65,7 @@ def operand_shapes(site: Site) -> dict[str, tuple[int, int]]:
 
 
 def programs(site: Site, forms: Sequence[Form]) -> list[Program]:
-    """Both sides alone, then each form."""
+    """The programs of a site: the GEMM alone, the collective alone, then each form."""
     m, k, n = site.sizes
     part = m // site.axis_size
     collective, operand, of_collective, result = {
@@ -84,14 +86,14 @@ def programs(site: Site, forms: Sequence[Form]) -> list[Program]:
 
 
 def on_each[**A, R](mesh: Mesh, function: Callable[A, R]) -> Callable[A, R]:
-    """`function` of blocks, on each device."""
+    """Runs `function` on each device's block."""
     return jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
 
 
 def loop(program: Program, mesh: Mesh, iterations: int) -> Callable[..., jax.Array]:
-    """Jitted: a buffer for the result (donated) and the operands to the result of the last iteration.
+    """A jitted function that runs `program` repeatedly and returns the last result.
 
-    What works in place has but the buffer.
+    Its arguments are the result's donated buffer and the operands; only the buffer if the program works in place.
     """
 
     def run(out: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -105,7 +107,7 @@ def loop(program: Program, mesh: Mesh, iterations: int) -> Callable[..., jax.Arr
 
 
 def lowered(program: Program, site: Site, mesh: Mesh, iterations: int) -> jax.stages.Lowered:
-    """`loop` for the shapes of a site."""
+    """`loop`, lowered for the shapes of a site."""
     shapes = operand_shapes(site)
     blocks = [program.result, *(() if program.in_place else (shapes[operand] for operand in program.operands))]
     return loop(program, mesh, iterations).lower(*(_block(mesh, shape, site.dtype) for shape in blocks))
@@ -117,9 +119,9 @@ def _block(mesh: Mesh, shape: tuple[int, int], dtype: str) -> jax.ShapeDtypeStru
 
 
 def operands(site: Site, mesh: Mesh) -> dict[str, jax.Array]:
-    """Of `operand_shapes`, other ones on each device: normal numbers, as zeros draw less power and so run faster.
+    """Makes the operands of `operand_shapes`: normal numbers, because zeros draw less power and so run faster.
 
-    w is scaled so that results have a deviation near 1, as activations have.
+    The numbers differ between devices. w is scaled so that results have a standard deviation near 1, like activations.
     """
     depth = site.contraction * (1 if site.kind == "all_gather_matmul" else site.axis_size)
     shapes = operand_shapes(site)
@@ -135,7 +137,7 @@ def operands(site: Site, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def arguments(program: Program, site: Site, mesh: Mesh, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
-    """Of the first call of a loop. Where it works in place, the operand is gone afterwards."""
+    """The arguments of a loop's first call. If the program works in place, the call donates the operand."""
     if program.in_place:
         return [operands[program.operands[0]]]
     block = _block(mesh, program.result, site.dtype)
@@ -144,7 +146,7 @@ def arguments(program: Program, site: Site, mesh: Mesh, operands: Mapping[str, j
 
 
 def reference(site: Site, mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The collective matmul in float32, in as many steps as there are operations."""
+    """The collective matmul in float32, as a separate product and collective."""
 
     def plain(x: jax.Array, w: jax.Array) -> jax.Array:
         if site.kind == "all_gather_matmul":
@@ -160,14 +162,14 @@ def reference(site: Site, mesh: Mesh, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def tolerance(site: Site) -> float:
-    """Of the largest result: each of n partial products may be rounded once, and their sum once more.
+    """Allowed error as a fraction of the largest result: n partial products and their sum are each rounded once.
 
-    bf16 on 4 devices: 5 x 2^-8, 0.02. A tile that is missing, or taken from another place, is off by about 1.
+    For bf16 on 4 devices it is 5 x 2^-8, about 0.02. A missing or misplaced tile gives an error of about 1.
     """
     return (site.axis_size + 1) * float(jnp.finfo(site.dtype).eps) / 2
 
 
 @jax.jit
 def difference(expected: jax.Array, found: jax.Array) -> jax.Array:
-    """The largest difference to the reference, by the reference's largest number. NaN where `found` has any."""
+    """The largest difference from the reference, divided by the reference's largest number. NaN if `found` has NaN."""
     return jnp.max(jnp.abs(found.astype(jnp.float32) - expected)) / jnp.max(jnp.abs(expected))

@@ -1,4 +1,4 @@
-"""Results of `collective_matmul.py` as data and files, and as the times that the library reads."""
+"""Results of `run.py` as data and files, and as the times that the library reads."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GEMM, COLLECTIVE = "gemm", "collective"
 
 @dataclass
 class Measured:
-    """One site.
+    """The results of one site.
 
     Attributes:
-      name: of the shape.
-      iterations: of one turn.
-      us: microseconds of one iteration in each round, by GEMM, COLLECTIVE or the form's key.
-      differs: of each form, the largest difference to float32 by the largest result.
-      failed: why a form has no times.
+      name: name of the shape.
+      iterations: iterations of one turn.
+      us: microseconds of one iteration in each round, by GEMM, COLLECTIVE or a form's key.
+      differs: by form, the largest difference from float32, divided by the largest result.
+      failed: why a program has no times, by program.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Measured:
     failed: dict[str, str] = field(default_factory=dict)
 
     def best_tiles(self) -> list[Tiles]:
-        """Of the Mosaic kernels, the fastest first."""
+        """Tiles of the measured Mosaic kernels, the fastest first."""
         forms = {Form.parse(key): values for key, values in self.us.items() if key.startswith("mosaic:")}
         return [f.tiles for f in sorted(forms, key=lambda f: (statistics.median(forms[f]), f.order)) if f.tiles]
 
     def times(self) -> SiteTimes | None:
-        """None if a side alone has no time. Spreads are of what the rounds do not have in common."""
+        """Times without drift, so spreads exclude it too. None if the GEMM or the collective alone has no time."""
         timings = {key: Timing.of(us / 1e6 for us in values) for key, values in without_drift(self.us).items()}
         if GEMM not in timings or COLLECTIVE not in timings:
             return None
@@ -50,7 +50,7 @@ class Measured:
         return SiteTimes(gemm, collective, {Form.parse(key): timing for key, timing in timings.items()})
 
     def line(self, site: Site) -> str:
-        """For a terminal: both sides in microseconds, and the share of each form, by the fastest of its variants."""
+        """Text for a terminal: microseconds of both sides alone, and each form's share by its fastest variant."""
         times = self.times()
         if times is None:
             return f"{self.name}: {site.key}: no times: {self.failed}"
@@ -69,10 +69,11 @@ class Measured:
 
 @dataclass
 class Results:
-    """What one call measured.
+    """The results of one call.
 
     Attributes:
       devices: size of the axis.
+      setting: launch setting of the process.
       dropped: sites that the budget had no time for.
     """
 
@@ -93,7 +94,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Raises DhelixError for a file that no `collective_matmul.py` wrote."""
+        """Reads a results file. Raises DhelixError if `run.py` did not write it."""
         try:
             record = json.loads(path.read_text())
             found = {Site.parse(key): Measured(**values) for key, values in record.pop("sites").items()}
@@ -102,16 +103,16 @@ class Results:
             raise DhelixError(f"{path} holds no results of benchmarks/collective_matmul/run.py; leave it out") from None
 
     def times(self) -> Times:
-        """As the library reads them."""
+        """The times in the library's form."""
         found = {site: times for site, m in self.sites.items() if (times := m.times()) is not None}
         return Times(gpu_name(self.on.gpu), self.link, self.setting, (self.on,), found)
 
 
 def without_drift(us: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Times of programs, round by round, without what all of a round have in common; programs without times left out.
+    """Divides the times of each round by the drift that all programs of the round share. Drops programs without times.
 
-    A GPU grows warm, or its clock falls, and all programs of the rounds from then on take longer: the median of what
-    they take, each relative to its own median, says how much. What is left is how a program differs from the others.
+    If the GPU grows warm or its clock falls, all programs of later rounds take longer. A round's drift is the median
+    over programs of the time relative to the program's own median.
     """
     timed = {key: values for key, values in us.items() if values}
     rounds = max(map(len, timed.values()), default=0)
@@ -123,11 +124,11 @@ def without_drift(us: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def _text(record: dict[str, Any]) -> str:
-    """JSON with a list of numbers on one line. Line ends are of lists and objects only: in texts they are escaped."""
+    """JSON with each list of numbers on one line. Strings are safe, because JSON escapes their line ends."""
     numbers = re.compile(r"\[\n([\s\d.,e+-]+)\]")
     return numbers.sub(lambda match: f"[{' '.join(match[1].split())}]", json.dumps(record, indent=1)) + "\n"
 
 
 def merged(results: Iterable[Results]) -> dict[Site, Measured]:
-    """All sites; of one that several files hold, the last counts."""
+    """All sites. If several results hold a site, the last one counts."""
     return {site: found for result in results for site, found in result.sites.items()}

@@ -1,25 +1,25 @@
-"""Times of collective matmuls in all forms, and of their two sides alone. In one process, on 2 or 4 GPUs.
+"""Times of collective matmuls in all forms, and of the product and the collective alone. One process, on 2 or 4 GPUs.
 
     python benchmarks/collective_matmul/run.py --tune 1024,8192 --budget_s 500 --out DIR      # the most important first
-    python benchmarks/collective_matmul/run.py --known DIR/*.json --name rest --out DIR       # what those files lack
+    python benchmarks/collective_matmul/run.py --known DIR/*.json --name rest --out DIR       # sites missing there
     python benchmarks/collective_matmul/run.py --kinds matmul_all_reduce --rows 1024 --forms mosaic --tune 1024
     NCCL_P2P_DISABLE=1 python benchmarks/collective_matmul/run.py --rows 4096 --out DIR
-    python benchmarks/collective_matmul/tables.py DIR/*.json --docs docs/collective_matmul.md
+    python benchmarks/collective_matmul/tables.py DIR/*.json
 
-Sites are those of `collective_matmul_sites.py`. At each of them the GEMM alone (cuBLAS through XLA), the
-collective alone (NCCL), the monolithic form and all that `--forms` names are compiled, side by side in threads, as
-loops (`collective_matmul_programs.py` says why). Each is run once, and its result compared with float32; then they take
-turns, round by round, so that clocks, heat and a slow spell of the machine meet all of them. A form that cannot be had,
-or whose result is wrong, is kept with the reason and without times.
+`sites.py` lists the sites. For each site, the GEMM alone (cuBLAS through XLA), the collective alone (NCCL), the
+monolithic form, and the forms of `--forms` are compiled in parallel threads, as loops (`programs.py` says why). Each
+runs once, and its result is compared with float32. Then all take turns, round by round, so clocks, heat and slow
+periods of the machine affect all of them. A form that fails or gives a wrong result is recorded with the reason and
+without times.
 
-Mosaic kernels run with the tiles given by `--tiles`; at forward sites whose rows `--tune` names with each of the
-candidates; elsewhere with those that were best at the nearest site measured so far, and the kernels' own where there is
-none. They use peer memory whatever NCCL is told, so they are left out where peer-to-peer is disabled.
+Mosaic kernels use the tiles of `--tiles`. At forward sites with the rows of `--tune`, they try every candidate.
+Elsewhere they use the best tiles of the nearest site measured so far, or the kernels' own tiles if there is none. They
+use peer memory whatever NCCL is told, so they are left out if peer-to-peer is disabled.
 
-XLA compiles matrix products to cuBLAS alone, not to Triton: that is the baseline, and it saves most of the compile.
+XLA compiles matrix products to cuBLAS only, not to Triton. That is the baseline, and it saves most of the compile time.
 
-The file of results is complete after every site. `--budget_s` starts no site that no longer fits, and a program that
-hangs (`--site_s`) ends the process, so at most the site at hand is lost.
+The results file is complete after every site. With `--budget_s`, no site starts that would no longer fit. A program
+that hangs ends the process after `--site_s`, so at most the current site is lost.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ CANDIDATES = {
     kind: tuple(map(Tiles.parse, tiles))
     for kind, tiles in zip(KINDS, (_SENT_ROWS, _SCATTERED_TILES, _REDUCED_TILES), strict=True)
 }
-"""Tiles that `--tune` tries, by kind, unless `--tiles` says. What a kernel cannot have it refuses uncompiled."""
+"""Tiles that `--tune` tries without `--tiles`, by kind. A kernel refuses unfit tiles before it is compiled."""
 CHUNKS = (2, 4, 8)
 _OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-_BEST_TILES = 2  # of the nearest tuned site that others try
-_FLOPS, _BYTES = 6e14, 2e11  # per second; a guess for the number of iterations alone
+_BEST_TILES = 2  # tiles taken from the nearest tuned site
+_FLOPS, _BYTES = 6e14, 2e11  # per second; guesses, used only to choose the number of iterations
 _FEWEST, _MOST = 4, 200  # iterations
 
 
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> Path:
-    """Measures all sites. Returns the file of results, which is complete after each of them."""
+    """Measures all sites. Returns the results file, which is complete after each site."""
     began, longest = time.monotonic(), 0.0
     n = arguments.devices or len(jax.devices())
     mesh = Mesh(jax.devices()[:n], (programs.AXIS,))
@@ -157,7 +157,7 @@ def _name(results: Results) -> str:
 
 
 def _unused(folder: Path, name: str) -> Path:
-    """Results of another call are never replaced."""
+    """A path that no file has yet, so that earlier results are never replaced."""
     paths = (folder / f"{name}{suffix}.json" for suffix in itertools.chain([""], map("_{}".format, itertools.count(2))))
     return next(path for path in paths if not path.exists())
 
@@ -165,7 +165,7 @@ def _unused(folder: Path, name: str) -> Path:
 def _forms(
     arguments: argparse.Namespace, name: str, site: Site, link: str, known: Mapping[Site, Measured]
 ) -> list[Form]:
-    """What is tried at a site: the monolithic form, which others are compared with, and what `--forms` names."""
+    """The forms to measure at a site: the monolithic form as the baseline, and those of `--forms`."""
     found = {MONOLITHIC}
     for form in _list(arguments.forms):
         if form == "hybrid":
@@ -204,7 +204,7 @@ def measure_site(name: str, site: Site, forms: Sequence[Form], mesh: Mesh, argum
                 measured.differs[program.name] = float(programs.difference(expected, turn.out))
                 _check(measured.differs[program.name], site)
             turns[program.name] = turn
-        except Exception as error:  # a form that refuses, XLA or Mosaic: the others have times all the same
+        except Exception as error:  # one failed form must not stop the others
             measured.failed[program.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     del expected
     order = collections.deque(turns)
@@ -217,7 +217,7 @@ def measure_site(name: str, site: Site, forms: Sequence[Form], mesh: Mesh, argum
 
 
 def iterations(site: Site, run_ms: float) -> int:
-    """So many that a turn of both sides, one after the other, takes about `run_ms`."""
+    """The number of iterations with which a turn of product and collective, one after the other, takes `run_ms`."""
     m, k, n = site.sizes
     moved = 2 * m * (k if site.kind == "all_gather_matmul" else n)
     guess = 2 * m * k * n / _FLOPS + moved / _BYTES
@@ -227,7 +227,7 @@ def iterations(site: Site, run_ms: float) -> int:
 def _compiled(
     site: Site, forms: Sequence[Form], mesh: Mesh, iterations: int, threads: int
 ) -> list[tuple[Program, Future[Callable[..., jax.Array]]]]:
-    """Programs and what became of them. All are compiled before one runs: XLA times kernels while it compiles."""
+    """Programs and their compilations. All end before a program runs, because XLA times kernels while it compiles."""
     options = {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
 
     def compiled(program: Program) -> Callable[..., jax.Array]:
@@ -245,7 +245,7 @@ def _check(difference: float, site: Site) -> None:
 
 
 class Turn:
-    """A compiled loop with its operands. The buffer of results goes from one run to the next."""
+    """A compiled loop with its operands. Each run donates the previous run's result as its buffer."""
 
     def __init__(self, loop: Callable[..., jax.Array], out: jax.Array, *operands: jax.Array) -> None:
         self._loop, self._operands, self.out = loop, operands, out
@@ -258,5 +258,5 @@ class Turn:
 
 
 if __name__ == "__main__":
-    without_graphs(os.environ)  # which kernels need
+    without_graphs(os.environ)  # CUDA graphs must not hold Mosaic kernels
     main()

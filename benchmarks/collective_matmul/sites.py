@@ -1,6 +1,6 @@
-"""The collective matmuls that are measured: layers of Llama-8B and Llama-70B, and DistFuse's table 1, by importance.
+"""The measured collective matmuls, by importance: layers of Llama-8B and Llama-70B, and DistFuse's table 1.
 
-With a tensor-parallel axis of n devices, hidden size H, FFN width F and q + k + v columns Q, on one device
+Shapes on one device, for a tensor-parallel axis of n devices, hidden size H, FFN width F, and Q columns of q + k + v:
 
     forward     all_gather_matmul       qkv       K = H         N = Q / n          sequence sharded before, heads after
                                         gate up   K = H         N = 2 F / n
@@ -9,7 +9,7 @@ With a tensor-parallel axis of n devices, hidden size H, FFN width F and q + k +
     backward    all_gather_matmul       out', down'             gradients of the inputs: K and N change places
                 matmul_reduce_scatter   qkv', gate up'
 
-DistFuse's table 1 (M 1024, N 8192, global K 8192 and 28672) are `out` and `down` of Llama-70B as matmul_all_reduce.
+DistFuse's table 1 (M 1024, N 8192, global K 8192 and 28672) is `out` and `down` of Llama-70B as matmul_all_reduce.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dhelix.profiles.collective_matmul.sites import KINDS, Site
 
 GATHER, SCATTER, REDUCE = KINDS
 ROWS = (8192, 4096, 16384, 2048)
-"""Tokens, by importance."""
+"""Numbers of tokens, by importance."""
 DISTFUSE_ROWS = 1024
 
 
@@ -41,7 +41,7 @@ _SIZES = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's weight on one device; `priority` as below: 0 comes first."""
+    """A layer's weight on one device. Priority 0 is measured first."""
 
     name: str
     kind: str
@@ -51,7 +51,7 @@ class Shape:
 
 
 def shapes(n: int) -> list[Shape]:
-    """Of an axis of n devices, by rising priority."""
+    """All shapes for an axis of n devices, priority 0 first."""
     found = []
     for m in MODELS:
         forward = {
@@ -70,7 +70,7 @@ def shapes(n: int) -> list[Shape]:
 
 
 def is_backward(name: str) -> bool:
-    """Whether a shape of this name is of a gradient."""
+    """Whether `name` is the name of a gradient's shape."""
     return name.endswith("'")
 
 
@@ -85,12 +85,12 @@ def sites(
 
     Args:
       n: devices of the axis.
-      wanted: parts of names ("llama-8b", "down"), or sizes on one device as MxKxN, which are of every kind; all names
-        if there are none.
-      rows: tokens instead of ROWS; DistFuse's rows come first unless they are given.
+      wanted: parts of names ("llama-8b", "down"), or sizes on one device as MxKxN, which give a site of every kind. All
+        names if empty.
+      rows: numbers of tokens instead of ROWS. Without them, DistFuse's sites come first.
 
     Raises:
-      DhelixError: nothing has such a name.
+      DhelixError: no shape has such a name.
     """
     sizes = [match for match in map(_SIZES.fullmatch, wanted) if match]
     names = [name for name in wanted if not _SIZES.fullmatch(name)]

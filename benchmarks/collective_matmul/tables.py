@@ -1,12 +1,14 @@
-"""Tables of what `collective_matmul.py` measured, and the times that dhelix ships, made from the same files.
+"""Tables of the results of `run.py`, and the times that dhelix ships, made from the same files.
 
     python benchmarks/collective_matmul/tables.py FILE.json FILE.json ...        # prints the tables
-    python benchmarks/collective_matmul/tables.py FILE.json --docs docs/collective_matmul.md --name nvlink
+    python benchmarks/collective_matmul/tables.py FILE.json --docs PAGE.md --name nvlink
     python benchmarks/collective_matmul/tables.py FILE.json --ship profiles/data/collective_matmul
 
-Files of one GPU, link and axis size make one set of tables; of a site in several files the last one counts, and forms
-that only an earlier one has are scaled by the monolithic form's time in both. A page holds the tables between lines as
-of `strands/tables.py`; `--ship` writes a file for each GPU and link, axis sizes together.
+`python -m dhelix.benchmarks.pages.write` puts the tables into docs/results/collective-matmul.md.
+
+Files of one GPU, link, setting and axis size make one set of tables. If several files hold a site, the last one counts.
+Forms that only an earlier file has are scaled by the ratio of the monolithic form's times. `--docs` needs the marks of
+`strands/tables.py` in the page. `--ship` writes one file for each GPU and link, with all axis sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import KINDS, MONOLITHIC, Site, Times, choose
 from dhelix.profiles.files import storage
 
-# Of issue "Collective matmul": (must, aim) of the share on 4 H200s over NVLink; of the speed-up for DistFuse's shapes.
+# Goals of issue "Collective matmul", 4 H200s over NVLink: (must, aim) of the share, and of DistFuse's shapes' speed-up.
 SHARES: Mapping[str, tuple[float, float]] = {"all_gather_matmul": (0.87, 0.93), "matmul_reduce_scatter": (0.85, 0.92)}
 SPEED_UP = (1.2, 1.35)
 
@@ -43,12 +45,12 @@ class Paper:
 
 
 DISTFUSE = {8192: Paper(166.0, 221.0, 387.0, 333.8), 28672: Paper(534.5, 221.0, 764.5, 621.6)}
-"""By global K; M 1024, N 8192."""
+"""Rows of table 1 by global K; M is 1024, N 8192."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Results of one GPU, link, setting and axis size."""
+    """Results that are merged: one GPU, link, setting and axis size."""
 
     results: Sequence[Results]
 
@@ -58,14 +60,14 @@ class Group:
 
     @property
     def names(self) -> dict[Site, str]:
-        """Measured sites, by kind, shape and rows."""
+        """Names of the measured sites, ordered by kind, name and size."""
         timed = self.times.sites
         names = {site: found.name for r in self.results for site, found in r.sites.items() if site in timed}
         return {site: names[site] for site in sorted(names, key=lambda s: (KINDS.index(s.kind), names[s], s))}
 
 
 def merged(results: Iterable[Results]) -> Times:
-    """Of one GPU, link and setting."""
+    """The times of all results, which must have the same GPU, link and setting."""
     first, *others = (result.times() for result in results)
     for later in others:
         first = first.merged(later)
@@ -73,7 +75,7 @@ def merged(results: Iterable[Results]) -> Times:
 
 
 def groups(results: Iterable[Results], by_devices: bool = True) -> list[Group]:
-    """In the order of the files."""
+    """Groups the results, in the order of the files. Without `by_devices`, groups hold all axis sizes."""
     found: dict[tuple[str, str, str, int], list[Results]] = {}
     for r in results:
         found.setdefault((r.on.gpu, r.link, r.setting, by_devices * r.devices), []).append(r)
@@ -109,7 +111,7 @@ def _head(group: Group) -> str:
 
 
 def _sentence(kind: str, times: Times, sites: Iterable[Site]) -> str:
-    """The shares of what is chosen; of the monolithic form; and the goal."""
+    """A sentence with the shares of the chosen forms, the shares of the monolithic form, and the goal."""
     chosen, monolithic = [], []
     for site in sites:
         here = times.sites[site]
@@ -128,7 +130,7 @@ def _sentence(kind: str, times: Times, sites: Iterable[Site]) -> str:
 
 
 def _distfuse(times: Times) -> str:
-    """Table 1 of the paper beside the same shapes here; "" where none was measured."""
+    """Compares DistFuse's table 1 with the same shapes here; "" if none was measured."""
     rows: list[tuple[str, ...]] = [(
         "global K", "GEMM µs", "all-reduce µs", "monolithic µs", "chosen µs", "form", "speed-up",
         "paper: GEMM, all-reduce, together", "paper: DistFuse", "paper: speed-up",
@@ -167,7 +169,7 @@ def _checked(group: Group) -> str:
 
 
 def _missing(group: Group) -> str:
-    """Forms without times by reason, and sites that a budget had no time for."""
+    """Lists forms without times by reason, and counts sites that the budgets had no time for."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in group.results:
         for site, measured in r.sites.items():
@@ -179,7 +181,7 @@ def _missing(group: Group) -> str:
 
 
 def _dropped(group: Group) -> list[str]:
-    """For each kind how many sites there was no time for in any call."""
+    """For each kind, the number of sites that no call had time for."""
     known = {site.key for site in group.times.sites}
     left = dict.fromkeys(line for r in group.results for line in r.dropped if not any(k in line for k in known))
     kinds = collections.Counter(kind for line in left for kind in KINDS if kind in line)
@@ -192,11 +194,10 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def without_leads(times: Times) -> Times:
-    """Leaves out reduce-scatters' tiles with a lead, and sites where that was all that the kernel had.
+    """Leaves out reduce-scatters' tiles with a lead, and sites where the kernel has no other tiles.
 
-    They were measured when a tile was stored before the next one was multiplied. Since it is stored beside it, the same
-    tiles are faster without a lead (2 H200s, 16384x2048x4096: 442 us, with a lead of 66 503 us), and a site that is
-    left out goes by its neighbours.
+    They were measured with an earlier kernel, which stored a tile before it multiplied the next one. Today's kernel
+    does both at once, and is faster without a lead. A site that is left out uses the choice of its neighbours.
     """
     sites = {}
     for site, here in times.sites.items():
@@ -207,7 +208,7 @@ def without_leads(times: Times) -> Times:
 
 
 def ship(results: Sequence[Results], folder: Path) -> list[Path]:
-    """Writes the times that the library reads, a file for each GPU and link. Settings but the default are left out."""
+    """Writes the times that the library reads, one file for each GPU and link; the launch setting `default` only."""
     paths = []
     for group in groups([r for r in results if r.setting == "default"], by_devices=False):
         times = without_leads(group.times)

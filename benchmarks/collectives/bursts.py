@@ -1,10 +1,10 @@
-"""How long a GPU keeps its full clock: products after a rest, one by one, for bursts of several lengths.
+"""Measures how long a GPU keeps its full clock: times of single products after a rest, for bursts of several lengths.
 
     python benchmarks/collectives/bursts.py > bursts.txt
 
-A GPU's power is limited, and dense products draw more than it may. When it is slowed, by how much, and after what rest
-it is fast again decides how `dhelix profile` measures products (docs/profiles.md). Products are of 8192 x 4096 x 7168
-and back, in bf16; how much power they take depends on their numbers, so there are two kinds of them.
+A GPU's power is limited, and dense products need more than the limit. When the GPU slows down, by how much, and how
+long a rest restores its clock decide how `dhelix profile` measures products (docs/design/profiling.md). Products are
+8192 x 4096 x 7168 and back, in bf16. Their power depends on the numbers, so two kinds of numbers are measured.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LONG = 400  # pairs of products, about half a second
 _EDGES_MS = (0, 2, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 400, 500)
 _BURSTS = ((4, 20), (4, 50), (8, 20), (8, 50), (8, 100), (16, 50), (16, 100), (32, 100), (32, 200), (64, 200))
 _REPEATS = 12
-_SHORTEST = 3e-4  # seconds; what is shorter is no product
+_SHORTEST = 3e-4  # seconds; shorter events are not products
 
 
 def products(pairs: int) -> Callable[..., jax.Array]:
-    """A jitted chain of so many pairs of products."""
+    """A jitted chain of `pairs` pairs of products."""
 
     def chain(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return lax.scan(lambda y, _: ((y @ up) @ down, None), x, None, length=pairs)[0]
@@ -40,7 +40,7 @@ def products(pairs: int) -> Callable[..., jax.Array]:
 
 
 def times(run: Callable[[], Any], pairs: int) -> list[tuple[float, float]]:
-    """Start and seconds of each product on the first GPU, while `run` runs."""
+    """Starts and durations, in seconds, of all products on the first GPU while `run` runs."""
     found = executions.record(run, f"jit_products{pairs}")
     return [(e.start, e.seconds) for e in found[min(found)] if e.seconds > _SHORTEST]
 

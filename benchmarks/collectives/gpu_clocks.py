@@ -1,11 +1,11 @@
-"""Clock and power of a GPU while steps run. Hiding communication draws more power, and at its limit a GPU slows down.
+"""Clock and power of a GPU while steps run. Hidden communication draws more power; at its limit, a GPU slows down.
 
     with Clocks() as clocks:
         start = time.perf_counter()
         step()
         state = clocks.between(start, time.perf_counter())     # State(mhz=1755.0, watts=688.0), None without samples
 
-`nvidia-smi` writes a line every 50 ms, of GPU 0, in a process of its own. Where there is none nothing is recorded.
+`nvidia-smi` runs as a separate process and samples GPU 0 every 50 ms. Without `nvidia-smi`, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _QUERY = (
 
 @dataclass(frozen=True)
 class State:
-    """Medians over some time: the SMs' clock, and what the GPU draws."""
+    """Medians over a period: the SMs' clock and the GPU's power."""
 
     mhz: float
     watts: float
 
 
 class Clocks:
-    """Samples from entering to leaving."""
+    """Records samples between `__enter__` and `__exit__`."""
 
     def __init__(self, command: tuple[str, ...] = _QUERY) -> None:
         self._command = command
@@ -58,12 +58,12 @@ class Clocks:
             now = time.perf_counter()
             try:
                 mhz, watts = map(float, line.split(","))
-            except ValueError:  # [N/A], or an error in words
+            except ValueError:  # [N/A] or an error message
                 continue
             self._samples.append((now, State(mhz, watts)))
 
     def between(self, start: float, end: float) -> State | None:
-        """Of the time from `start` to `end`, by `time.perf_counter`; None if nothing was sampled then."""
+        """Medians from `start` to `end`, in seconds of `time.perf_counter`; None without samples in this time."""
         found = [state for at, state in list(self._samples) if start <= at <= end]
         if not found:
             return None

@@ -1,13 +1,15 @@
-"""Collectives under NCCL's settings, alone and beside products: which setting a link is fastest with.
+"""Times of collectives under NCCL's settings, alone and next to products: finds the fastest setting for a link.
 
     NCCL_P2P_DISABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/collectives/nccl_settings.py --out DIR  # all
     NCCL_P2P_DISABLE=1 python benchmarks/collectives/nccl_settings.py --settings "small buffers; locality 1" --out DIR
 
-NCCL reads its settings once, so each has a process of its own (8 s), on top of the environment that this one was
-started with. On all GPUs of the machine, bf16, hidden size 4096, as in a layer of 8192 tokens: an all-gather to and a
-reduce-scatter from 64 MiB, a collective-permute and an all-to-all of 32 MiB, two products of one GPU, and both
-collectives beside these. Each is a loop of 16 in one program, whose next round depends on a row of the last result; the
-time of a round is the median of five calls. "Beside" is the time until both are done.
+NCCL reads its settings once, so each setting runs in a new process, in addition to this process's environment. All GPUs
+of the machine take part. Arrays are bf16 with hidden size 4096, as in a layer of 8192 tokens. Measured are an
+all-gather to and a reduce-scatter from 64 MiB per GPU, a collective-permute and an all-to-all of 32 MiB, two products
+on each GPU, and the first two collectives next to these products.
+
+Each operation is a loop of 16 iterations in one program. Each iteration depends on a row of the previous result. Times
+are medians of five calls, per iteration. "Beside" is the time until both are done.
 """
 
 from __future__ import annotations
@@ -64,13 +66,13 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "LL128": _small() | {"NCCL_PROTO": "LL128"},
     "chunks of 512 KiB": {"NCCL_P2P_PCI_CHUNKSIZE": "524288"},
 }  # fmt: skip
-"""Of GPUs that reach each other through host memory; "copies" are by copy engines."""
+"""Settings to try for GPUs that communicate through host memory. In "copies" settings, copy engines copy."""
 
 ROWS, WIDTH, ROUNDS, CALLS = 8192, 4096, 16, 5
 
 
 def measure(rows: int = ROWS, width: int = WIDTH) -> dict[str, float]:
-    """Microseconds of each on all devices of this process."""
+    """Microseconds of each operation on all devices of this process."""
     n = len(jax.devices())
     mesh = Mesh(jax.devices(), ("x",))
 
@@ -127,7 +129,7 @@ def measure(rows: int = ROWS, width: int = WIDTH) -> dict[str, float]:
 
 
 def table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Markdown, in microseconds."""
+    """A Markdown table in microseconds."""
     names = list(next(iter(found.values()), {}))
     lines = [f"| setting | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(f'{times[n]:.0f}' for n in names)} |" for name, times in found.items()]

@@ -1,11 +1,17 @@
-"""What a profile says about overlap, as the tables of docs/profiles.md.
+"""Summarizes what a profile says about overlap, as the tables of docs/results/overlap.md.
 
-    python benchmarks/collectives/overlap.py profiles/data/h200-nvlink.json --out benchmarks/results/overlap_h200.json
+    python benchmarks/collectives/overlap.py profiles/data/h200-nvlink.json --out DIR/overlap_h200_nvlink.json
 
-Tables for each launch setting, in Markdown: what the collective adds to an operator of at least 150 us, both launch
-orders; classes of operators beside collectives by launch order; what launch order is worth; operators beside operators;
-collectives beside collectives; and figure 4's findings (`overlap_findings.py`). Numbers are medians over the
-pairs of a class whose repeats agree (`PairTiming.steady`).
+Prints Markdown tables for each launch setting:
+
+- time that a collective adds to an operator of at least 150 us, in both launch orders;
+- classes of operators next to collectives, by launch order;
+- the value of the launch order;
+- operators next to operators;
+- collectives next to collectives;
+- the findings of DHelix figure 4 (`overlap_findings.py`).
+
+Numbers are medians over the pairs of a class whose repeats agree (`PairTiming.steady`).
 """
 
 import argparse
@@ -23,13 +29,13 @@ from dhelix.profiles.files import storage
 from dhelix.profiles.keys import CollectiveKey, Key, OperatorKey, PairKey
 from dhelix.profiles.profile import PairTiming, Profile, Section
 
-SMS = 132  # of an H200
-ORDER_MATTERS = 0.1  # of OEF, between the two launch orders of a pair
-LONG = 150e-6  # seconds: an operator under which a collective of 64 MiB fits about
+SMS = 132  # streaming multiprocessors of an H200
+ORDER_MATTERS = 0.1  # OEF difference from which one launch order counts as better
+LONG = 150e-6  # seconds: an operator that is about as long as a collective of 64 MiB
 ORDERS = ("compute first", "collective first")
-TILE = 128 * 256  # of XLA's Triton GEMMs here
+TILE = 128 * 256  # elements of a tile of XLA's Triton GEMMs
 
-# Keys of figure 4's bases at the sizes of its caption; `all-to-all` across nodes needs two axes of the mesh.
+# Keys of figure 4's operators at the sizes of its caption. `all-to-all` across nodes needs a mesh with two axes.
 _FIGURE4 = {
     "gemm": ("gemm bf16,bf16->bf16:nn:cublaslt 8192x7168x8192",),
     "attention": ("attention bf16:causal:bsnh:cudnn 1x16x2x8192x8192x128",),
@@ -104,7 +110,7 @@ def show(profile: Profile, setting: str) -> dict[str, Any]:
 
 
 def mixed_class(key: PairKey) -> tuple[str, ...] | None:
-    """Of an operator beside a collective; None for any other pair."""
+    """The class of a pair of operator and collective: (operator, collective, launch order); None for other pairs."""
     if isinstance(key.first, OperatorKey) and isinstance(key.second, CollectiveKey):
         return kind(key.first), f"{key.second.kind}, {key.second.group_size} GPUs", "compute first"
     if isinstance(key.first, CollectiveKey) and isinstance(key.second, OperatorKey):
@@ -113,9 +119,10 @@ def mixed_class(key: PairKey) -> tuple[str, ...] | None:
 
 
 def added_microseconds(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
-    """By operator class and collective, for each launch order: P - T of the operator, and `alone`, T of the collective.
+    """Median microseconds that a collective adds to an operator, by their classes and launch order.
 
-    Only collectives of Llama-8B's hidden states (64 MiB, 4 GPUs) beside operators of LONG or more.
+    The added time is the pair's time minus the operator's time alone; `alone` is the collective's time alone. Only
+    all-gathers and reduce-scatters of Llama-8B's hidden states (64 MiB, 4 GPUs) and operators of LONG or more count.
     """
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for key, timing in pairs.items():
@@ -138,9 +145,9 @@ def added_microseconds(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[st
 
 
 def launch_orders(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
-    """Of operators with all-gathers and reduce-scatters, both orders steady: how often which order is the better one.
+    """How often each launch order is better, for operators next to all-gathers and reduce-scatters.
 
-    `worth` is the median distance of the OEFs of both orders.
+    Only pairs whose two orders are both steady count. `worth` is the median absolute difference of the two OEFs.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for key, timing in pairs.items():
@@ -167,7 +174,7 @@ def compute_class(key: PairKey) -> tuple[str, ...] | None:
 
 
 def savings(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
-    """Of two computations, whichever is first: 1 - P / (T_i + T_j), which a short side does not inflate as OEF."""
+    """Saved fraction 1 - P / (T_i + T_j) of two computations, by class. Unlike an OEF, it is small for a short side."""
     found: dict[str, list[float]] = defaultdict(list)
     for key, timing in pairs.items():
         if (name := compute_class(key)) is not None:
@@ -182,7 +189,7 @@ def savings(pairs: Mapping[PairKey, PairTiming]) -> dict[str, dict[str, float]]:
 
 
 def kind(key: Key) -> str:
-    """A class of operators that share SMs alike."""
+    """The class of an operator. Operators of one class share SMs with others in the same way."""
     if key.kind not in ("gemm", "grouped-gemm") or not isinstance(key, OperatorKey):
         return "memory-bound" if key.kind in ("fusion", "copy", "other") else key.kind
     if "triton" not in key.family:
@@ -202,7 +209,7 @@ def classes(
 
 
 def summary(found: Iterable[tuple[PairKey, PairTiming]]) -> dict[str, float]:
-    """Medians: OEF, and how many times longer than alone the computing (or first) and the other side take."""
+    """Medians of OEF and of each side's slow-down against alone. The operator, or else the first side, comes first."""
     rows = []
     for key, timing in found:
         sides = [timing.first / timing.first_alone, timing.second / timing.second_alone]
@@ -227,8 +234,10 @@ def print_classes(heads: str, found: Mapping[tuple[str, ...], list[tuple[PairKey
 
 
 def figure4(section: Section) -> dict[tuple[str, str], float]:
-    """OEF by names of bases and launch order, of pairs whose repeats agree; of two sizes the better one. 1 where more
-    than that is noise."""
+    """OEF of figure 4's steady pairs, by operator names in launch order.
+
+    The better one of two sizes counts. An OEF above 1 counts as 1 if it is noise (`Section.noisy`).
+    """
     names = {key: name for name, keys in _FIGURE4.items() for key in keys}
     steady = {key: timing for key, timing in section.pairs.items() if timing.steady}
     shown = {key: min(timing.oef, 1.0) if section.noisy(key) else timing.oef for key, timing in steady.items()}

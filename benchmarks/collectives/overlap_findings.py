@@ -1,13 +1,13 @@
-"""What DHelix section 3.2 and figure 4 say of operators that run at once, as statements that a profile can test.
+"""The findings of DHelix section 3.2 and figure 4 about overlapping operators, as statements that a profile can test.
 
     effectiveness = {("gemm", "attention"): 0.11, ("gemm", "all-gather"): 0.83, ...}     # measured OEF
     for finding in FINDINGS:
         print(finding.statement, judge(finding, effectiveness))
 
-Pairs are of operator bases (`dhelix.runtime.profiling.operator_bases`): the figure's GEMM is `gemm`, its FA and
-FA_BWD are `attention` and `attention-backward`, C1 (AllGather inside a node) is `all-gather`, C2 (All-to-All across
-nodes) is `all-to-all`. The paper gives its numbers as a picture, for A40, A800 and H100, and no threshold for "well":
-here a pair overlaps well if at least half of the shorter operator is hidden, OEF >= 0.5.
+The paper is arXiv 2411.15871. Names are those of `dhelix.runtime.profiling.operator_bases`. The figure's GEMM is
+`gemm`, its FA and FA_BWD are `attention` and `attention-backward`, C1 (AllGather inside a node) is `all-gather`, and C2
+(All-to-All across nodes) is `all-to-all`. The paper gives its numbers only as a picture, for A40, A800 and H100, and no
+threshold for "well". Here a pair overlaps well if at least half of the shorter operator is hidden (OEF >= 0.5).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Finding:
     """One takeaway of figure 4.
 
     Attributes:
-      name: short, for tables.
+      name: short name for tables.
       quote: the paper's words, section 3.2.
-      statement: what is tested.
-      pairs: that the statement is about.
+      statement: the tested statement.
+      pairs: pairs that the statement is about.
       expected: each of `pairs` overlaps `well` or `badly`, or `worse` or `better` than each of `others`.
-      others: to compare with; empty for `well` and `badly`.
+      others: pairs to compare with; empty for `well` and `badly`.
     """
 
     name: str
@@ -54,11 +54,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one finding. `holds` is None where too little was measured; `against` lists what speaks against it.
+    """The verdict on one finding.
 
     Attributes:
-      against: pairs with their OEF, the furthest off first; for a comparison the pairs of `others` that are on the
-        wrong side.
+      holds: None if pairs were not measured.
+      against: pairs that contradict the finding, with their OEF, the furthest off first. For a comparison, these are
+        pairs of `others`.
       missing: pairs that were not measured.
     """
 
@@ -121,16 +122,16 @@ FINDINGS: tuple[Finding, ...] = (
 
 
 def figure4_pairs() -> tuple[Pair, ...]:
-    """Every pair that the findings need, each once."""
+    """All pairs that the findings need, each once."""
     return tuple(dict.fromkeys(pair for finding in FINDINGS for pair in (*finding.pairs, *finding.others)))
 
 
 def judge(finding: Finding, effectiveness: Mapping[Pair, float]) -> Verdict:
-    """Whether the finding holds where `effectiveness` was measured.
+    """Whether the finding holds for measured OEFs.
 
     Args:
-      effectiveness: OEF by pair of bases, in either order or in both (launched first, launched second). The better
-        of two launch orders counts: the paper does not speak of them, and a schedule can choose.
+      effectiveness: OEF by pair (launched first, launched second); one order or both. The better order counts, because
+        the paper does not mention launch order, and a schedule can choose it.
     """
     measured = {pair: best(pair, effectiveness) for pair in (*finding.pairs, *finding.others)}
     known = {pair: value for pair, value in measured.items() if value is not None}

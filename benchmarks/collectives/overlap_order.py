@@ -2,9 +2,9 @@
 
     python benchmarks/collectives/overlap_order.py --out benchmarks/results/overlap_order_h200.json
 
-Two operations that have nothing to do with each other, in one Mosaic-GPU kernel for Hopper with two blocks on each
-streaming multiprocessor (section 3.2): TensorOps, a run of wgmma instructions on operands in shared memory, and LdOps,
-a run of loads from global memory. Their numbers are set so that each of them alone takes the same time.
+Two independent operations run in one Mosaic-GPU kernel for Hopper, with two blocks on each streaming multiprocessor
+(section 3.2). TensorOps is a run of wgmma instructions on operands in shared memory. LdOps is a run of loads from
+global memory. Their numbers are chosen so that each operation alone takes the same time.
 
     tensor, loads     one of them alone                     block 0  TTTT      block 1  TTTT
     case 1            TensorOps before LdOps                block 0  TTTTLLLL  block 1  TTTTLLLL
@@ -13,8 +13,8 @@ a run of loads from global memory. Their numbers are set so that each of them al
     split             a warpgroup of a block for each       block 0  TTTT      block 1  TTTT
                                                                      LLLL               LLLL
 
-The hidden share of a way is how much of the shorter operation its time hides: 1 when it takes as long as the longer
-one alone, 0 when it takes as long as both, one after the other.
+The hidden share is the fraction of the shorter operation that is hidden: 1 if both take as long as the longer one
+alone, 0 if they take as long as one after the other.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from dhelix.runtime.profiling.provenance import provenance
 
 ALONE = ("tensor", "loads")
 TOGETHER = ("case 1", "case 2", "alternating", "split")
-_ROWS, _COLUMNS, _DEPTH = 64, 128, 64  # of the product of one step
-_PIECE = (16, 256)  # elements of data that a warpgroup loads at once: 8 KiB
-_PIECES = 2  # in one step of loads
+_ROWS, _COLUMNS, _DEPTH = 64, 128, 64  # sizes of one step's product
+_PIECE = (16, 256)  # elements that a warpgroup loads at once: 8 KiB
+_PIECES = 2  # loads in one step
 _STEP_BYTES = 2 * _PIECES * _PIECE[0] * _PIECE[1]
-_MOST = 6e12  # bytes per second that no GPU loads
+_MOST = 6e12  # bytes per second, more than any GPU loads
 
 
 def main() -> None:
@@ -63,13 +63,13 @@ def main() -> None:
 
 
 def measure(us: float, rounds: int) -> dict[str, Any]:
-    """Times of all ways in microseconds, medians of `rounds` turns, with what was measured on."""
+    """Measures all ways. Returns median microseconds of `rounds` turns, hidden shares, and the provenance."""
     sms = jax.devices()[0].core_count
     most_steps = round(us * 1e-6 * _MOST / (2 * sms * _STEP_BYTES))
     data = jax.random.normal(jax.random.key(0), (2 * sms * _PIECES * most_steps, *_PIECE), jnp.bfloat16)
     ways = {name: program(name, sms) for name in (*ALONE, *TOGETHER)}
     steps = {"tensor": 500, "loads": most_steps}
-    for _ in range(3):  # to equal times
+    for _ in range(3):  # adjust the steps until both take `us` alone
         took = {name: seconds(ways[name], data, steps) * 1e6 for name in ALONE}
         steps = {name: max(1, round(steps[name] * us / took[name])) for name in ALONE}
         steps["loads"] = min(steps["loads"], most_steps)
@@ -89,7 +89,7 @@ def measure(us: float, rounds: int) -> dict[str, Any]:
 
 
 def hidden(times: dict[str, float], name: str) -> float:
-    """Share of the shorter operation that a way hides."""
+    """The fraction of the shorter operation that a way hides."""
     alone = [times[each] for each in ALONE]
     return (sum(alone) - times[name]) / min(alone)
 
@@ -103,7 +103,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def seconds(run: Callable[..., Any], data: jax.Array, steps: dict[str, int], calls: int = 20) -> float:
-    """Of one call, of `calls` in a row."""
+    """Seconds of one call, averaged over `calls` in a row."""
     counts = jnp.asarray([steps["tensor"], steps["loads"]], jnp.int32)
     jax.block_until_ready(run(data, counts))
     start = time.perf_counter()
@@ -112,14 +112,19 @@ def seconds(run: Callable[..., Any], data: jax.Array, steps: dict[str, int], cal
 
 
 def program(name: str, sms: int) -> Callable[..., Any]:
-    """(data [n, 16, 256], numbers of steps [2]) -> what is left of both operations; one of ALONE or TOGETHER."""
+    """The jitted kernel of a way: (data [n, 16, 256], numbers of steps [2]) -> results of both operations.
+
+    Args:
+      name: one of ALONE or TOGETHER.
+      sms: streaming multiprocessors of the GPU.
+    """
     blocks, layout = 2 * sms, plgpu.Layout.WG_STRIDED(_PIECE, vec_size=8)
 
     def overlap_order(data: Any, steps: Any, products: Any, sums: Any, a: Any, b: Any, ready: Any) -> None:
         block, group = lax.axis_index("block"), lax.axis_index("group")
 
         def tensor_ops() -> None:
-            for piece in range(_ROWS // _PIECE[0]):  # any numbers but zeros, which would save power
+            for piece in range(_ROWS // _PIECE[0]):  # not zeros, which would save power
                 rows = pl.ds(piece * _PIECE[0], _PIECE[0])
                 plgpu.copy_gmem_to_smem(data.at[piece, :, pl.ds(0, _DEPTH)], a.at[rows], ready)
                 plgpu.copy_gmem_to_smem(data.at[piece, :, pl.ds(_DEPTH, _COLUMNS)], b.at[rows], ready)

@@ -1,15 +1,14 @@
-"""Collectives of large public programs: what `dhelix inspect` counts against a parse of their text that shares nothing.
+"""Checks `dhelix inspect`'s count of collectives in large public programs against an independent parse of their text.
 
     python benchmarks/collectives/public_collectives.py --repository OWNER/NAME@COMMIT --root CHECKOUT \\
         --out benchmarks/results/public_collectives.json PATH ...
 
-The parse is of lines and regular expressions: an instruction's kind, the bytes of its operands, looked up by their
-names, and its groups in each of the forms that XLA prints. Ours goes through XLA's parser and the serialized module.
-Both give a list of (kind, bytes, groups), which must be equal. With `--compile`, programs that XLA has not yet
-optimized are compiled first, as they stand, for H200s that need not exist, and what is compared is the compiled text.
+The independent parse uses lines and regular expressions. It reads an instruction's kind, the bytes of its operands
+(looked up by name), and its groups in every form that XLA prints. `dhelix inspect` uses XLA's parser and the serialized
+module. Both give a list of (kind, bytes, groups), and the lists must be equal. With `--compile`, unoptimized programs
+are first compiled for H200s that this machine does not have, and the compiled text is compared.
 
-The results say which programs were compared, where they come from and what was counted. The programs themselves are too
-large to keep.
+The results name the compared programs, their source, and the counts. The programs themselves are too large to keep.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from dhelix.passes.hlo.shardy_import import import_shardy
 from dhelix.runtime.compiler import deviceless
 
 type Counted = tuple[str, int, tuple[tuple[int, ...], ...]]
-"""Kind, bytes and groups of a collective; devices and groups sorted, pairs of permutes as they are."""
+"""Kind, bytes and groups of a collective. Groups and their devices are sorted, but not a permute's (source, target)."""
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16}
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ((?:\([^=]*?\)|\w+\[[^ ]*\]\S*)) ([a-z][\w\-]*)\((.*)$")
@@ -43,14 +42,14 @@ _AXIS = re.compile(r"'(\w+)'(?:=(\d+))?(?::\((\d+)\)(\d+))?")
 
 
 def of_text(text: str) -> list[Counted]:
-    """Collectives of an HLO text, by its lines."""
+    """Collectives of an HLO text, parsed line by line."""
     counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.split("\n", 1)[0])
     devices = math.prod(map(int, counts)) if counts else 0
     types: dict[str, str] = {}
     found: list[Counted] = []
     for line in text.split("\n"):
         if line.endswith("{") and not line.startswith(" "):
-            types = {}  # names are those of a computation
+            types = {}  # names are valid in one computation
         parsed = _INSTRUCTION.match(_COMMENT.sub("", line))
         if parsed is None:
             continue
@@ -65,7 +64,7 @@ def of_text(text: str) -> list[Counted]:
 
 
 def of_module(module: HloModule) -> list[Counted]:
-    """Collectives of a module as `dhelix inspect` sees them, each once."""
+    """Collectives of a module as `dhelix inspect` finds them, each once."""
     wrapped = {c for k in module.computations for i in k.instructions if i.opcode in ("async-start", "fusion")
                for c in i.called}  # fmt: skip
     found: list[Counted] = []
@@ -78,7 +77,7 @@ def of_module(module: HloModule) -> list[Counted]:
 
 
 def _split(rest: str) -> tuple[list[str], str]:
-    """Arguments of an instruction, split at the commas that stand in no bracket, and what stands behind them."""
+    """An instruction's arguments, split at commas outside of brackets, and the text after them."""
     depth, start, arguments = 0, 0, []
     for n, letter in enumerate(rest):
         if letter in "([{":
@@ -94,7 +93,7 @@ def _split(rest: str) -> tuple[list[str], str]:
 
 
 def _type(argument: str, types: dict[str, str]) -> str:
-    """The type of an operand: older texts print it, newer ones the name alone."""
+    """The type of an operand. Older texts print it; newer ones print only the name."""
     shape, _, name = argument.rpartition(" ")
     return shape or types[name.removeprefix("%")]
 
@@ -151,7 +150,7 @@ def _iota(written: str) -> list[tuple[int, ...]]:
 
 
 def _mesh(written: str) -> list[tuple[int, ...]]:
-    """`mesh['a'=2,'b'=4] {'b'}`: devices that differ along b alone; `'b':(1)2` is the outer part of two of b."""
+    """Groups like `mesh['a'=2,'b'=4] {'b'}`: devices that differ only along b. `'b':(1)2` is the outer half of b."""
     found = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(\[?([\d,]+)\]?\))? *\{([^}]*)\}", written)
     assert found is not None, written[:80]
     axes = {name: int(size) for name, size, *_ in _AXIS.findall(found[1])}
@@ -178,7 +177,7 @@ def _transposed(values: list[int], dimensions: list[int], order: Any) -> Iterato
 
 
 def compare(name: str, text: str, module: HloModule) -> dict[str, Any]:
-    """A row of the results. Raises SystemExit with the first differences where the two lists differ."""
+    """Compares both lists. Returns a row of the results; raises SystemExit with the first differences."""
     ours, theirs = of_module(module), of_text(text)
     if ours != theirs:
         mine, text_only = (collections.Counter(a) - collections.Counter(b) for a, b in ((ours, theirs), (theirs, ours)))
@@ -196,7 +195,7 @@ def compare(name: str, text: str, module: HloModule) -> dict[str, Any]:
 
 
 def compiled(text: str) -> str:
-    """An unoptimized program with its shardings, as XLA compiles it for H200s that need not exist."""
+    """Compiles an unoptimized program with its shardings for H200s; returns the compiled text."""
     deviceless.prepare_environment()
     module = HloModule.from_text(text)
     devices = deviceless.topology("h200", f"1x1x{module.device_counts[1]}").devices
@@ -207,7 +206,7 @@ def compiled(text: str) -> str:
 
 
 def module_text(file: str) -> str:
-    """The module in a file that may hold other text around it, in words that today's parser knows."""
+    """Extracts the module from a file with other text, without an attribute that XLA's parser does not know."""
     found = re.search(r"^HloModule .*^\}$", file, re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit("no HLO module in the file")

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Measures what profiles/data ships, from nothing, into the folder $1. Every line can be interrupted and run again, and
-# measures only what its file lacks. The shipped files come from the same requests, made one by one in several calls on
-# several machines of 4 x H200 and on one H100; this script has not been run as a whole.
+# Measures all profiles that profiles/data ships, into the folder $1. Every command can be interrupted and repeated; it
+# measures only what its file lacks. The shipped files were measured with the same commands, in several calls on several
+# machines with 4 x H200 and on one H100. This script has not been run as a whole.
 #
 #   benchmarks/collectives/shipped_profiles.sh OUT          on 4 GPUs joined by NVLink
-#   benchmarks/collectives/shipped_profiles.sh OUT alone    on one GPU, from the step that a run on 4 kept in OUT/step
+#   benchmarks/collectives/shipped_profiles.sh OUT alone    on one GPU, with the step that a run on 4 kept in OUT/step
 set -euo pipefail
 out=${1:?folder for the profiles}
 mkdir -p "$out/step"
-name() { # name of the GPU as files have it, such as h200
+name() { # the GPU's name as in file names, such as h200
     nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | awk '{print tolower($2)}'
 }
 gpu=$(name)

@@ -1,19 +1,20 @@
-"""A stack of Llama layers in inference as programs that are timed, and their operands.
+"""Programs that run a stack of Llama layers in inference, to be timed, and their operands.
 
     prefill, 1 x 4096     layers, x [1, 4096, hidden]            -> x, keys and values of 4096 tokens
     decode, 64 x 4096     layers, x [64, 1, hidden], 64 caches   -> x, the caches with one token more
 
-Layers are arrays of their own, as in a serving engine: in a loop over stacked layers XLA copies weights out of the
-stack for kernels and for matmuls in pieces, and nothing else would be measured in decode. Caches are donated and
-written in place; each call writes the same token, so all calls do the same work, whichever variant was before.
+Each layer has its own arrays, as in a serving engine. In a loop over stacked layers, XLA copies weights out of the
+stack for kernels and split matmuls, and these copies would dominate decode. Caches are donated and written in place.
+Every call writes the same token, so all calls and variants do the same work.
 
-Variants differ in what attention's and the feed-forward's output matmuls, two per layer, do for their sum over devices:
+A layer has two row-parallel matmuls: the outputs of attention and of the feed-forward. Variants differ in how these are
+summed over devices:
 
     xla                  the matmul, then NCCL's all-reduce
-    tile_all_reduce      the matmul, then the tile-wise all-reduce: no overlap, what DistFuse measures in vLLM
+    tile_all_reduce      the matmul, then the tile-wise all-reduce, without overlap, as DistFuse measures it in vLLM
     a form's key         that form of `matmul_all_reduce`
-    no communication     the matmul: the bound, wrong by design. A barrier keeps XLA from adding the residual stream
-                         inside of the matmul, which no variant with communication can
+    no communication     only the matmul: the bound, with wrong results. A barrier keeps XLA from adding the residual
+                         stream inside the matmul, which no variant with communication can do
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from dhelix.runtime.collective_matmul import CollectiveMatmuls
 from dhelix.runtime.collective_matmul.products import matmul
 from dhelix.runtime.processes.launch_settings import link_of
 
-_ROOM = 128  # tokens that a cache has left, so that the new one is inside and the room divides by tiles
+_ROOM = 128  # free tokens of a cache: room for the new one, and a capacity that tiles divide
 _OPTIONS = {
-    "xla_gpu_enable_triton_gemm": False,  # matrix products are cuBLAS's alone, as in `collective_matmul.py`
-    "xla_gpu_dot_merger_threshold_mb": 0,  # else each call copies weights of q, k, v together, to multiply them at once
+    "xla_gpu_enable_triton_gemm": False,  # cuBLAS computes all products, as in `collective_matmul/run.py`
+    "xla_gpu_dot_merger_threshold_mb": 0,  # else each call copies the weights of q, k and v into one array
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one call does.
+    """The work of one call.
 
     Attributes:
-      batch: sequences.
-      tokens: of each of their prompts, or that are cached of each.
+      batch: number of sequences.
+      tokens: tokens of each prompt (prefill), or cached tokens of each sequence (decode).
     """
 
     kind: Literal["prefill", "decode"]
@@ -68,7 +69,7 @@ class Case:
 
     @property
     def new(self) -> int:
-        """Tokens of each sequence that go through the layers."""
+        """Number of tokens of each sequence that the layers compute."""
         return self.tokens if self.kind == "prefill" else 1
 
     @property
@@ -77,14 +78,14 @@ class Case:
 
 
 class WithoutCommunication(CollectiveMatmuls):
-    """A row-parallel matmul that leaves its partial sum as it is."""
+    """Row-parallel matmuls that do not sum their partial results."""
 
     def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
         return lax.optimization_barrier(matmul(x, w))
 
 
 class TileWise(CollectiveMatmuls):
-    """A row-parallel matmul, and an all-reduce through peers' memory behind it."""
+    """Row-parallel matmuls, followed by an all-reduce through peer memory."""
 
     def matmul_all_reduce(self, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
         if link_of(os.environ) != "nvlink":
@@ -93,7 +94,7 @@ class TileWise(CollectiveMatmuls):
 
 
 def parallel_of(variant: str) -> TensorParallel:
-    """Of one of the above."""
+    """The parallelism of a variant, see above."""
     if variant == XLA:
         return TensorParallel()
     others = {TILE_WISE: TileWise, BOUND: WithoutCommunication}
@@ -101,13 +102,13 @@ def parallel_of(variant: str) -> TensorParallel:
 
 
 def config_for(config: LlamaConfig, mesh: Mesh) -> LlamaConfig:
-    """Layers as arrays of their own, and the attention of the mesh's devices."""
+    """`config` with separate arrays for each layer, and the attention for the mesh's devices."""
     platform = mesh.devices.flat[0].platform
     return dataclasses.replace(config, scan_layers=False, attention=resolve_attention(config, platform))
 
 
 def program(config: LlamaConfig, mesh: Mesh, case: Case, variant: str) -> Callable[..., tuple[jax.Array, Any]]:
-    """Jitted: layers, x, and for decode caches (donated) and how many tokens they hold, to x and caches."""
+    """The jitted function of a case: (layers, x) -> (x, caches); for decode (layers, x, donated caches, length)."""
     parallel = parallel_of(variant)
     layers, cached = llama.param_specs(config)["layers"], cache_specs(config).layers
 
@@ -126,19 +127,19 @@ def program(config: LlamaConfig, mesh: Mesh, case: Case, variant: str) -> Callab
 
 
 def lowered(config: LlamaConfig, mesh: Mesh, case: Case, variant: str) -> jax.stages.Lowered:
-    """`program` for the shapes of a case."""
+    """`program`, lowered for the shapes of a case."""
     shapes = [_layer_shapes(config)] * config.layers, _x_shape(config, case), *_cache_shapes(config, case)
     operands = jax.tree.map(_placed, shapes, _shardings(config, mesh, case))
     return program(config, mesh, case, variant).lower(*operands)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Of all variants."""
+    """XLA options of all variants."""
     return {} if mesh.devices.flat[0].platform == "cpu" else _OPTIONS
 
 
 def make_layers(config: LlamaConfig, mesh: Mesh) -> list[dict[str, jax.Array]]:
-    """Weights of all layers: normal numbers, scaled so that outputs have a deviation near 1, and ones for norms."""
+    """Weights of all layers: ones for norms, else normal numbers, scaled so that outputs have a deviation near 1."""
     shapes = _layer_shapes(config)
     depths = {"wo": config.heads * config.head_dim, "w_down": config.ffn}
 
@@ -157,8 +158,7 @@ def make_layers(config: LlamaConfig, mesh: Mesh) -> list[dict[str, jax.Array]]:
 
 
 def make_inputs(config: LlamaConfig, mesh: Mesh, case: Case) -> tuple[Any, ...]:
-    """What `program` takes beside layers: x, and for decode normal keys and values of the cached tokens, and how many
-    these are."""
+    """The other arguments of `program`: x; for decode also random keys and values, and the number of cached tokens."""
     shapes = [_x_shape(config, case), *_cache_shapes(config, case)[:1]]
     leaves, structure = jax.tree.flatten(shapes)
 
@@ -176,7 +176,7 @@ def _normal(key: jax.Array, shape: jax.ShapeDtypeStruct, deviation: float = 1.0)
 
 
 def _layer_shapes(config: LlamaConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of one layer, in the compute dtype."""
+    """Shapes of one layer's weights, in the compute dtype."""
     params = jax.eval_shape(functools.partial(llama.init_params, config), jax.random.key(0))
     return {name: jax.ShapeDtypeStruct(w.shape, jnp.dtype(config.dtype)) for name, w in params["layers"][0].items()}
 
@@ -190,7 +190,7 @@ def _cache_shapes(config: LlamaConfig, case: Case) -> tuple[Any, ...]:
 
 
 def _shardings(config: LlamaConfig, mesh: Mesh, case: Case) -> tuple[Any, ...]:
-    """Of layers, x, and for decode caches and their length."""
+    """Shardings of `program`'s arguments."""
     cached = cache_specs(config) if case.kind == "decode" else ()
     specs = llama.param_specs(config)["layers"], P(), *cached
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P))

@@ -1,9 +1,10 @@
-"""Results of `inference.py` as data and files, and their tables beside DistFuse's numbers.
+"""Results of `run.py` as data and files, and tables that compare them with DistFuse's numbers.
 
-    python benchmarks/inference/results.py FILE.json ...                                        # prints the tables
-    python benchmarks/inference/results.py FILE.json ... --docs docs/collective_matmul.md       # into the page
+    python benchmarks/inference/results.py FILE.json ...                         # prints the tables
+    python benchmarks/inference/results.py FILE.json ... --docs PAGE.md           # writes them into a page
 
-A file is one call on one machine, and makes one set of tables: times of different machines are not compared.
+A file is one call on one machine and makes one set of tables. Times of different machines are not compared.
+`python -m dhelix.benchmarks.pages.write` puts the tables into docs/results/inference.md.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from dhelix.errors import DhelixError
 from dhelix.profiles.profile import Provenance, Timing
 
 XLA, TILE_WISE, BOUND = "xla", "tile_all_reduce", "no communication"
-"""Variants beside the forms of `matmul_all_reduce`, see `inference_programs.py`."""
+"""The variants other than the forms of `matmul_all_reduce`, see `programs.py`."""
 
 PAPER = ("8.43 to 25.05 %", "", "5.2 to 11.1 %", "44.3 %")
-"""DistFuse, 3.3: communication's share of the latency; what vLLM gains by the tile-wise all-reduce alone; how much of
-the all-reduce's latency DistFuse hides, over both layers of table 1."""
+"""The row of DistFuse's section 3.3: communication's share of the latency; vLLM's gain by the tile-wise all-reduce
+alone; hidden fraction of the all-reduce's latency, over both layers of table 1."""
 
 
 @dataclass
 class CaseResult:
-    """One case. Milliseconds of a call of the whole stack.
+    """The results of one case, all by variant.
 
     Attributes:
-      calls: of one turn, enqueued one after the other.
-      ms: in each round, by variant.
-      mhz, watts: of GPU 0 in each round, by variant: the SMs' clock and power. Empty where nothing was sampled.
-      differs: of each variant, the largest difference to XLA's result by its largest number.
-      compile_s: by variant.
-      failed: why a variant has no times.
+      calls: number of calls in a turn, enqueued one after the other.
+      ms: milliseconds of one call of the whole stack, in each round.
+      mhz, watts: clock of the SMs and power of GPU 0 in each round; empty without samples.
+      differs: largest difference from XLA's result, divided by the result's largest number.
+      compile_s: seconds of compilation.
+      failed: why there are no times.
     """
 
     calls: int = 0
@@ -50,12 +51,12 @@ class CaseResult:
 
     @property
     def times(self) -> dict[str, Timing]:
-        """Seconds, by variant: median and distance of the quartiles."""
+        """Median seconds and quartile distance, by variant."""
         return {variant: Timing.of(ms / 1e3 for ms in values) for variant, values in self.ms.items() if values}
 
     @property
     def cost(self) -> float | None:
-        """Seconds that communication costs XLA's program; None where that is not known, or nothing."""
+        """Seconds that communication costs XLA's program; None if unknown or not positive."""
         times = self.times
         if XLA not in times or BOUND not in times or times[BOUND].seconds >= times[XLA].seconds:
             return None
@@ -63,17 +64,17 @@ class CaseResult:
 
     @property
     def best(self) -> str | None:
-        """The fastest of our variants."""
+        """The fastest variant other than XLA's and the bound."""
         ours = {variant: timing.seconds for variant, timing in self.times.items() if variant not in (XLA, BOUND)}
         return min(ours, key=lambda variant: ours[variant], default=None)
 
     def saved(self, variant: str) -> float | None:
-        """Of the latency of XLA's program, as a share of it."""
+        """Fraction of XLA's latency that the variant saves."""
         times = self.times
         return 1 - times[variant].seconds / times[XLA].seconds if XLA in times and variant in times else None
 
     def net_hidden(self, variant: str) -> float | None:
-        """(plain - ours) / (plain - no communication), plain being XLA's program."""
+        """(XLA - variant) / (XLA - no communication): the fraction of the communication cost that is removed."""
         if self.cost is None or variant == BOUND or variant not in self.times:
             return None
         return (self.times[XLA].seconds - self.times[variant].seconds) / self.cost
@@ -81,11 +82,11 @@ class CaseResult:
 
 @dataclass
 class Run:
-    """One call of `inference.py`.
+    """One call of `run.py`.
 
     Attributes:
-      workload: preset, layers, dtype, tp, and what else decides what is computed.
-      tolerance: the largest `differs` that is not an error.
+      workload: preset, layers, dtype, tp and the model's sizes.
+      tolerance: the largest `differs` that is allowed.
       dropped: cases that the budget had no time for.
     """
 
@@ -97,7 +98,7 @@ class Run:
     dropped: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
         unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
@@ -105,7 +106,7 @@ class Run:
 
 
 def read(path: Path) -> Run:
-    """Raises DhelixError for a file that no `inference.py` wrote."""
+    """Reads a results file. Raises DhelixError if `run.py` did not write it."""
     try:
         record = json.loads(path.read_text())
         cases = {name: CaseResult(**values) for name, values in record.pop("cases").items()}
@@ -135,7 +136,7 @@ def _head(run: Run) -> str:
 
 
 def _beside_the_paper(cases: dict[str, CaseResult]) -> str:
-    """How much there was to win, and what the best variant made of it."""
+    """The share of communication in each case, the best variant's gain, and DistFuse's numbers."""
     head = "sequences x tokens", "communication's share of latency", "best", "latency lower by", "net hidden"
     rows: list[tuple[str, ...]] = [head]
     for name, case in cases.items():

@@ -1,19 +1,20 @@
-"""Latency of a stack of Llama layers in inference, by how matmul and all-reduce are executed. In one process.
+"""Latency of a stack of Llama layers in inference, by the execution of matmul and all-reduce. Runs in one process.
 
     python benchmarks/inference/run.py --threads 8 --budget_s 300 --out benchmarks/results/inference_h200x2.json
     python benchmarks/inference/run.py --prefill 1024 --decode --forms mosaic auto      # one case, two variants of ours
-    python benchmarks/inference/results.py benchmarks/results/inference_*.json --docs docs/collective_matmul.md
+    python benchmarks/inference/results.py benchmarks/results/inference_*.json
 
-Prefill of one sequence and decode against a cache, at the sizes of `--preset`, tensor-parallel over all GPUs without
-sequence parallelism (`inference_programs.py`). Variants: XLA with NCCL, each of `--forms` of `matmul_all_reduce`, the
-tile-wise all-reduce behind a matmul, and no communication at all, which is the bound. For each case XLA's program is
-compiled first, which tunes matmuls, then the others side by side; each runs once, and its result is compared with
-XLA's; then they take turns, round by round. A turn is as many calls as take about `--turn_ms`, enqueued one after the
-other as a serving engine does, so that the launch of a call hides behind the one before. A variant that cannot be had,
-or whose result is wrong, is kept with the reason and without times.
+Cases are prefill of one sequence and decode with a cache, at the sizes of `--preset`, tensor parallel over all GPUs,
+without sequence parallelism (`programs.py`). Variants are XLA with NCCL, each of `--forms` of `matmul_all_reduce`, the
+tile-wise all-reduce after a matmul, and no communication, which is the bound.
 
-The file is complete after every case, and `--budget_s` starts none that no longer fits. A program that hangs ends the
-process after `--case_s`.
+For each case, XLA's program is compiled first, which tunes the matmuls, then the others in parallel. Each runs once,
+and its result is compared with XLA's. Then variants take turns, round by round. A turn is as many calls as take about
+`--turn_ms`. Calls are enqueued one after the other, as in a serving engine, so the launch of a call hides behind the
+previous one. A variant that fails or gives a wrong result is recorded with the reason and without times.
+
+The results file is complete after every case. With `--budget_s`, no case starts that would no longer fit. A program
+that hangs ends the process after `--case_s`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def measure(config: LlamaConfig, tp: int, arguments: argparse.Namespace) -> Run:
-    """Measures all cases; what is done so far is in the file after each of them."""
+    """Measures all cases. The results file is complete after each case."""
     bench = Benchmark(config, tp, arguments)
     with Clocks() as clocks:
         for case in bench.todo():
@@ -94,7 +95,7 @@ def measure(config: LlamaConfig, tp: int, arguments: argparse.Namespace) -> Run:
 
 
 class Benchmark:
-    """Weights, which all cases share, and results so far."""
+    """The weights, which all cases share, and the results so far."""
 
     def __init__(self, config: LlamaConfig, tp: int, arguments: argparse.Namespace) -> None:
         self.began = time.monotonic()
@@ -112,7 +113,7 @@ class Benchmark:
         return programs.make_layers(self.config, self.mesh)
 
     def todo(self) -> Iterator[Case]:
-        """Cases, as long as the budget has time for one that takes a little longer than the longest so far."""
+        """Yields cases while the budget has time for one that takes 1.2 times the longest so far."""
         longest, budget = 0.0, self.arguments.budget_s or math.inf
         for number, case in enumerate(self.cases):
             start = time.monotonic()
@@ -136,15 +137,15 @@ class Benchmark:
                 if variant not in (XLA, BOUND) and expected is not None:
                     result.differs[variant] = float(difference(expected.astype(jnp.float32), x))
                     check(result.differs[variant], self.run.tolerance)
-            except Exception as error:  # XLA or Mosaic: the others have times all the same
+            except Exception as error:  # one failed variant must not stop the others
                 self.fail(case, result, variant, error)
-                stack.inputs = programs.make_inputs(self.config, self.mesh, case)  # the cache may be gone
+                stack.inputs = programs.make_inputs(self.config, self.mesh, case)  # may be donated
                 del compiled[variant]
         if compiled:
             self.take_turns(case, compiled, stack, result, clocks)
 
     def compile_all(self, case: Case, result: CaseResult) -> dict[str, Callable[..., Any]]:
-        """XLA's program first, as all others have most of its matmuls, which are tuned then."""
+        """Compiles XLA's program first: it tunes most of the matmuls of the other programs."""
         variants = [XLA, BOUND, *dict.fromkeys(self.arguments.forms)]
 
         def compiled(variant: str) -> Callable[..., Any] | None:
@@ -196,22 +197,22 @@ class Benchmark:
 
 
 class Stack:
-    """Weights and inputs of a case. A cache goes from call to call, as it is written in place."""
+    """Weights and inputs of a case. Each call takes the previous call's cache, because caches are donated."""
 
     def __init__(self, layers: Any, inputs: Sequence[Any]) -> None:
         self.layers, self.inputs = layers, inputs
-        # CPU devices deadlock when two programs with collectives are in flight.
+        # CPU devices deadlock if two programs with collectives are in flight.
         self.one_by_one = jax.default_backend() == "cpu"
 
     def call(self, step: Callable[..., Any]) -> jax.Array:
-        """x after all layers, which may still be under way."""
+        """Calls the program. Returns x after all layers, which may still be in flight."""
         x, cached = step(self.layers, *self.inputs)
         if len(self.inputs) > 1:
             self.inputs = [self.inputs[0], cached, *self.inputs[2:]]
         return jax.block_until_ready(x) if self.one_by_one else x
 
     def turn(self, step: Callable[..., Any], calls: int) -> float:
-        """Seconds of one of so many calls, until all devices are done."""
+        """Average seconds of `calls` calls, until all devices are done."""
         start = time.perf_counter()
         results = [self.call(step) for _ in range(calls)]
         jax.block_until_ready(results)
@@ -219,15 +220,16 @@ class Stack:
 
 
 def calls(seconds: float, turn_ms: float) -> int:
-    """Of a turn, when one takes so long."""
+    """The number of calls in a turn, if one call takes `seconds`."""
     return min(max(math.ceil(turn_ms / 1e3 / seconds), 2), 100)
 
 
 def tolerance(config: LlamaConfig, tp: int) -> float:
-    """Of the largest number: two sums per layer, of tp products and a result that are each rounded once, at random.
+    """Allowed error as a fraction of the largest number.
 
-    bf16, 8 layers, TP 2: 3 x 2^-8 x 4, 0.05. A sum that is missing changes the result by about 1. In float32 the order
-    of additions inside of products counts for more.
+    Each layer has two sums over devices. In each sum, tp products and the result are rounded once. Errors of different
+    sums add up at random. For bf16, 8 layers and TP 2 it is 3 x 2^-8 x 4, about 0.05; a missing sum gives about 1. In
+    float32 the order of additions inside products matters more, so there is a lower limit.
     """
     rounding = max(float(jnp.finfo(config.dtype).eps) / 2, 2.0**-18)
     return (tp + 1) * rounding * math.sqrt(2 * config.layers)
@@ -239,5 +241,5 @@ def check(difference: float, tolerance: float) -> None:
 
 
 if __name__ == "__main__":
-    without_graphs(os.environ)  # which kernels need
+    without_graphs(os.environ)  # CUDA graphs must not hold Mosaic kernels
     main()

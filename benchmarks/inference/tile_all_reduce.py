@@ -1,20 +1,23 @@
 """All-reduce tile by tile through peer memory, without a GEMM: one Mosaic-GPU kernel for NVLink.
 
     shots = 1                                       shots = 2
-      every device reads every device's x             owner o reads everybody's tiles of shard o, sums them -> out
+      every device reads every device's x             owner o reads all devices' tiles of shard o, sums them -> out
       and sums them all -> out                        the others read o's sums, tile by tile -> out
 
-Tiles are runs of whole cache lines (DistFuse, section 3.1: widths that are multiples of 128 bytes). Everything that
-goes over the link is read with 16-byte loads: on H200s these reach 280 GB/s, such stores to a peer 66 GB/s.
-With two shots there is no barrier between the halves: worker i (a warpgroup of a block) of a device waits for worker i
-of each owner alone.
+Contract: the result is the sum of all devices' x in float32, in the order of the devices, rounded to x's dtype. It has
+the same bits on all devices and in every run.
 
-Contract: the sum of all devices' x in float32, in the order of the devices, rounded to x's dtype; the same bits on all
-devices, and in every run. Over the link come (n - 1) times x with one shot, and 2 (n - 1) / n times x with two: the
-same for 2 devices, where one shot needs no signals in between.
+Legality: one axis of the mesh, with peer access between its devices. While the kernel waits for its peers, it holds its
+SMs, so no NCCL collective may be in flight at the same time. A device leaves the kernel after all others have read what
+they need from it.
 
-Legality: one axis of the mesh, peer access between its devices. While a kernel waits for its peers it holds its SMs: no
-collective of NCCL may be in flight beside it. A device leaves when all others have read what they need of it.
+Cost: with one shot, each device reads (n - 1) times x over the link; with two, 2 (n - 1) / n times x. For 2 devices
+both are equal, and one shot needs no signals in between.
+
+Tiles are runs of whole cache lines (DistFuse, section 3.1: widths that are multiples of 128 bytes). Over the link, the
+kernel only reads, with 16-byte loads, because such loads reach a much higher bandwidth than stores to a peer (measured
+on H200s). With two shots there is no barrier between the halves: a device's worker i (a warpgroup of a block) waits
+only for worker i of each owner.
 """
 
 from __future__ import annotations
@@ -31,13 +34,13 @@ from jax import lax
 from dhelix.errors import DhelixError
 
 _VECTOR = 8  # elements that a thread loads at once: 16 bytes
-_COLUMNS = 256  # of the rows that x is seen as
+_COLUMNS = 256  # row length of the 2D view of x
 _BLOCK, _GROUP = "all_reduce_block", "all_reduce_group"
-_ONE_SHOT_BYTES = 1 << 20  # of x: up to here a second step of latency costs more than reading all
+_ONE_SHOT_BYTES = 1 << 20  # up to this size of x, a second step costs more than reading everything
 
 
 def shots_for(size: int, itemsize: int, devices: int) -> int:
-    """1 where reading everything from everybody costs no more than going by way of owners, else 2."""
+    """1 if reading all of x from every device costs no more than two shots, else 2."""
     return 1 if devices == 2 or size * itemsize <= _ONE_SHOT_BYTES else 2
 
 
@@ -57,12 +60,13 @@ def tile_all_reduce(
     Args:
       x: bfloat16 or float16, any shape of a multiple of `tile_rows` * 256 elements (times the devices with two shots).
       axis_name: one axis of the mesh.
-      shots: 1 or 2; None is `shots_for`.
+      shots: 1 or 2; None takes `shots_for`.
       tile_rows: rows of 256 elements that a worker sums at once.
-      sms, warpgroups: blocks, one for each SM, and warpgroups in each.
+      sms: largest number of blocks, one for each SM.
+      warpgroups: warpgroups in each block.
 
     Raises:
-      DhelixError: dtype or size that cannot be had.
+      DhelixError: the kernel does not support the dtype or size.
     """
     n = lax.axis_size(axis_name)
     shots = shots or shots_for(x.size, x.dtype.itemsize, n)
@@ -86,7 +90,7 @@ def tile_all_reduce(
             return plgpu.load(plgpu.remote_ref(ref, device), layout=layout, optimized=False)
 
         def each_tile(shard, visit):
-            """Visits the rows of this worker's tiles of a shard."""
+            """Calls `visit` with the rows of each tile of `shard` that this worker has."""
 
             @pl.loop(0, lax.div(tiles - worker + (workers - 1), jnp.int32(workers)))
             def _(count):

@@ -1,22 +1,25 @@
-"""Memory of pipelined train steps, compiled for GPUs that need not exist: the fold beside 1F1B and two copies.
+"""Memory of pipelined train steps: the fold compared with 1F1B and the bidirectional pipeline. No GPU is needed.
 
     python benchmarks/pipeline/memory.py steps      # 64 H200s, Llama-66B: peak and compile time
     python benchmarks/pipeline/memory.py largest    # 2 and 4 H200s: the largest model of Llama-8B's layers
-    python benchmarks/pipeline/memory.py paper      # section 6.5 of DHelix: 64 GPUs of 48 GB, Llama-25B's layers
-    python benchmarks/pipeline/memory.py --docs docs/pipeline.md    # tables of all results so far, into the page
+    python benchmarks/pipeline/memory.py paper      # section 6.5 of DHelix (arXiv 2411.15871): 64 GPUs of 48 GB
+    python benchmarks/pipeline/memory.py            # prints tables of all results so far
 
-No GPU is needed (extra `compile`). What a step needs is the compiler's own count (`memory_analysis()`): arguments and
-temporaries, and results that take over no argument. Its parts:
+Needs the extra `compile`. A step's need is the compiler's count (`memory_analysis()`): arguments, temporaries, and
+results that do not reuse an argument's memory. Its parts:
 
-    state        parameters and moments of the optimizer, float32: the arguments
-    gradients    float32 sums, of the size of the parameters
-    weights      stacks of the layers' weights in bfloat16, in the state of the compiled loops over ticks
-    residuals    the ring, there
-    rest         what a tick works with, inboxes, gaps
+    state        float32 parameters and optimizer moments: the arguments
+    gradients    float32 sums, as large as the parameters
+    weights      bfloat16 stacks of the layers' weights, in the state of the compiled loops over ticks
+    residuals    the ring of residuals, in the same state
+    rest         a tick's working memory, inboxes, gaps
 
-The bidirectional pipeline is not compiled: it takes what W takes, and once more the state, gradients and weights of the
-layers. The largest model is found in steps of 2P layers, for all schedules alike, by the line through two compiled
-sizes, and then compiled. Where the line through the sizes next to the limit meets it is the size that no steps hide.
+The bidirectional pipeline is not compiled. Its need is computed from W: a second copy of the layers adds their state,
+gradients and weights once more.
+
+The largest model is searched in steps of 2P layers, for all schedules alike. A line through two compiled sizes predicts
+it; then it is compiled. The tables also give a fractional number of layers: the point where the line through the two
+sizes nearest to the limit reaches the limit. It shows differences that are smaller than a step.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Case:
     """A model on a mesh.
 
     Attributes:
+      vocab, seq: replace those of the preset; None keeps them.
       limit: bytes that a step may need on each GPU.
     """
 
@@ -75,7 +79,7 @@ class Case:
 
 
 H200 = int(0.9 * 140.4 * GIB)
-"""What XLA gives out of a GPU's 140.4 GiB with XLA_PYTHON_CLIENT_MEM_FRACTION=0.9, as `run.py` runs steps."""
+"""Bytes that XLA uses of a GPU's 140.4 GiB with XLA_PYTHON_CLIENT_MEM_FRACTION=0.9, as in `run.py` for one setting."""
 STEPS = Case("64 H200s, PP 8 x TP 8", "llama-66b", 76, 8, 8, microbatches=32)
 LARGEST = (
     Case("4 H200s, PP 4", "llama-8b", 16, 4, 1, vocab=32_000, limit=H200),
@@ -87,11 +91,11 @@ PAPER = Case("64 GPUs of 48 GB, DP 4, TP 8, PP 2", "llama-25b", 28, 2, 8, 4, lim
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one step needs on each GPU, in bytes; `state` to `rest` add up to `peak`.
+    """The memory that one step needs on each GPU, in bytes. `state` to `rest` add up to `peak`.
 
     Attributes:
-      billions: parameters of the model.
-      layer_parameters: of those of the layers, padding included, in float32.
+      billions: parameters of the model, in billions.
+      layer_parameters: bytes of the layers' float32 parameters on one GPU, padding included.
     """
 
     case: str
@@ -110,7 +114,7 @@ class Need:
 
 
 def measure(case: Case, name: str, layers: int) -> Need:
-    """Compiles one step."""
+    """Compiles one step of the variant `name` and reads its memory."""
     import jax
 
     from dhelix import strand_interleave
@@ -157,7 +161,7 @@ def _bytes_on_gpu(leaf: Any) -> int:
 
 
 def in_loops(module: HloModule, schedule: Schedule) -> tuple[int, int]:
-    """Bytes of weights in bfloat16 and of residuals in the state of the loops over ticks."""
+    """Bytes of bfloat16 weights and of residuals in the state of a loop over ticks; the largest loop counts."""
     from dhelix.passes.hlo import shapes
 
     stack = [schedule.layout.chunks // schedule.layout.stages, schedule.layout.padded]
@@ -175,7 +179,7 @@ def in_loops(module: HloModule, schedule: Schedule) -> tuple[int, int]:
 
 
 def both_ways(need: Need) -> Need:
-    """The bidirectional pipeline, from W: a second copy of the layers, which optimizer and gradients have too."""
+    """The bidirectional pipeline's need, from W's: adds a second copy of the layers, with its moments and gradients."""
     state, gradients, weights = 3 * need.layer_parameters, need.layer_parameters, need.weights
     return dataclasses.replace(
         need, peak=need.peak + state + gradients + weights, state=need.state + state,
@@ -184,12 +188,12 @@ def both_ways(need: Need) -> Need:
 
 
 def sharded(need: Need, dp: int) -> Need:
-    """With float32 parameters and moments split over data parallelism, as by ZeRO-1. Computed, as the step does not."""
+    """The need with float32 parameters and moments split over data parallelism (ZeRO-1). Computed, not compiled."""
     saved = need.state - need.state // dp
     return dataclasses.replace(need, peak=need.peak - saved, state=need.state - saved)
 
 
-# What is compared: its name, what is compiled, and what is made of that.
+# The compared pipelines: name, compiled variant, and the change of its need.
 COMPARED: tuple[tuple[str, str, Callable[[Need], Need]], ...] = (
     ("1F1B", ONE, lambda need: need),
     ("W", W, lambda need: need),
@@ -198,14 +202,14 @@ COMPARED: tuple[tuple[str, str, Callable[[Need], Need]], ...] = (
 
 
 class Largest:
-    """The largest models of a case. `needs` are all steps that were compiled for it."""
+    """Searches the largest models of a case. `needs` holds all steps compiled so far."""
 
     def __init__(self, case: Case, needs: Sequence[Need] = ()) -> None:
         self.case, self.step = case, 2 * case.stages
         self.needs = [need for need in needs if need.case == case.name]
 
     def search(self, variant: str, change: Callable[[Need], Need]) -> None:
-        """Compiles until the largest that fits is known: the line must not say that a larger one does, too."""
+        """Compiles sizes until the line through them predicts no other size than the compiled ones."""
         for layers in (self.step * 2, self.step * 4):
             self._need(variant, layers)
         known = 0
@@ -214,18 +218,18 @@ class Largest:
             self._need(variant, int(self.on_line(variant, change)) // self.step * self.step)
 
     def in_steps(self, variant: str, change: Callable[[Need], Need]) -> Need:
-        """The largest that was compiled and fits."""
+        """The largest compiled model that fits."""
         fit = [n for n in map(change, self._of(variant)) if n.peak <= self.case.limit]
         return max(fit, key=lambda need: need.layers)
 
     def on_line(self, variant: str, change: Callable[[Need], Need]) -> float:
-        """Where the line through the two compiled sizes next to the limit meets it: layers, as if they had parts."""
+        """The fractional number of layers at which the line through the two sizes nearest to the limit reaches it."""
         needs = sorted(map(change, self._of(variant)), key=lambda need: abs(need.peak - self.case.limit))
         a, b = sorted(needs[:2], key=lambda need: need.layers)
         return a.layers + (self.case.limit - a.peak) / (b.peak - a.peak) * (b.layers - a.layers)
 
     def billions(self, layers: float) -> float:
-        """Parameters of a model of so many layers."""
+        """Billions of parameters of a model with `layers` layers."""
         one, two = (self.case.config(count).parameter_count for count in (1, 2))
         return (one + (layers - 1) * (two - one)) / 1e9
 
@@ -247,7 +251,7 @@ def say(need: Need) -> Need:
 
 
 def changes_of(case: Case) -> dict[str, Callable[[Need], Need]]:
-    """What optimizer state is counted: as compiled, and where there is data parallelism also split over it."""
+    """Changes of the optimizer state, by note: as compiled, and with data parallelism also split over it."""
     found: dict[str, Callable[[Need], Need]] = {"": lambda need: need}
     if case.dp > 1:
         found[f"state split over DP {case.dp}"] = lambda need: sharded(need, case.dp)
@@ -255,7 +259,7 @@ def changes_of(case: Case) -> dict[str, Callable[[Need], Need]]:
 
 
 def study(name: str, path: Path) -> list[Need]:
-    """Runs one study, written after every search. What the file holds already is not compiled again."""
+    """Runs one study. Writes the file after every search, and does not compile again what the file holds."""
     needs = load(path) if path.is_file() else []
     if name == "steps":
         for variant in (W, SI, ONE, OWN_ENDS):
@@ -319,7 +323,7 @@ def largest_table(cases: Sequence[Case], needs: Sequence[Need]) -> str:
 
 
 def tables() -> str:
-    """Of all studies that have results."""
+    """Markdown tables of all studies that have results."""
     parts = []
     for name in STUDIES:
         if (path := file_of(name)).is_file():

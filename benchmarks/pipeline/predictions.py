@@ -1,17 +1,19 @@
-"""Step times of pipelines on paper: what layers and ends cost in the compiled programs, put together by the schedule.
+"""Predicts step times of pipelines without a GPU, from the layers and ends of compiled programs and the schedule.
 
-    W, interleaved SI    every loop has known rounds: the program is played as it stands (`passes.timeline`)
-    1F1B and others      bodies of its loops are played: a layer forward, backward, both; head; embedding;
-                         `passes.pipeline_fold.evaluate` makes a step of them, in which every exchange that the program
-                         holds is a meeting, and what stands beside the loops is added
-    zero-bubble V        no program of ours: 1F1B's layers and ends; gradients of weights take as long as the products
-                         of a layer forward
-    bidirectional        no program either: W's layers, and for a pair what a pair of W takes with all that is beside it
-    without a pipeline   played as it stands
+    W, interleaved SI    All trip counts are known: `passes.evaluation.timeline` simulates the whole program.
+    1F1B and others      The evaluator simulates the bodies of the program's loops: a layer forward, backward, or both;
+                         head; embedding. `passes.pipeline_fold.evaluate` combines these times. Each exchange of the
+                         program is a rendezvous. The time outside the loops is added.
+    zero-bubble V        There is no program. Uses 1F1B's layers and ends; the gradients of a layer's weights take as
+                         long as the products of its forward.
+    bidirectional        There is no program. Uses W's layers; a pair takes as long as a pair in W, with everything
+                         around it.
+    without a pipeline   The whole program is simulated.
 
-Costs are the profile's, at the clock that W's step settles at. Messages of schedules that are not lockstep are taken
-as long as one is alone; those that leave beside a tick (`phases.Messages`) take nothing from it, and are waited for
-where layers communicate, since XLA does not put a loop that communicates beside an exchange.
+Costs come from the profile. Layers and ends have the final clock of W's step. In schedules that are not lockstep, a
+message takes as long as alone. Messages that overlap with the next tick (`phases.Messages`) do not slow it down. If
+layers communicate, the stages wait for these messages, because XLA does not overlap a loop that communicates with an
+exchange.
 """
 
 from __future__ import annotations
@@ -48,15 +50,16 @@ FORWARD, BACKWARD, BOTH = frozenset({BETA}), frozenset({ALPHA}), frozenset({ALPH
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the parts of a pipelined program, of one layer or of one micro-batch.
+    """Seconds of the parts of a pipelined program, for one layer or one micro-batch.
 
     Attributes:
-      both: a layer forward beside another one backward; None if there is no such loop.
+      forward, backward: one layer.
+      both: a layer forward co-executed with another one backward; None if there is no such loop.
       products: the matrix products of a layer forward.
-      head, embedding: forward and backward, what one stage does of them; 0 where no loop holds them alone.
+      head, embedding: one stage's part of them, forward and backward; 0 if no loop holds them alone.
       send: one message.
-      beside: once per step: optimizer, casts, sums over the mesh.
-      communicates: whether a layer holds collectives.
+      beside: work outside the loops, once per step: optimizer, casts, sums over the mesh.
+      communicates: whether a layer contains collectives.
     """
 
     forward: float
@@ -71,7 +74,7 @@ class Times:
 
 
 class Predictions:
-    """Of the programs of one setting, by the names of their variants."""
+    """Predictions for the programs of one setting, by the names of their variants."""
 
     def __init__(
         self, setting: Setting, programs: Mapping[str, HloModule], layers: int, stages: int, microbatches: int
@@ -86,7 +89,7 @@ class Predictions:
         self.times = {name: times_of(module, self.costs) for name, module in pipelines.items()}
 
     def all(self) -> dict[str, float]:
-        """Milliseconds of a step: of the programs, and of what there is no program of."""
+        """Milliseconds of a step, also for the two pipelines that have no program."""
         found = {name: self._step(VARIANTS[name]) for name in self.programs}
         zero_bubble = [self._zero_bubble(name) for name in self.times if VARIANTS[name].schedule == "1f1b"]
         both_ways = [self._bidirectional(name, found[name]) for name in self.times if VARIANTS[name].schedule == "w"]
@@ -96,7 +99,7 @@ class Predictions:
         return {name: 1e3 * seconds for name, seconds in found.items()}
 
     def facts(self) -> dict[str, Any]:
-        """Milliseconds that the predictions are made of, by program."""
+        """The `Times` of each pipelined program, in milliseconds."""
         return {
             name: {part: round(1e3 * found, 4) if isinstance(found, float) else found for part, found in parts.items()}
             for name, parts in ((name, asdict(times)) for name, times in self.times.items())
@@ -113,7 +116,7 @@ class Predictions:
 
     def _costs(self, name: str) -> PipelineCosts:
         times, shared = self.times[name], VARIANTS[name].shared_ends
-        whole = self.stages if shared else 1  # of the model's ends, in what one stage does of them
+        whole = self.stages if shared else 1  # stages that share the model's ends
         return PipelineCosts(
             forward=times.forward,
             backward=times.backward,
@@ -144,9 +147,10 @@ class Predictions:
 
 
 def times_of(module: HloModule, costs: Costs) -> Times:
-    """Medians over the loops of a kind: a program has one in each loop over ticks.
+    """The times of a program's parts: medians over its loops of each kind. Each loop over ticks has one of them.
 
-    Raises DhelixError where layers have no loops, as in chunks of one layer.
+    Raises:
+      DhelixError: the layers have no loops, as in chunks of one layer.
     """
     bodies = list(_innermost(module.entry))
     layers = {kind: [_seconds(sequence_of(b), costs) for b in bodies if _strands(b) == kind] for kind in _KINDS}
@@ -175,7 +179,7 @@ _KINDS = (FORWARD, BACKWARD, BOTH)
 
 
 def _innermost(computation: Computation) -> Iterator[Computation]:
-    """Bodies of the loops of a pipeline that hold no further ones: layers, and ends of a stage's own."""
+    """Bodies of the pipeline's innermost loops: layers, and ends that a stage computes alone."""
     for loop in computation.instructions:
         if loop.opcode == "while" and _of_ticks(loop):
             inner = list(_innermost(loop.called[0]))
@@ -183,7 +187,7 @@ def _innermost(computation: Computation) -> Iterator[Computation]:
 
 
 def _of_ticks(instruction: Instruction) -> bool:
-    """Whether it belongs to the loops over ticks, or is what XLA has taken out of one of a single round."""
+    """Whether `instruction` belongs to a loop over ticks, or to one with a single iteration, which XLA has unrolled."""
     name = instruction.op_name
     return "/while" in name or f"/{ALPHA}/" in name or f"/{BETA}/" in name
 
@@ -199,7 +203,7 @@ def _is_product(instruction: Instruction) -> bool:
 
 
 def _kind(instruction: Instruction) -> str:
-    """Of the collective that begins at `instruction`; none: empty."""
+    """The kind of the collective that begins at `instruction`; "" if none does."""
     found = find_collective(instruction)
     return "" if found is None else found.kind
 

@@ -1,22 +1,19 @@
-"""Step time of pipelines on the GPUs of one host: the fold with two strands beside what else there is.
+"""Step time of pipelines on the GPUs of one host: the fold with two strands compared with other schedules.
 
     python benchmarks/pipeline/run.py --stages 2 --settings no_p2p,no_p2p_connections1 --budget_s 550 --out DIR
     python benchmarks/pipeline/run.py --stages 4 --settings default,copy_engine1 --budget_s 550 --out DIR
     python benchmarks/pipeline/run.py --stages 2 --settings no_p2p --on_paper --out DIR       # no GPU: predictions
     python benchmarks/pipeline/tables.py DIR/*.json
 
-All variants (`variants.py`) run the same model on the same batch, stages x tensor parallelism on all GPUs, or no
-pipeline at all. How it is done is told in `strands/run.py`: a process for each launch setting, all of which take
-turns, as variants do, results written after every turn, autotuning that one process adds and the next one reads. The
-variant that matters most comes first. Losses of the first steps are compared with each other's; the tables say what
-differs.
+All variants (`variants.py`) run the same model on the same batch and GPUs. A pipeline uses stages x tensor parallelism;
+some variants have no pipeline. The procedure is that of `strands/run.py`: one process for each launch setting; settings
+and variants take turns; results are written after every turn; processes share autotuning results. Name the most
+important variant first. The losses of the first steps are compared, and the tables report differences.
 
-Time, for 16 layers of Llama-8B on 4 H200s: a step takes 2 to 3 s (6 s without peer-to-peer and pipeline), and each
-variant of a setting check_steps + rounds x steps of them; compiles take about a minute each on 2 cores, 25 s of it
-the passes of "dp", and run `--threads` at a time. A setting with 14 variants took about 7 minutes without
-peer-to-peer, one with 6 of them 3 minutes.
+Expect several minutes for each setting. Each variant compiles (`--threads` at a time), and then runs check_steps +
+rounds x steps steps.
 
-Whether the largest model of `pipeline_memory.py` fits on the card, in one step:
+To check that the largest model of `memory.py` fits into the GPUs' memory, run one step:
 
     python benchmarks/pipeline/run.py --stages 2 --layers LAYERS --variants "W, xla" --rounds 0 --check_steps 1
 """
@@ -58,7 +55,7 @@ def main() -> None:
 
 
 def complete(arguments: argparse.Namespace) -> None:
-    """Names looked up, and what a worker of `strands/run.py` asks for beside. Raises DhelixError."""
+    """Looks up names, and sets the options that a worker of `strands/run.py` expects. Raises DhelixError."""
     arguments.settings = chosen(arguments.settings, SETTINGS, "setting")
     names = "; ".join(VARIANTS) if arguments.variants.strip() == "all" else arguments.variants
     arguments.variants = chosen(names, VARIANTS, "variant")

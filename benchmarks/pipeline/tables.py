@@ -1,11 +1,11 @@
-"""Tables of what `run.py` measured or predicted.
+"""Tables of results of `run.py`, measured or predicted. `python -m dhelix.benchmarks.pages.write` puts them into docs/.
 
-    python benchmarks/pipeline/tables.py FILE.json FILE.json ...                # prints them
-    python benchmarks/pipeline/tables.py FILE.json --docs docs/pipeline.md --name nvlink
+    python benchmarks/pipeline/tables.py FILE.json FILE.json ...                    # prints them
+    python benchmarks/pipeline/tables.py FILE.json --docs PAGE.md --name NAME        # writes them into a page
 
-Files of one workload on one machine make one set of tables, one table for each link. *Speed-up* is over the best
-pipeline baseline, the fastest pipeline that is not ours under any setting of the link, and over the fastest step
-without a pipeline that is not ours. A page holds the tables between lines as of `strands/tables.py`.
+Files of one workload on one machine make one set of tables, with one table for each link. *Speed-up* is over the best
+pipeline baseline: the fastest pipeline without dhelix, under any setting of the link. A sentence above the table also
+gives it over the fastest step without a pipeline. `--docs` needs the marks of `strands/tables.py` in the page.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dhelix.benchmarks.strands.tables import BF16, command_line
 from dhelix.benchmarks.strands.variants import SETTINGS, XLA
 from dhelix.errors import DhelixError
 
-# Of issue "Pipeline fold", at PP 2 x TP 2: link -> (must, aim) of the speed-up over the best pipeline baseline.
+# Goals of issue "Pipeline fold", PP 2 x TP 2: link -> (must, aim) of the speed-up over the best pipeline baseline.
 GOALS = {"no-p2p": (1.05, 1.12)}
 
 
 def read(path: Path) -> Run:
-    """Raises DhelixError for a file that no `run.py` wrote."""
+    """Reads a results file. Raises DhelixError if `run.py` did not write it."""
     try:
         record = json.loads(path.read_text())
         run = Run(**{**record, "results": [Result(**result) for result in record["results"]]})
@@ -39,7 +39,7 @@ def read(path: Path) -> Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Results that may be compared: of one workload on one machine over one link; measured, or predicted alone."""
+    """Comparable results: one workload on one machine over one link, measured or only predicted."""
 
     run: Run
     link: str
@@ -50,37 +50,37 @@ class Group:
         return any(r.steps_ms for r in self.results)
 
     def time(self, result: Result) -> float:
-        """Milliseconds, measured or else predicted."""
+        """Milliseconds: measured if the group is, else predicted."""
         return result.median_ms if self.measured else result.predicted_ms or 0.0
 
     @property
     def pipeline(self) -> Result | None:
-        """The fastest pipeline that is not ours."""
+        """The best pipeline baseline: the fastest pipeline without dhelix."""
         return self._fastest(lambda variant: variant.pipelined and variant.kind == XLA)
 
     @property
     def plain(self) -> Result | None:
-        """The fastest step without a pipeline that is not ours."""
+        """The fastest step without a pipeline and without dhelix."""
         return self._fastest(lambda variant: not variant.pipelined and variant.kind == XLA)
 
     @property
     def fold(self) -> Result | None:
-        """The fastest W or interleaved SI."""
+        """The fastest of W and interleaved SI."""
         return self._fastest(lambda variant: variant.lockstep)
 
     def _fastest(self, wanted: Callable[[Variant], bool]) -> Result | None:
-        """Of what was run, or where nothing was, of what was compiled."""
+        """The fastest program of the measured ones; if nothing was measured, of the predicted ones."""
         known = [r for r in self.results if r.variant in VARIANTS and (r.steps_ms or not self.measured)]
         return min((r for r in known if wanted(VARIANTS[r.variant])), key=self.time, default=None)
 
     def loss_difference(self, result: Result) -> float | None:
-        """The largest relative difference to the losses of the first program that has any."""
+        """The largest relative difference from the losses of the first program that has losses."""
         first = next((r for r in self.results if r.losses), None)
         return None if first is None or not result.losses else largest_difference(first.losses, result.losses)
 
 
 def groups(runs: Iterable[Run]) -> list[Group]:
-    """In the order of the files; of a program that several of them hold the last one counts."""
+    """Comparable results, in the order of the files. If several files hold a program, the last one counts."""
     found: dict[tuple[Any, ...], tuple[Run, dict[tuple[str, str], Result]]] = {}
     for run in runs:
         for result in run.results:
@@ -93,7 +93,7 @@ def groups(runs: Iterable[Run]) -> list[Group]:
 
 
 def tables(runs: Sequence[Run]) -> str:
-    """All tables of some runs, in Markdown."""
+    """All tables of `runs`, in Markdown."""
     parts = ["\n\n".join(filter(None, (_head(g), _sentence(g), _steps(g), _checks(g)))) for g in groups(runs)]
     dropped = [line for run in runs for line in run.dropped]
     dropped += [f"{r.setting} / {r.variant}: {r.failed}" for run in runs for r in run.results if r.failed]
@@ -154,7 +154,7 @@ def _steps(group: Group) -> str:
 
 
 def _checks(group: Group) -> str:
-    """Whether losses of the first steps agree to the rounding of bf16."""
+    """Says whether the losses of the first steps agree within bf16's rounding."""
     found = {f"{r.variant} ({r.setting})": group.loss_difference(r) for r in group.results}
     known = {name: value for name, value in found.items() if value is not None}
     if not known:

@@ -1,16 +1,17 @@
-"""What `run.py` compares: train steps of one model and batch on the same GPUs, as pipelines and without one.
+"""The train steps that `run.py` compares: one model and batch on the same GPUs, as pipelines and without a pipeline.
 
-A pipeline is a schedule (`passes.pipeline_fold`), who computes embedding and head, and who orders instructions.
-Baselines are what a user has without strands: 1F1B, interleaved 1F1B with two chunks on a stage or four, DualPipeV and
-steps without a pipeline, all in XLA's order, under every launch setting that ours run under. DualPipeV co-executes,
-too; in an order of ours it is ours. W and interleaved SI are ours in any order.
+A pipeline variant has a schedule (`passes.pipeline_fold`), owners of embedding and head, and an order of instructions.
+The baselines are available without strands: 1F1B, interleaved 1F1B with two or four chunks per stage, DualPipeV, and
+steps without a pipeline. They run in XLA's order, under every launch setting that dhelix's variants run under.
+DualPipeV also co-executes; in an order of dhelix it counts as dhelix's. W and interleaved SI count as dhelix's in any
+order.
 
-    own ends       embedding and head by the stage of the first and of the last chunk: only a stage's own work
-    shared ends    each stage has its share of the vocabulary, and all compute it together
+    own ends       the stage of the first chunk computes the embedding, the stage of the last chunk the head
+    shared ends    each stage holds a part of the vocabulary, and all stages compute the ends together
 
-1F1B and the others run as they are defined with own ends. They are compared with shared ends, too, and the faster one
-counts: own ends keep the other stages waiting, and are held, and their gradients summed, by all; shared ends join all
-stages, which costs 1F1B a forward that waits for a backward each time, and the others little.
+The literature defines 1F1B and the other baselines with own ends. They also run with shared ends, and the faster form
+counts. With own ends, the other stages wait, and all stages store the ends and sum their gradients. With shared ends,
+all stages must meet. In 1F1B a forward then waits for a backward each time; the other schedules lose little.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Variant:
     """One train step.
 
     Attributes:
-      schedule: of the pipeline, one of `passes.pipeline_fold.SCHEDULES`; "": no pipeline.
-      chunks: on each stage, of interleaved schedules.
-      order: who orders instructions: "xla", or a schedule of `strand_interleave`.
-      shared_ends: see above; of pipelines.
-      sharding: "shard_map", or "auto" for XLA's partitioner.
-      dp: data parallelism in place of tensor parallelism; without a pipeline.
-      sends_beside: of `Fold`.
+      schedule: the pipeline's schedule, one of `passes.pipeline_fold.SCHEDULES`; "": no pipeline.
+      order: scheduler of the instructions: "xla", or a schedule of `strand_interleave`.
+      shared_ends: see above; for pipelines only.
+      sharding: "shard_map", or "auto" for XLA's partitioner; without a pipeline only.
+      dp: data parallelism instead of tensor parallelism; without a pipeline only.
+      sends_beside: as in `Fold`.
+      chunks: chunks per stage of interleaved schedules.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Variant:
 
     @property
     def lockstep(self) -> bool:
-        """Whether its program has loops of known rounds alone."""
+        """Whether all loops of the program have known trip counts."""
         return self.schedule in LOCKSTEP
 
 
@@ -109,16 +110,17 @@ ESSENTIAL = (
 )
 
 NO_GRAPHS: Mapping[str, Any] = {"xla_gpu_enable_command_buffer": ""}
-"""CUDA graphs hold no loops whose rounds are known at run time only, and profiles are of launches without them."""
+"""No CUDA graphs: they cannot hold loops whose trip count is unknown at compile time, and profiles are without them."""
 
 
 def training_of(
     variant: Variant, config: LlamaConfig, stages: int, tp: int, microbatches: int, devices: Any, dp: int = 1
 ) -> Training:
-    """The train step on stages x dp x tp GPUs. A step without a pipeline has all of them for tp, or for its own dp.
+    """The train step on stages x dp x tp GPUs. Without a pipeline, these GPUs are the variant's dp times tp.
 
     Args:
-      microbatches: rows of the batch by dp; without a pipeline they are fewer where there is data parallelism.
+      microbatches: sequences of the batch per data-parallel group of a pipeline. A step without a pipeline has
+        `microbatches` over the variant's dp.
     """
     optimizer = optax.adamw(1e-4)
     if variant.pipelined:
@@ -138,11 +140,11 @@ def training_of(
 
 
 def options_of(variant: Variant, training: Training, setting: Setting) -> dict[str, Any]:
-    """For `strand_interleave`: those that make the variant, with the costs of the setting."""
+    """The options of `strand_interleave` for the variant, with the costs of the setting."""
     model = setting.costs()
     order = StepOptions(schedule=variant.order)  # pyright: ignore[reportArgumentType]
     passes = () if variant.kind == XLA else default_passes(order, model=model, hardware=setting.hardware)
     if not isinstance(training, PipelinedTraining):
         return {"passes": passes}
-    passes = [one for one in passes if one.stage is not Stage.LOWERED]  # as the decorator does: the strands are there
+    passes = [one for one in passes if one.stage is not Stage.LOWERED]  # the pipeline has its strands
     return {"passes": passes, "pipeline": training.fold, "microbatches": training.microbatches}

@@ -1,7 +1,7 @@
-"""One process of `run.py`: `strands/worker.py` for variants that have train steps of their own.
+"""A process of `run.py`: `strands/worker.py` for variants with their own train steps.
 
-States of different layouts cannot be handed from one program to the next, so each turn begins with a new one, made from
-the same key. On paper, a step's time is predicted from its schedule (`predictions.py`).
+Variants with different state layouts cannot hand a state on. So each turn of another train step begins with a new
+state, made from the same key. Each step's time is also predicted from its schedule (`predictions.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dhelix.runtime.compiler.lowering import compiled_module
 
 
 class PipelineWorker(Worker):
-    """The variants of one setting. The train step of the first one describes the run."""
+    """The variants of one setting. The first one's train step describes the run."""
 
     variants = VARIANTS
 
@@ -44,7 +44,7 @@ class PipelineWorker(Worker):
         return run
 
     def training_of(self, variant: Variant) -> Training:
-        """Variants that differ in the order of instructions alone share one, and in a turn its state."""
+        """A variant's train step. Variants that differ only in the order of instructions share it and its state."""
         same = replace(variant, name="", order="xla")
         if same not in self.trainings:
             o = self.options
@@ -71,7 +71,7 @@ class PipelineWorker(Worker):
             self.predict_all()
 
     def predict_all(self) -> None:
-        """What the schedules say of the step, from what the evaluator says of layers."""
+        """Adds each step's predicted time, and results for pipelines that have no program."""
         o, programs = self.options, {p.variant.name: compiled_module(p.compiled) for p in self.programs}
         try:
             predictions = Predictions(self.setting, programs, o.layers, o.stages, o.microbatches)

@@ -1,11 +1,11 @@
-"""Twenty fixed steps, and digests of what becomes of them: to show that a change of structure changes no program.
+"""Compiles twenty fixed steps and prints digests of the programs, to show that a refactoring changes no program.
 
     python benchmarks/programs/fixed_steps.py --out before.json      # then change the code
     python benchmarks/programs/fixed_steps.py --against before.json  # status 1 and a line for each that differs
 
-Steps are compiled for H200s that need not be there. A digest is of the program after the lowered passes, of the
-compiled program in its order, both without what does not compute (metadata, and the marker in names), or of the plan
-that this order is, as it is read from a file.
+Steps are compiled for H200s that this machine does not have. A step has three digests: of the program after the lowered
+passes, of the compiled program in its order, and of the compiled order as a plan that is written and read again. The
+first two leave out text that does not affect the computation (metadata, and the marker in names).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dhelix.runtime.step.options import StepOptions  # noqa: E402
 
 _SMALL = {"preset": "llama-demo", "layers": 4, "seq": 128, "batch": 16, "microbatches": 4, "dtype": "bfloat16"}
 _LARGE = {"preset": "llama-8b", "layers": 2, "microbatches": 4}
-STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the step, and of the decorator
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the step, and options of the decorator
     "tp": ({**_SMALL, "mesh": "dp=1,tp=2"}, {}),
     "tp, list": ({**_SMALL, "mesh": "dp=1,tp=2"}, {"schedule": "list"}),
     "tp, xla": ({**_SMALL, "mesh": "dp=1,tp=2"}, {"schedule": "xla"}),
@@ -61,7 +61,7 @@ STEPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the st
 
 
 MODEL = CostModel.find("H200", "nvlink", "default")
-_LEFT_OUT = (  # the marker, sources, and numbers of a process: the hash of all that, and where Python's callbacks lie
+_LEFT_OUT = (  # the marker, source positions, and values that depend on them or on the process (callback addresses)
     r"__dhelix_[0-9a-f]{16}",
     r", metadata=\{[^}]*\}",
     r", stack_frame_id=\d+",
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def digests(options: dict[str, Any], interleaving: dict[str, Any]) -> dict[str, str]:
-    """Of a step after the lowered passes, and compiled."""
+    """The digests of one step: after the lowered passes, compiled, and as a plan."""
     chosen = trainer.Options(**options)
     training, batch = profile_step.deviceless_training(chosen, "h200")
     step: Any = trainer.make_step(training, False, StepOptions(**interleaving))
@@ -101,7 +101,7 @@ def digests(options: dict[str, Any], interleaving: dict[str, Any]) -> dict[str, 
 
 
 def _plan(compiled: HloModule) -> str:
-    """Of the plan that the compiled order is, as it is read again from a file."""
+    """The digest of the compiled order as a plan, after it was written and read. Exits if reading changes the plan."""
     like = Plan("a step", PlanTarget.of(MODEL.profile.hardware, MODEL.profile.link, MODEL.setting))
     made = make_plan(compiled, dict(compiled.schedule), MODEL, like)
     read = plan_files.loads(plan_files.dumps(made), "the plan")
@@ -115,7 +115,7 @@ def _plan(compiled: HloModule) -> str:
 
 
 def _digest(module: HloModule) -> str:
-    """Of what it computes, in the order in which it stands there."""
+    """The digest of a module's instructions in their order, without metadata."""
     text = str(module.to_text())
     for left_out in _LEFT_OUT:
         text = re.sub(left_out, "", text, flags=re.MULTILINE)

@@ -1,12 +1,13 @@
-"""What a frozen reference model adds to the communication that a step waits for: a GRPO step, on paper.
+"""Exposed communication that a frozen reference model adds to a GRPO step, predicted without a GPU.
 
     python benchmarks/programs/policy_and_reference.py --tp 2,4 --out DIR
-    python benchmarks/programs/policy_and_reference.py --tables DIR/policy_and_reference.json --docs docs/benchmarks.md
+    python benchmarks/programs/policy_and_reference.py --tables DIR/policy_and_reference.json
 
-No GPU is needed (extra `compile`). Policy and reference are Llama-8B with fewer layers, tensor and sequence parallel;
-each of the policy's layers is computed again on the way back. The step with the reference and the one without are
-compiled for a GPU of which a profile is shipped, plain and with two strands, ordered as `schedule="dp"` orders them
-within the plain step's memory and 3 %, and played by the evaluator. Plain steps are in XLA's order.
+Needs the extra `compile`. Policy and reference are Llama-8B with fewer layers, tensor and sequence parallel. The policy
+recomputes each layer in the backward pass. The steps with and without reference are compiled for a GPU with a shipped
+profile, plain and with two strands, and the evaluator simulates them. Strands are ordered as by `schedule="dp"`, within
+the plain step's memory plus 3 %. Plain steps keep XLA's order. `python -m dhelix.benchmarks.pages.write` puts the
+tables into docs/results/.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import Any
 
 _NAME = "jit_step"
 GOAL = 1.2
-"""Exposed communication with the reference, in units of that without."""
+"""Goal: exposed communication with the reference over exposed communication without it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One step; milliseconds, and GiB of one GPU.
+    """One step. Times in milliseconds, memory in GiB on one GPU.
 
     Attributes:
-      exposed: communication runs and compute waits.
-      memory: temporaries by the compiler's count, of strands before they are ordered.
-      merged: layer loops that became one, in the strand loop.
+      exposed: time in which communication runs and compute waits.
+      memory: temporaries by the compiler's count; with strands, before they are ordered.
+      merged: merged layer loops in the strand loop.
     """
 
     gpu: str
@@ -52,7 +53,7 @@ class Row:
 
 
 def make_step(config: Any, mesh: Any, microbatches: int, with_reference: bool) -> tuple[Any, tuple[Any, ...]]:
-    """A GRPO step of one update, and its arguments as shapes: parameters, the reference's, rows, advantages."""
+    """A GRPO step with one update, and its abstract arguments: policy, reference, rows of tokens, advantages."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -110,7 +111,7 @@ def make_step(config: Any, mesh: Any, microbatches: int, with_reference: bool) -
 
 
 def compiled(step: Any, arguments: tuple[Any, ...], gpu: str, mesh: Any, strands: bool) -> tuple[Any, tuple[str, ...]]:
-    """The program as it comes to the passes that order it, and the layer loops that became one."""
+    """The program before the passes that order it, and the names of its merged layer loops."""
     import jax
 
     from dhelix import strand_interleave
@@ -172,7 +173,7 @@ def rows_of(options: argparse.Namespace, tp: int, link: str, setting: str) -> li
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each step with its reference, beside the one without."""
+    """A Markdown table that compares each step with reference with the step without."""
     lines = [
         "| GPUs, link, setting | | without: step, exposed | with: step, exposed | exposed, with / without |",
         "|---|---|---|---|---|",

@@ -1,10 +1,12 @@
-"""Steps whose gradients are more than one product a layer, on GPUs that replicate the parameters: XLA's and ours.
+"""Times steps with replicated parameters under several losses, with XLA alone and with dhelix.
 
-    python benchmarks/programs/replica_losses.py --out results.json              # as this process reaches its GPUs
+    python benchmarks/programs/replica_losses.py --out results.json              # in this process's launch setting
 
-Eight layers of two matrices (width 4096, hidden 8192, sequence 2048, bfloat16, rematerialized, SGD, four micro-batches)
-under data parallelism by XLA's partitioner. The programs of a loss take turns: XLA's with its own options and with
-pipelined collectives, and ours. Times are medians of the timed steps; losses of the first and last step are said, too.
+The gradients of most of these losses are more than one product per layer. The model has eight layers of two matrices
+(width 4096, hidden 8192, sequence 2048, bfloat16, rematerialized, SGD, four micro-batches). XLA's partitioner makes the
+data parallelism over all GPUs. For each loss, three programs take turns: XLA's with default options, XLA's with
+pipelined collectives, and dhelix's. Times are medians of the timed steps. The losses of the first and the last step are
+recorded, too.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ def compare(mesh: Mesh, loss: Callable[..., Any], options: dict[str, Any], round
     losses: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(1 + rounds):
         for name, run in programs.items():
-            for _ in range(3 if number else 1):  # the first one compiles
+            for _ in range(3 if number else 1):  # round 0 compiles
                 start = time.perf_counter()
                 states[name], value = run(states[name], x)
                 jax.block_until_ready(states[name])

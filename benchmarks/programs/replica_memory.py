@@ -1,12 +1,13 @@
-"""Temporary memory of steps that replicate parameters over some axis, compiled for H200s without having one.
+"""Temporary memory of steps that replicate parameters over a mesh axis, compiled for H200s without having one.
 
     python benchmarks/programs/replica_memory.py                      # a table of all meshes and loops
     python benchmarks/programs/replica_memory.py --meshes dp=4 --loops own
     python benchmarks/programs/replica_memory.py --meshes dp=4 --loops "value_and_grad, weighted"
 
-A transformer of four layers (width 4096, sequence 2048, vocabulary 8192, bfloat16, layers rematerialized, SGD, four
-micro-batches), sharded by XLA's partitioner. Ring attention is in a shard_map of its own in every layer, with sequences
-of 8192. What the decorator's step needs is compared with the same micro-batched step with passes off.
+The model is a transformer of four layers (width 4096, sequence 2048, vocabulary 8192, bfloat16, layers rematerialized,
+SGD, four micro-batches), sharded by XLA's partitioner. Ring attention has its own shard_map in every layer, and
+sequences of 8192. The decorator's step is compared with the same micro-batched step without passes. The exit status is
+1 if a step needs more memory than the plain step plus the allowed slack, or if a pass refuses.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def compare(mesh: str, loop: str) -> tuple[float, float, str]:
-    """GiB of temporaries of the plain step and of the decorator's, and whether an order was found."""
+    """GiB of temporaries of the plain step and of the decorator's step, and "found" or the passes that refused."""
     from dhelix.runtime.compiler import deviceless
     from dhelix.runtime.step.strand_interleave import strand_interleave
 
@@ -153,7 +154,7 @@ def own_loop(loss: Any, params: Any, rows: jax.Array, shardings: Any) -> Any:
 
 
 def parameters(placed: Callable[[Any], NamedSharding], tp: str | None, fsdp: str | None) -> Any:
-    """Abstract, in bfloat16; `tp`, `fsdp`: mesh axes, where there are such."""
+    """The abstract parameters, in bfloat16. `tp` and `fsdp` name mesh axes, or are None."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -189,7 +190,7 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """All [batch, heads, sequence, head]."""
+    """Causal attention; all arrays are [batch, heads, sequence, head dimension]."""
     import jax
     import jax.numpy as jnp
 
@@ -200,7 +201,7 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def ring_attention(scanned: bool, hops: int) -> Callable[..., jax.Array]:
-    """Causal, over each device's part of the sequence; keys and values go round a ring of `hops` devices."""
+    """Causal attention over a split sequence: keys and values go round a ring of `hops` devices."""
     import jax
     import jax.numpy as jnp
 

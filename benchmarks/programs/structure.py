@@ -1,13 +1,13 @@
-"""Structure and memory of train steps, plain and as strands, compiled for H200s that need not exist.
+"""Structure and memory of train steps, plain and as strands, compiled for H200s that this machine does not have.
 
     python benchmarks/programs/structure.py --list
-    python benchmarks/programs/structure.py                           # all cases, about 30 s each on two cores
+    python benchmarks/programs/structure.py                           # all cases
     python benchmarks/programs/structure.py --cases "4 GPUs;M = 3"
 
-No GPU is needed (extra `compile`). For each case it prints the peak memory of both programs
-(`memory_analysis()`: arguments, temporaries and outputs), how many layer loops the strand loop holds and how
-many of them hold both strands, and copies of whole stacks (residuals, weights, gradients of all layers) in
-those loops and beside them.
+Needs the extra `compile`. For each case it prints the peak memory of both programs (`memory_analysis()`: arguments,
+temporaries and outputs). It also prints the number of layer loops in the strand loop, the number of those that hold
+both strands, and the copies of whole stacks (residuals, weights, or gradients of all layers) inside and outside of the
+layer loops.
 """
 
 import argparse
@@ -68,11 +68,11 @@ class Structure:
 
     layer_loops: int
     merged_loops: int
-    """Those that compute for both strands."""
+    """Layer loops that compute for both strands."""
     residual_copies: tuple[str, ...]
     """Copies of a whole stack inside a layer loop."""
     other_copies: tuple[str, ...]
-    """Copies of a whole stack in the strand loop outside of layer loops: once per micro-batch."""
+    """Copies of a whole stack in the strand loop, outside of layer loops."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Measured:
 
 
 def training_of(case: Case) -> "Training":
-    """The plain train step of a case, on a mesh of GPUs on paper."""
+    """The plain train step of a case, on a mesh of GPUs that this machine does not have."""
     import optax
 
     from dhelix.models import make_train_step, preset
@@ -98,7 +98,7 @@ def training_of(case: Case) -> "Training":
 
 
 def lower(case: Case) -> "jax.stages.Lowered":
-    """The plain step, lowered, its state donated; one row of tokens per micro-batch and dp shard."""
+    """Lowers the plain step, with donated state and one row of tokens per micro-batch and dp shard."""
     import jax
 
     training = training_of(case)
@@ -107,7 +107,7 @@ def lower(case: Case) -> "jax.stages.Lowered":
 
 
 def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "StageReport"]:
-    """The step as two strands, and what the passes say. Raises DhelixError where a pass refuses."""
+    """The step as two strands, and the passes' report. Raises DhelixError if a pass refuses."""
     from dhelix.passes.framework.manager import PassManager, Stage
     from dhelix.runtime.compiler import lowering
     from dhelix.runtime.step.pass_lists import strand_passes
@@ -119,7 +119,7 @@ def interleave(lowered: "jax.stages.Lowered") -> tuple["jax.stages.Lowered", "St
 
 
 def measure(lowered: "jax.stages.Lowered", strands: bool) -> Measured:
-    """Compiles a step and reads its memory and, for strands, its structure."""
+    """Compiles a step. Reads its memory and, with `strands`, its structure."""
     from dhelix.passes.hlo import HloModule
     from dhelix.runtime.compiler import deviceless
 
@@ -135,9 +135,10 @@ def measure(lowered: "jax.stages.Lowered", strands: bool) -> Measured:
 
 
 def structure(module: "HloModule") -> Structure:
-    """Finds the strand loop, the outermost loop that computes for both strands, and looks inside.
+    """The structure of the strand loop: the outermost loop that computes for both strands.
 
-    Raises ValueError when there is not exactly one.
+    Raises:
+      ValueError: the module does not have exactly one strand loop.
     """
     loops = [loop for loop in _loops(module.entry) if _strands(loop) == {"alpha", "beta"}]
     if len(loops) != 1:
@@ -156,7 +157,7 @@ def structure(module: "HloModule") -> Structure:
 
 
 def _loops(computation: "Computation") -> list["Instruction"]:
-    """Loops of a computation, those in calls and branches too, but not those inside of loops."""
+    """Loops of a computation, including those in calls and branches, but not loops inside loops."""
     found = []
     for instruction in computation.instructions:
         if instruction.opcode == "while":
@@ -176,7 +177,7 @@ def _strands(loop: "Instruction") -> set[str]:
 
 
 def _stack_sizes(loop: "Instruction") -> set[int]:
-    """Bytes of the state elements with one slot per iteration, small ones left out."""
+    """Sizes in bytes of the loop-carried arrays that have one slot per iteration; arrays below 1 MiB do not count."""
     from dhelix.passes.hlo import WhileLoop, shapes
 
     trips = loop.proto.backend_config.decode().partition('"known_trip_count":{"n":"')[2].partition('"')[0]
@@ -186,7 +187,7 @@ def _stack_sizes(loop: "Instruction") -> set[int]:
 
 
 def _copies(computation: "Computation", sizes: set[int]) -> Iterator[str]:
-    """Instructions, also in what a computation runs, that move a whole array of one of `sizes`, no more."""
+    """Instructions that only move a whole array of one of `sizes`, also in called computations."""
     from dhelix.passes.hlo import shapes
     from dhelix.passes.hlo.graph import CONTROL_FLOW
 
@@ -204,7 +205,7 @@ def _copies(computation: "Computation", sizes: set[int]) -> Iterator[str]:
 
 
 def row(case: Case) -> dict[str, Any]:
-    """Compiles a case both ways; what went wrong stands in the row instead of numbers."""
+    """Compiles a case both ways and returns a row. If strands fail, the row holds the reason instead of numbers."""
     from dhelix.errors import DhelixError
 
     lowered = lower(case)

@@ -1,11 +1,11 @@
-"""How long the first step takes with and without the decorator, with a cold and with a warm compilation cache.
+"""Seconds until the first step is done, with and without the decorator, with a cold and a warm compilation cache.
 
-    python benchmarks/strands/first_step.py --out results.json              # on two GPUs, on two cores
+    python benchmarks/strands/first_step.py --out results.json              # on all GPUs, with two CPU cores
 
-Llama-8B shapes, 8 layers, sequence 4096, 4 micro-batches, TP over the GPUs. Each row is a process of its own: `off` is
-`DHELIX=off`, the same micro-batched step left to XLA. The first process of a kind finds an empty compilation cache, the
-later ones what it left there. Seconds from the call of the step to the end of its first run, and of the second run,
-which is what the first one takes without compiling.
+The step: Llama-8B shapes, 8 layers, sequence 4096, 4 micro-batches, TP over all GPUs. Each row is a new process. In
+rows `off` (`DHELIX=off`), XLA alone compiles the same micro-batched step. The first process of each kind finds an empty
+compilation cache; later ones find what it stored. A row has the seconds from the call of the step to its end, for the
+first and the second step. The second step shows the time without compilation.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _process(kind: str, cache: Path, arguments: argparse.Namespace) -> dict[str,
 
 
 def _cores() -> list[int]:
-    """One thread of each of the first cores."""
+    """The first CPU cores, one hardware thread of each."""
     found: dict[str, int] = {}
     for number in sorted(os.sched_getaffinity(0)):
         siblings = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
@@ -66,7 +66,7 @@ def _cores() -> list[int]:
 
 
 def first_step(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs in a process of its own."""
+    """Times the first two steps; runs in a new process."""
     os.sched_setaffinity(0, _cores())
     import jax
 

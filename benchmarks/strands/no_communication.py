@@ -1,18 +1,18 @@
-"""The step without communication: every collective becomes a local copy of the same shapes. The bound of overlap.
+"""Replaces every collective by a local copy of the same shapes. The step's time is then the bound of overlap.
 
 Before:                                                    After, over n devices:
     g = bf16[1,8192,4096] all-gather(x), dimensions={1}        g = concatenate(x, x, ...)       n times
-    s = bf16[1,2048,4096] reduce-scatter(y), dimensions={1}    s = dynamic-slice(y, 0, 0, 0)    its first part
+    s = bf16[1,2048,4096] reduce-scatter(y), dimensions={1}    s = dynamic-slice(y, 0, 0, 0)    the first part of y
     a = f32[1,8192] all-reduce(z)                              a = z
 
 Contract
-    Consumes  a module after partitioning and before fusion (PRE_SCHEDULER), or one of explicit collectives as lowered.
-    Makes     of each collective the copy on the right, between optimization barriers.
-    Refuses   kinds of collectives that have no such copy (`_COPIES`).
+    Consumes  a module after partitioning and before fusion (PRE_SCHEDULER), or a lowered one with explicit collectives.
+    Makes     the copy on the right from each collective, between optimization barriers.
+    Refuses   collectives that have no such copy (`_COPIES`).
 
-The results are wrong by design, so a step that was changed by it is for timing alone. Barriers keep XLA from fusing
-the copies with their neighbours: what a collective reads and writes is a buffer of its own, and so it stays. All else
-is as in the step with communication, down to the local pass over memory that a gather's result takes.
+The results are wrong by design, so use the changed step for timing only. The barriers keep XLA from fusing copies with
+their neighbours, so each collective's operand and result stay buffers. The rest of the step does not change. A gather's
+copy still writes the gathered array to memory.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from dhelix.passes.hlo import Builder, HloModule, Instruction, edit, shapes
 
 @dataclass(frozen=True)
 class NoCommunication:
-    """Collectives as local copies."""
+    """The pass: collectives become local copies."""
 
     name = "no-communication"
     stage = Stage.PRE_SCHEDULER
@@ -62,7 +62,7 @@ def _replace(collective: Instruction) -> None:
 
 
 def _repeat(builder: Builder, operand: Instruction, result: Any) -> Instruction:
-    """The operand as often as the result holds it."""
+    """Concatenates copies of the operand until they have the result's shape."""
     dimension, count = _changed(operand, result)
     if count == 1:
         return operand
@@ -82,7 +82,7 @@ def _same(builder: Builder, operand: Instruction, result: Any) -> Instruction:
 
 
 def _changed(operand: Instruction, result: Any) -> tuple[int, int]:
-    """The dimension in which operand and result differ, and by which factor; (0, 1) if in none."""
+    """The dimension in which operand and result differ, and the factor; (0, 1) if the shapes are equal."""
     for dimension, (a, b) in enumerate(zip(operand.shape.dimensions, result.dimensions, strict=True)):
         if a != b:
             return dimension, max(a, b) // min(a, b)

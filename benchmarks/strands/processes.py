@@ -1,14 +1,14 @@
-"""The processes of `strands/run.py`, one for each launch setting (two where two pose as nodes), on the same GPUs.
+"""The processes of `strands/run.py`: one for each launch setting, or two for a setting that emulates two nodes.
 
-A setting's work has parts: compiling and the first steps; rounds of timed steps; traces. After each part its process
-says so and waits until it may go on, so that settings take turns, too, and only one uses the GPUs:
+A setting's work has parts: compilation and the first steps, rounds of timed steps, and traces. After each part a
+process prints a line and waits for permission to go on. So settings take turns, and only one of them uses the GPUs:
 
     jobs = [Job(arguments, setting, ...) for setting in settings]
     while jobs:
         jobs = [job for job in jobs if job.turn(deadline)]
 
-A process that waits keeps what it has on the GPUs, which is why those that live together have a share of memory each.
-What one adds to XLA's autotuning is read by the next one that starts, so that all of them run the same kernels.
+A waiting process keeps its GPU memory. So processes that live at the same time each get a share of the memory. The next
+process to start reads the autotuning results of earlier ones, so all processes run the same kernels.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Job:
     """One setting's processes.
 
     Args:
-      seconds: after which they shall leave out what they can.
-      together: settings whose processes live at the same time.
-      worker: their script.
+      seconds: time after which the processes skip optional work.
+      together: number of settings whose processes live at the same time.
+      worker: script that the processes run.
     """
 
     def __init__(
@@ -58,14 +58,15 @@ class Job:
         self._file.unlink(missing_ok=True)
 
     def turn(self, deadline: float) -> bool:
-        """Lets the processes do their next part. Returns whether there is more to do.
+        """Lets the processes do their next part. Returns whether parts are left.
 
-        `deadline`: on `time.monotonic`'s clock, when they are ended.
+        Args:
+          deadline: when the processes are ended, in seconds of `time.monotonic`.
         """
         if self.processes:
             for process in self.processes:
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # one that has ended meanwhile is found by `wait`
+                with contextlib.suppress(BrokenPipeError):  # `wait` reports a process that has ended
                     process.stdin.write(b"\n")
         else:
             self._start()
@@ -86,7 +87,7 @@ class Job:
 
     @property
     def run(self) -> Run | None:
-        """What they have measured until now."""
+        """The results so far; None if there are none yet."""
         if not self._file.is_file():
             return None
         record = json.loads(self._file.read_text())
@@ -103,8 +104,13 @@ def start(command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple[bool, str]:
-    """Until all have done their part or ended, one has failed (the others would wait for it for ever), or it is too
-    late. Returns whether they go on, and what is wrong if they should but do not; then they are ended."""
+    """Waits until all processes have done their part or ended, one has failed, or `deadline` has passed.
+
+    One failure stops the wait, because the other processes would wait for the failed one forever.
+
+    Returns:
+      Whether the processes have more parts, and the problem if there was one. Without more parts, all are ended.
+    """
     working, paused, problem = list(processes), 0, ""
     while working and not problem:
         outputs = {process.stdout: process for process in working if process.stdout is not None}
@@ -135,7 +141,7 @@ def wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tuple
 
 
 def end_part() -> None:
-    """In a process of a job: waits until it is its turn again."""
+    """Called in a job's process: waits for its next turn."""
     print(PART_DONE, flush=True)
     if not sys.stdin.readline():
         sys.exit("nobody is there to say when to go on")
@@ -144,7 +150,7 @@ def end_part() -> None:
 def places(
     arguments: argparse.Namespace, setting: Setting, together: int = 1
 ) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """For each process where it stands among several, and its environment."""
+    """For each process of a setting: its place in the distributed run (empty if there is none), and its environment."""
     base = environment(setting, arguments.out, together)
     if arguments.on_paper:
         return [({}, {**base, "JAX_PLATFORMS": "cpu,cuda"})]
@@ -161,7 +167,12 @@ def places(
 
 
 def environment(setting: Setting, folder: Path, together: int = 1) -> dict[str, str]:
-    """Of a process of this setting, one of so many. XLA flags that the caller gives stay, and count more."""
+    """The environment of a setting's process. The caller's XLA_FLAGS come last, so they override the setting's.
+
+    Args:
+      folder: holds the autotuning results.
+      together: number of settings that share the GPU memory.
+    """
     result = {**os.environ, **setting.environment}
     flags = [*setting.xla_flags, *_autotuning(folder), os.environ.get("XLA_FLAGS", "")]
     result["XLA_FLAGS"] = " ".join(flag for flag in flags if flag)
@@ -171,7 +182,7 @@ def environment(setting: Setting, folder: Path, together: int = 1) -> dict[str, 
 
 
 def _autotuning(folder: Path) -> list[str]:
-    """Flags that load what is known of XLA's choices, and leave all that a process knows in a file of its own."""
+    """XLA flags that load the known autotuning results and dump the process's results; none without a GPU."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     file = folder / _CHOICES
@@ -181,13 +192,13 @@ def _autotuning(folder: Path) -> list[str]:
 
 
 def keep_choices(folder: Path) -> None:
-    """What a process chose anew is there for the next one."""
+    """Merges the dumped autotuning results into the file that the next process loads."""
     chosen_now = folder / _CHOSEN
     if not chosen_now.is_file():
         return
     known = [file for file in (autotune_results.file(), folder / _CHOICES) if file is not None and file.is_file()]
     try:
         (folder / _CHOICES).write_text(autotune_results.merged([*known, chosen_now]))
-    except DhelixError as error:  # compiles at the same time may have written into each other's text
+    except DhelixError as error:  # concurrent compilations may have garbled the file
         print(f"autotuning results are not kept: {error}", flush=True)
     chosen_now.unlink()

@@ -1,7 +1,7 @@
-"""What `strands/run.py` measured: results as JSON, and the figures that follow from several of them.
+"""Results of `strands/run.py`: the JSON files, and quantities computed from several results.
 
-A file holds one call. Results of several files belong together when workload, machine and link agree: times of
-different machines are not compared, as those of one kind differ by 3 %.
+A file holds one call. Results of several files are compared only if workload, machine and link agree. Times of
+different machines are not compared, because machines of the same kind differ in speed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ Workload = tuple[tuple[str, Any], ...]
 
 @dataclass
 class Result:
-    """One program under one setting. Milliseconds; GiB of one GPU.
+    """One program under one setting. Times in milliseconds, memory in GiB on one GPU.
 
     Attributes:
       steps_ms: every timed step.
-      mhz, watts: of GPU 0 during each of them: the SMs' clock, and power.
-      losses, grad_norms: of its first steps from the same start, on the same batches as all others.
-      passes: what became of each of our passes.
-      peak_gib: by XLA's own account; `temp_gib` without arguments and results.
-      predicted_ms: what the evaluator says of the compiled program; None without costs.
-      span_ms ... idle: of one traced step, GPU 0. `compute_ms`: something else than communication runs;
-        `hidden_ms`: both do; `copies_ms`: copies inside the GPU run, by copy engines; `communication_ms`: of
-        whichever engines.
+      losses, grad_norms: results of the first steps. All programs start from the same state, with the same batches.
+      peak_gib, temp_gib: XLA's peak memory, and its temporaries without arguments and results.
+      compile_s, passes_s: seconds of the compilation with passes, and of dhelix's passes alone.
+      passes: outcome of each dhelix pass, by its name.
+      predicted_ms: the evaluator's time for the compiled program; None without costs.
+      span_ms: length of one traced step on GPU 0; None without a trace. The next five describe this step.
+      busy_ms: time in which anything runs.
+      compute_ms: time in which anything other than communication runs.
+      communication_ms: time in which communication runs, as kernels or on copy engines.
+      hidden_ms: time in which communication and compute run at once.
+      copies_ms: time in which copies run that are not communication.
       failed: why there are no times.
+      mhz, watts: clock of the SMs and power of GPU 0 in each timed step.
     """
 
     setting: str
@@ -69,14 +73,14 @@ class Result:
 
     @property
     def under_compute(self) -> float | None:
-        """The share of the collectives' time that lies under compute, as a union of intervals."""
+        """Fraction of the communication time that overlaps with compute; 1 without communication, None untraced."""
         if self.span_ms is None:
             return None
         return self.hidden_ms / self.communication_ms if self.communication_ms else 1.0
 
     @property
     def idle_ms(self) -> float:
-        """Of the traced step: nothing computes."""
+        """Time of the traced step in which no compute runs."""
         return (self.span_ms or 0.0) - self.compute_ms
 
 
@@ -86,9 +90,10 @@ class Run:
 
     Attributes:
       on: versions, GPUs, machine.
-      workload: what a step is: preset, layers, seq, vocab, tp, microbatches, unrolled.
-      tokens, flops: of a step, over all GPUs; attention is not halved for causality.
-      gpus, peak_flops: how many, and dense bf16 operations per second of one; 0 for what has no description.
+      workload: defines a step: preset, layers, seq, vocab, tp, microbatches, unrolled and more.
+      tokens, flops: of one step on all GPUs. FLOPs of attention are not halved for causality.
+      gpus: number of GPUs.
+      peak_flops: dense bf16 FLOP/s of one GPU; 0 if the GPU has no description.
       dropped: what was not run, and why.
     """
 
@@ -102,16 +107,17 @@ class Run:
     dropped: list[str] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes the file atomically."""
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         temporary.replace(path)
 
 
 def read(path: Path) -> Run:
-    """What `strands/run.py` wrote. Programs that are no longer built are left out, and `dropped` says so.
+    """Reads a file of `strands/run.py`. Leaves out programs that are no longer built, and lists them in `dropped`.
 
-    Raises DhelixError for another file.
+    Raises:
+      DhelixError: the file has another content.
     """
     try:
         record = json.loads(path.read_text())
@@ -126,29 +132,29 @@ def read(path: Path) -> Run:
 
 @dataclass(frozen=True)
 class Group:
-    """Results that may be compared: one workload on one machine over one link."""
+    """Comparable results: one workload on one machine over one link."""
 
     run: Run
     link: str
     results: tuple[Result, ...]
 
     def find(self, setting: str, variant: str) -> Result | None:
-        """With CUDA graphs or, if that was not run, without."""
+        """The variant's result with CUDA graphs, or without them if only that was run."""
         found = {r.variant: r for r in self.results if r.setting == setting}
         return next((found[name] for name in either(variant) if name in found), None)
 
     def plain(self, result: Result) -> Result | None:
-        """What a result is compared with in memory and loss: the plain program, best of the same setting."""
+        """The plain program that `result` is compared with in memory and loss: of the same setting if there is one."""
         others = (self.find(r.setting, "plain") for r in self.results)
         return self.find(result.setting, "plain") or next(filter(None, others), None)
 
     def best(self, kind: str) -> Result | None:
-        """The fastest of a kind."""
+        """The fastest program of a kind: XLA, OURS or BOUND."""
         return min((r for r in self.results if r.kind == kind), key=lambda r: r.median_ms, default=None)
 
     @property
     def xla(self) -> Result | None:
-        """The fastest plain program that XLA schedules alone, over all settings and options."""
+        """XLA's best: the fastest program without dhelix, over all settings and options."""
         return self.best(XLA)
 
     @property
@@ -158,51 +164,53 @@ class Group:
 
     @property
     def communication_cost(self) -> float | None:
-        """Milliseconds that communication costs XLA's best program."""
+        """XLA's best minus the bound, in milliseconds; None if unknown or not positive."""
         if self.xla is None or self.bound is None or self.bound.median_ms >= self.xla.median_ms:
             return None
         return self.xla.median_ms - self.bound.median_ms
 
     def speed_up(self, result: Result) -> float | None:
-        """How much faster than XLA's best."""
+        """Time of XLA's best over the time of `result`."""
         return self.xla.median_ms / result.median_ms if self.xla else None
 
     def net_hidden(self, result: Result) -> float | None:
-        """(plain - ours) / (plain - no communication), plain being XLA's best."""
+        """(XLA's best - result) / communication cost: the fraction of the communication cost that is removed."""
         if self.xla is None or self.communication_cost is None or result.kind == BOUND:
             return None
         return (self.xla.median_ms - result.median_ms) / self.communication_cost
 
     @property
     def traced_cost(self) -> float | None:
-        """`communication_cost`, of one traced step of each."""
+        """`communication_cost`, computed from the traced steps."""
         if self.xla is None or self.bound is None or self.xla.span_ms is None or self.bound.span_ms is None:
             return None
         cost = self.xla.span_ms - self.bound.span_ms
         return cost if cost > 0 else None
 
     def traced_hidden(self, result: Result) -> float | None:
-        """Net hidden of the traced step."""
+        """`net_hidden`, computed from the traced steps."""
         if self.xla is None or self.xla.span_ms is None or self.traced_cost is None or result.span_ms is None:
             return None
         return None if result.kind == BOUND else (self.xla.span_ms - result.span_ms) / self.traced_cost
 
     def slow_down(self, result: Result) -> float | None:
-        """What compute loses by running beside communication, as a share of `traced_cost`: compute of the traced step
-        minus that of the same structure without communication."""
+        """How much longer compute takes next to communication, as a fraction of `traced_cost`.
+
+        Compares the traced compute time with that of the same structure without communication.
+        """
         cost, alone = self.traced_cost, self.alone(result)
         if cost is None or alone is None or alone.span_ms is None or result.span_ms is None or result.kind == BOUND:
             return None
         return (result.compute_ms - alone.compute_ms) / cost
 
     def alone(self, result: Result) -> Result | None:
-        """The same structure without communication; under another setting if not under this one."""
+        """The same structure without communication, under the same setting if possible."""
         structure = VARIANTS[result.variant].structure
         bounds = [r for r in self.results if r.kind == BOUND and VARIANTS[r.variant].structure == structure]
         return next((r for r in bounds if r.setting == result.setting), None) or next(iter(bounds), None)
 
     def launch_interval(self, result: Result) -> float | None:
-        """The rest of what is not hidden, when compute does not run: exposed communication and pauses."""
+        """The remaining fraction of `traced_cost`: compute waits for exposed communication or pauses."""
         hidden, slower = self.traced_hidden(result), self.slow_down(result)
         return None if hidden is None or slower is None else 1.0 - hidden - slower
 
@@ -210,19 +218,19 @@ class Group:
         return self.run.tokens / (result.median_ms * 1e-3)
 
     def mfu(self, result: Result) -> float | None:
-        """Model FLOPs utilisation, attention not halved for causality."""
+        """Model FLOPs utilization; attention is not halved for causality. None without `peak_flops`."""
         if not self.run.peak_flops:
             return None
         return self.run.flops / (result.median_ms * 1e-3 * self.run.gpus * self.run.peak_flops)
 
     def loss_difference(self, result: Result) -> float | None:
-        """The largest relative difference to the plain program's losses."""
+        """The largest relative difference from the plain program's losses."""
         plain = self.plain(result)
         return None if plain is None or result.kind == BOUND else largest_difference(plain.losses, result.losses)
 
 
 def largest_difference(expected: Sequence[float], actual: Sequence[float]) -> float | None:
-    """Relative, of values that stand at the same place; infinite for one that is no number. None for no values."""
+    """The largest relative difference of values at the same index. Infinite if one is not finite; None if none."""
     pairs = list(zip(expected, actual, strict=False))
     if not all(math.isfinite(value) for pair in pairs for value in pair):
         return math.inf
@@ -230,7 +238,7 @@ def largest_difference(expected: Sequence[float], actual: Sequence[float]) -> fl
 
 
 def groups(runs: Iterable[Run]) -> list[Group]:
-    """What may be compared, in the order of the files; of a program that several of them hold the last one counts."""
+    """Comparable results, in the order of the files. If several files hold a program, the last one counts."""
     found: dict[tuple[Any, ...], tuple[Run, dict[tuple[str, str], Result]]] = {}
     for run in runs:
         for result in run.results:
@@ -250,7 +258,7 @@ def _ordered(results: Iterable[Result]) -> tuple[Result, ...]:
 
 @dataclass(frozen=True)
 class Cause:
-    """What one thing saves: `before` without it, `after` with it."""
+    """The time that one change saves: `before` is the program without it, `after` the one with it."""
 
     name: str
     before: str
@@ -259,9 +267,9 @@ class Cause:
 
 
 def causes(group: Group) -> list[Cause]:
-    """Where the gain over the plain program comes from, one thing after the other; what was not run is left out.
+    """Splits the gain over the plain program into causes, one after the other. Leaves out causes that were not run.
 
-    Each row takes the fastest of the programs that it allows, and it allows those of the rows before it.
+    Each row takes the fastest program that it allows. It also allows all programs of the rows before it.
     """
     ours = [r for r in group.results if VARIANTS[r.variant].structure == "strands" and r.kind == OURS]
     whole = [r for r in ours if not VARIANTS[r.variant].decomposed]
@@ -282,7 +290,7 @@ def causes(group: Group) -> list[Cause]:
     found, before = [], start
     for name, candidates in steps:
         if found:
-            candidates = [before, *candidates]  # a row never takes back what those before it saved
+            candidates = [before, *candidates]  # so a row is never slower than the previous one
         after = min(candidates, key=lambda r: r.median_ms, default=before)
         if after is not before:
             label = name if found else _first(name, after)
@@ -295,20 +303,20 @@ _STRANDS, _ORDER = "strands", "order"
 
 
 def _start(group: Group, in_xlas_order: Sequence[Result]) -> Result | None:
-    """The plain program, of a setting where strands in XLA's order were run too, if there is one."""
+    """The plain program, if possible of a setting in which strands in XLA's order ran, too."""
     plain = [r for r in group.results if r.variant in either("plain")]
     settings = {r.setting for r in in_xlas_order}
     return next((r for r in plain if r.setting in settings), None) or next(iter(plain), None)
 
 
 def _first(name: str, after: Result) -> str:
-    """The first row's name, which says all that it holds where no program stands between."""
+    """The name of the first row. It lists all causes that the row contains if programs between them were not run."""
     held = [_STRANDS] + [_ORDER] * (VARIANTS[after.variant].order != "xla") + [name]
     return ", ".join(dict.fromkeys(held))
 
 
 def _split_copies(group: Group, setting: str, found: list[Cause]) -> list[Cause]:
-    """Of what strands save, what they save without communication too, since they copy less; the rest is overlap."""
+    """Splits the row "strands": strands copy less, which saves time even without communication; the rest is overlap."""
     plain, strands = (group.find(setting, f"{name}, no communication") for name in ("plain", "strands"))
     if not found or found[0].name != _STRANDS or plain is None or strands is None:
         return found

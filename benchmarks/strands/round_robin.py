@@ -1,15 +1,16 @@
-"""An order to compare strand pairing with: Wavelet+ of DHelix section 6.1, on the same programs and costs.
+"""A baseline order for strand pairing: Wavelet+ of DHelix section 6.1 (arXiv 2411.15871).
 
-Two strands, whose operators take turns in XLA's order, whatever they cost:
+Operators of the two strands take turns in XLA's order, whatever they cost. Program and costs are those of strand
+pairing:
 
     forward     norm   all-gather   product   attention   ...        norm, wgrad, all-gather, product, product, ...
     backward    wgrad  product      product   reduce-scatter         one of each at a time; the longer rest follows
 
-A collective thus runs beside the one operator of the other strand that comes next, or until something needs it. Where
-the next operator waits for one of the other strand, that one goes on. Bodies without two strands keep XLA's order.
+So a collective overlaps with the next operator of the other strand, or until an operator needs its result. If the next
+operator still needs one of the other strand, the other strand goes on. Bodies without two strands keep XLA's order.
 
-Legality and memory are as for any order (`passes/ordering/order_rules.py`). It is applied even where it is predicted to
-be slower, or it would be no baseline; an order that needs more memory than allowed is left out, and a note says so.
+Legality and memory are as for any order (`passes/ordering/order_rules.py`). As a baseline, the order is applied even if
+it is predicted to be slower. An order that needs more memory than allowed is not applied, and a note says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from dhelix.profiles.hardware import H200, Hardware
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """Operators of two strands in turn; attributes as of `CollectiveSchedule`, costs only say what is an operator."""
+    """The pass. Attributes are as in `CollectiveSchedule`. Costs only decide which instructions are operators."""
 
     hardware: Hardware = H200
     memory_limit: int | None = None
@@ -50,7 +51,7 @@ def round_robin(
     costs: Mapping[Instruction, Cost],
     limits: Limits,
 ) -> list[Instruction]:
-    """Operators of both strands in turn, forward first; `sequence` where there are no two strands."""
+    """Operators of both strands in turn, forward first; `sequence` itself if there are not two strands."""
     body = find_strands(computation, sequence, costs, limits)
     if not body.second.operators:
         return list(sequence)

@@ -2,16 +2,16 @@
 
     python benchmarks/strands/run.py --settings default,connections1,copy_engine1 --out DIR
     python benchmarks/strands/run.py --microbatches 4 --settings no_p2p --variants "plain; strands, dp"
-    python benchmarks/strands/run.py --variants schedules --check_steps 20 --rounds 0 --no_traces  # right results?
+    python benchmarks/strands/run.py --variants schedules --check_steps 20 --rounds 0 --no_traces  # compares results
     python benchmarks/strands/tables.py DIR/*.json
 
-Settings hold for a whole process, so each has one (`processes.py`). They take turns, round by round, and so do the
-variants of a process (`worker.py`), so that a slow spell of the machine meets all of them. A GPU's memory is divided
-among them; with `--one_by_one` each has all of it, and they run one after the other.
+A launch setting holds for a whole process, so each setting has its own process (`processes.py`). Settings take turns,
+round by round, and so do the variants of a setting (`worker.py`). So a slow period of the machine affects all of them.
+The settings share each GPU's memory. With `--one_by_one`, they run one after the other, each with all of the memory.
 
-Results are written after every turn. With `--budget_s` rounds and traces that no longer fit are left out, and settings
-with `--one_by_one`, and the file says so; files of several calls on one machine make one set of tables
-(`strands/tables.py`).
+The results file is written after every turn. With `--budget_s`, rounds and traces that no longer fit are skipped; with
+`--one_by_one`, so are settings. The file lists what was skipped. Files of several calls on one machine make one set of
+tables (`tables.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dhelix.models.train_step import Sharding
 from dhelix.runtime.compiler import deviceless
 
 _WORKER = Path(__file__).parent / "worker.py"
-_GRACE_S = 20.0  # that a process may take beyond the budget before it is ended
+_GRACE_S = 20.0  # time beyond the budget after which a process is ended
 _ENDLESS = 1e6  # seconds
 
 
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_common_flags(made: argparse.ArgumentParser, rounds: int) -> None:
-    """Flags of every benchmark that `measure` runs; `rounds`, unless the user says how many."""
+    """Adds the flags of every benchmark that `measure` runs. `rounds` is the default of --rounds."""
     made.add_argument("--preset", default="llama-8b")
     made.add_argument("--seq", type=int, default=8192)
     made.add_argument("--vocab", type=int, default=32_000)
@@ -93,12 +93,15 @@ def measure(
     worker: Path = _WORKER,
     show: Callable[[Sequence[Run]], str] = tables,
 ) -> Path:
-    """Runs all settings. Returns the file of results, which is complete after each turn.
+    """Runs all settings. Returns the results file, which is complete after each turn.
 
     Args:
-      name: of that file, unless the arguments say it.
-      worker: the script of a setting's process.
-      show: makes tables of results.
+      name: default name of the file, without suffix.
+      worker: script that a setting's process runs.
+      show: turns results into text that is printed.
+
+    Raises:
+      DhelixError: no setting gave results.
     """
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name or name}.json"

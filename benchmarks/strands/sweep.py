@@ -1,13 +1,14 @@
-"""How much strands gain for how much communication there is: `strands/run.py` over several workloads, and a picture.
+"""Gain of strands by share of communication: runs `strands/run.py` on several workloads and draws a picture.
 
     python benchmarks/strands/sweep.py --tp 2,4 --seq 4096,8192 --channels 0,4 --budget_s 500 --out DIR
     python benchmarks/strands/sweep.py --plot DIR/*.json --picture docs/images/strands-sweep.png
 
-The share of communication is what it costs XLA's best program, (plain - no communication) / plain; channel caps make
-it larger, as slower links would. With `--profile` what operators cost under a cap is measured first (`dhelix profile`),
-as users would on such a link; without it our order is made for the link without a cap. Beside our points stand the
-papers' own, as far as they publish both numbers (`profiles/papers/published.py`); theirs is the share that the
-Megatron-LM baseline spends in collectives, on other GPUs.
+The share of communication is that of XLA's best program: (plain - no communication) / plain. Limits on NCCL's channels
+raise it, as slower links would. With `--profile`, `dhelix profile` first measures operators under each limit, as a user
+of such a link would. Without it, dhelix's order is made for the link without a limit.
+
+The picture also shows the papers' results, if they publish both numbers (`profiles/papers/published.py`). Their share
+is the fraction of time that the Megatron-LM baseline spends in collectives, on other GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dhelix.profiles.papers.published import Published
 
 _COMPARED = "plain; strands, dp; plain, no communication; strands, no communication"
 _SPEED_UP, _SHARE = "speed-up over Megatron-LM", "share of time in communication"
-# (numbers, workload of the speed-up, workloads and kinds of collectives whose shares add up)
+# (numbers, workload of the speed-up, (workload, kind of collectives) pairs whose shares add up)
 _PAPERS: tuple[tuple[Sequence[Published], str, tuple[tuple[str, str], ...]], ...] = (
     (published.DHELIX_A40, "Llama-39B, S 16384, CP 2", (("Llama-39B", " (TP, CP)"),)),
     (published.DHELIX_A40, "Phi-31B, EP 8, DP 16, PP 4, capacity 6", (("Phi-31B", " (EP)"),)),
@@ -43,7 +44,7 @@ _PAPERS: tuple[tuple[Sequence[Published], str, tuple[tuple[str, str], ...]], ...
 
 @dataclass(frozen=True)
 class Point:
-    """One workload: the share of its step that is communication's, and how much faster it becomes."""
+    """One workload: the fraction of its step that communication costs, and the speed-up."""
 
     name: str
     share: float
@@ -52,7 +53,7 @@ class Point:
 
 
 def points(measured: Sequence[Group]) -> list[Point]:
-    """Of groups with a step without communication and one of ours."""
+    """A point for each group that has XLA's best, a dhelix program and the bound."""
     found = []
     for group in measured:
         best, xla, cost = group.best(OURS), group.xla, group.communication_cost
@@ -68,7 +69,7 @@ def points(measured: Sequence[Group]) -> list[Point]:
 
 
 def paper_points() -> list[Point]:
-    """DHelix's own: workloads of which it publishes the speed-up and the share of communication."""
+    """Points of DHelix's workloads whose speed-up and share of communication are published."""
     return [
         Point(
             f"DHelix: {workload}",
@@ -86,7 +87,7 @@ def _published(numbers: Sequence[Published], system: str, workload: str, quantit
 
 
 def save_png(drawn: Sequence[Point], path: Path) -> None:
-    """Speed-up over share, and the bound: the longer of communication and the rest is all that the step takes."""
+    """Draws speed-up over share, and the bound, at which a step takes the longer of communication and the rest."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -98,7 +99,7 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
     bound = [1 / max(s, 1 - s) for s in shares]
     axis.plot(shares, bound, color="#aab2bb", linestyle="--", label="all hidden that compute can hide")
     named: list[str] = []
-    placed: list[Point] = []  # with their numbers above them
+    placed: list[Point] = []  # points whose number is above them
     for of_paper, colour, marker, label in (
         (True, figures.ALPHA, "s", "DHelix (A40, A800)"),
         (False, figures.BETA, "o", "here"),
@@ -122,7 +123,7 @@ def save_png(drawn: Sequence[Point], path: Path) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> list[Path]:
-    """Measures every workload there is time for. Returns the files."""
+    """Measures the workloads that the budget has time for. Returns the results files."""
     began, longest, files = time.monotonic(), 0.0, []
     lists = ("channels", "tp", "shards", "seq", "microbatches")
     numbers = (map(int, str(getattr(arguments, name)).split(",")) for name in lists)
@@ -144,17 +145,19 @@ def sweep(arguments: argparse.Namespace) -> list[Path]:
             if arguments.profile:
                 profile(options)
             files.append(strands.measure(options))
-        except DhelixError as error:  # a workload that does not fit must not cost the others their turn
+        except DhelixError as error:  # one failed workload must not stop the others
             print(f"{name}: {error}", flush=True)
         longest = max(longest, time.monotonic() - start)
     return files
 
 
 def profile(options: argparse.Namespace) -> None:
-    """Measures what a workload's operators cost under its cap, if that is not known, for the processes that follow.
+    """Measures a workload's operators under its limit on channels, unless the profile already has them.
+
+    Sets the profile search path of this process and its later child processes.
 
     Raises:
-      DhelixError: it could not be measured.
+      DhelixError: the measurement failed.
     """
     folder = options.out / f"costs_tp{options.tp}_c{options.channels}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +166,7 @@ def profile(options: argparse.Namespace) -> None:
     workload |= {"microbatches": options.microbatches, "settings": ",".join(settings)}
     command = [sys.executable, "-c", "from dhelix.launch import cli; cli.main()", "profile", "--interleave"]
     command += [f"--{key}={value}" for key, value in workload.items()]
-    os.environ[SEARCH_PATH] = str(folder)  # the processes of `strands.measure` look there, and this one writes there
+    os.environ[SEARCH_PATH] = str(folder)  # `dhelix profile` writes there, and `strands.measure`'s processes read
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += [f"--xla_gpu_nccl_collective_max_nchannels={options.channels}"] * bool(options.channels)
     if subprocess.run(command, env={**os.environ, "XLA_FLAGS": " ".join(flags).strip()}).returncode:

@@ -1,11 +1,10 @@
-"""Tables of what `strands/run.py` measured.
+"""Tables of the results of `strands/run.py`. `python -m dhelix.benchmarks.pages.write` puts them into docs/results/.
 
-    python benchmarks/strands/tables.py FILE.json FILE.json ...               # prints them
-    python benchmarks/strands/tables.py FILE.json --docs docs/benchmarks.md    # writes them where the page has marks
+    python benchmarks/strands/tables.py FILE.json FILE.json ...                # prints them
+    python benchmarks/strands/tables.py FILE.json --docs PAGE.md --name NAME    # writes them into a page
 
-Files of one workload on one machine make one set of tables, whatever calls they come from. In a page the tables of
-all files stand between the lines `<!-- strands: NAME -->` and `<!-- end of strands: NAME -->`, NAME being given by
-`--name`.
+Files of one workload on one machine make one set of tables, even if they come from several calls. `--docs` replaces the
+text between the lines `<!-- strands: NAME -->` and `<!-- end of strands: NAME -->` of the page.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from dhelix.benchmarks.strands.results import Group, Result, Run, causes, groups
 from dhelix.benchmarks.strands.variants import BOUND, SETTINGS, XLA, either
 from dhelix.errors import DhelixError
 
-# Of issue "Strand pairing": link -> (must, aim) of the speed-up over XLA's best, with tensor parallelism over 4 GPUs.
+# Goals of issue "Strand pairing": link -> (must, aim) of the speed-up over XLA's best, TP over 4 GPUs.
 GOALS = {"nvlink": (1.12, 1.18), "no-p2p": (1.27, 1.32), "two-nodes": (1.05, 1.10)}
 
 BF16 = 2.0**-8
-"""What rounding one number to bf16 changes at most, relatively."""
-_MANY = 10  # steps, from which on a comparison has a table of its own
+"""Allowed relative difference of losses and gradient norms: the largest that rounding one number to bf16 makes."""
+_MANY = 10  # a comparison of at least so many steps gets its own table
 
 
 def tables(runs: Sequence[Run]) -> str:
@@ -54,7 +53,7 @@ def _of_group(group: Group) -> str:
 
 
 def _timed(group: Group) -> str:
-    """How many steps the medians are of."""
+    """The number of steps that a median is taken over."""
     counts = sorted({len(r.steps_ms) for r in group.results})
     return f"{' or '.join(map(str, counts))} timed steps per row"
 
@@ -73,7 +72,7 @@ def _head(run: Run, link: str) -> str:
 
 
 def _on_paper(run: Run) -> str:
-    """What the evaluator says of programs that were compiled and not run."""
+    """The evaluator's times for programs that were compiled but not run."""
     rows = []
     known = [r for r in run.results if r.predicted_ms is not None]
     for r in known:
@@ -86,7 +85,7 @@ def _on_paper(run: Run) -> str:
 
 
 def _checked(run: Run) -> str:
-    """Results of many steps beside those of the plain program under the same setting; "" for runs that compared few."""
+    """Compares losses and gradient norms with the plain program's of the same setting; "" for less than _MANY steps."""
     plain = {r.setting: r for r in run.results if r.variant in either("plain")}
     rows = []
     for r in run.results:
@@ -201,7 +200,7 @@ def _table(heads: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def into_page(page: str, name: str, text: str) -> str:
-    """The page with `text` between its marks. Raises DhelixError if it has none."""
+    """Returns `page` with `text` between its marks. Raises DhelixError if the page does not have the marks once."""
     begin, end = f"<!-- strands: {name} -->", f"<!-- end of strands: {name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(page)) != 1:
@@ -212,12 +211,13 @@ def into_page(page: str, name: str, text: str) -> str:
 def command_line[R](
     description: str | None, name: str, read: Callable[[Path], R], tables: Callable[[Sequence[R]], str]
 ) -> None:
-    """Prints the tables of files of results, or writes them into a page.
+    """The command line of a script that prints tables of results files, or writes them into a page.
 
     Args:
-      description: of the script.
-      name: of the page's marks, unless the user says it.
-      read: a file's results.
+      description: help text of the script.
+      name: default name of the page's marks.
+      read: reads a results file.
+      tables: turns results into Markdown.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")

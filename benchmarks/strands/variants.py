@@ -1,8 +1,8 @@
-"""What `strands/run.py` compares: programs (variants), and the launch settings of the process that they run in.
+"""The programs (variants) that `strands/run.py` compares, and the launch settings that they run under.
 
-A variant is a train step compiled in one way: by XLA alone under some of its options, or through passes of ours. What
-holds for a whole process (environment, XLA flags, how many processes there are) is a setting. Every variant runs under
-every setting, so that XLA has each setting that we have.
+A variant is one way to compile a train step: by XLA alone with some of its options, or with dhelix's passes. A setting
+holds for a whole process: environment, XLA flags, and number of processes. Every variant can run under every setting,
+so XLA gets each setting that dhelix gets.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from dhelix.runtime.step.pass_lists import strand_passes
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 GPU = "H200"
-"""Whose profile gives costs where no other is named."""
+"""GPU whose profile gives the costs by default."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a process is started with.
+    """A launch setting: the environment and flags of a process.
 
     Attributes:
-      link: of the profile that describes it, one of `profiles.hardware.LINKS`.
-      profiled: the launch setting of that profile (`profiles.profile.SETTINGS`).
-      nodes: processes that NCCL takes for nodes.
-      gpu: whose profile that is.
-      gpus_per_node: 0: as many as usual.
+      link: link of the profile that gives the costs, one of `profiles.hardware.LINKS`.
+      profiled: launch setting of that profile (`profiles.profile.SETTINGS`).
+      nodes: number of processes that NCCL takes for nodes.
+      gpu: GPU of that profile.
+      gpus_per_node: 0 for the GPU's usual number.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Setting:
         return "NCCL_CTA_POLICY" in self.environment
 
     def costs(self, link: str = "") -> CostModel:
-        """From the shipped profile; of a launch setting that a link was not profiled under, the default's.
+        """Costs from the shipped profile. If the link has no such launch setting, those of `default`.
 
         Args:
-          link: another one than the setting's own.
+          link: replaces the setting's own link.
         """
         return _costs(self.gpu, link or self.link, self.profiled, self.gpus_per_node)
 
@@ -86,14 +86,14 @@ _NO_P2P = {"NCCL_P2P_DISABLE": "1"}
 
 
 def _as_profiled(name: str, profiled: str, environment: Mapping[str, str] = _EMPTY, **places: Any) -> Setting:
-    """A launch setting of profiles, with XLA's own choice of CUDA graphs, which is what a user gets."""
+    """A profile's launch setting, but with XLA's default CUDA graphs, as users have them."""
     known = profile.SETTINGS[profiled]
     own = {**known.environment, **environment}
     return Setting(name, own, known.training_flags, profiled=profiled, **places)
 
 
 def _copy_engines(connections: int) -> Setting:
-    """Copy engines over so many connections: over one, what they are given delays what is launched after it."""
+    """Copy engines with `connections` CUDA connections. With one, a copy delays everything launched after it."""
     return _as_profiled(f"copy_engine{connections}", "copy-engine1", {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)})
 
 
@@ -121,7 +121,7 @@ SETTINGS |= {
     f"{name}_even": replace(SETTINGS[name], name=f"{name}_even", xla_flags=(*SETTINGS[name].xla_flags, _EVEN))
     for name in ("connections1", "copy_engine1", "no_p2p_small_buffers")
 }
-"""With `_even`, streams of collectives have no priority over that of compute, which XLA gives them."""
+"""Under settings `*_even`, collectives' streams lose the priority over compute that XLA gives them by default."""
 
 XLA, OURS, BOUND = "XLA", "ours", "bound"
 _NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
@@ -132,20 +132,21 @@ class Variant:
     """One way to compile the train step.
 
     Attributes:
-      structure: which structure passes run: "" for none, or a name in `_STRUCTURES`.
-      order: who schedules: "xla", or a name in `_ORDERS`.
-      options: XLA's, for this program alone; the key "optimization_level" is JAX's.
-      decomposed: reduce-scatters and all-gathers with all-to-alls, where the profile says that this is faster. A plain
-        program counts as XLA's with them too, so that XLA has every implementation that ours uses.
-      reduced: gradients over data-parallel replicas by layer, if the profile says that it pays.
-      partitioned: chains from a gather to a scatter in parts where one strand runs, if the profile says that it pays.
-      communication: False replaces collectives by local copies: the bound.
-      guided: XLA schedules by measured times (its PGLE).
-      collective_matmul: the form that stands in place of collectives beside products.
-      as_used: the decorator chooses, as it does for users: collective matmuls where the step is predicted to be faster
-        by them, and decompositions.
-      misled: our schedule is the one for another link (no-p2p for NVLink, NVLink for the others): what it costs not
-        to adapt (DHelix figure 10).
+      structure: passes that change the structure: "" for none, or a name in `_STRUCTURES`.
+      order: scheduler: "xla", or a name in `_ORDERS`.
+      options: XLA options for this program; the key "optimization_level" is JAX's.
+      decomposed: reduce-scatters and all-gathers become all-to-alls if the profile says that this is faster. A plain
+        program with them still counts as XLA's, so XLA has every implementation that dhelix uses.
+      partitioned: where one strand runs alone, chains from a gather to a scatter are split if the profile says that
+        this pays.
+      reduced: gradients are reduced over data-parallel replicas layer by layer if the profile says that this pays.
+      communication: False replaces collectives by local copies, which gives the bound.
+      guided: XLA schedules by measured times (PGLE).
+      misled: dhelix's order is made for another link (no-p2p for NVLink, NVLink for the others). Shows the cost of a
+        wrong profile (DHelix figure 10, arXiv 2411.15871).
+      collective_matmul: form that replaces products and the collectives next to them; OFF for none.
+      as_used: the decorator decides, as for its users, where to decompose collectives and where collective matmuls
+        make the predicted step faster.
     """
 
     name: str
@@ -163,19 +164,19 @@ class Variant:
 
     @property
     def kind(self) -> str:
-        """XLA: what a user has without us; OURS; BOUND: without communication, wrong results."""
+        """XLA: without dhelix; OURS: with dhelix; BOUND: without communication, so with wrong results."""
         if not self.communication:
             return BOUND
         return OURS if self.structure or self.order != "xla" or self.collective_matmul != OFF else XLA
 
     @property
     def own_options(self) -> dict[str, Any]:
-        """XLA's options but for the one about CUDA graphs."""
+        """XLA options other than the one that switches CUDA graphs off."""
         return {key: value for key, value in self.options.items() if key not in _NO_GRAPHS}
 
 
 def either(name: str) -> tuple[str, str]:
-    """A variant with CUDA graphs and without."""
+    """The names of a variant with and without CUDA graphs."""
     return name, f"{name}, no graphs"
 
 
@@ -246,8 +247,10 @@ _CALLS_OUTSIDE = tuple(
     if v.collective_matmul != OFF
 )
 VARIANTS: dict[str, Variant] = {v.name: v for v in (*_WITH_GRAPHS, *_WITHOUT, *_CALLS_OUTSIDE)}
-"""Each also without CUDA graphs, which XLA makes of runs of kernels unless told otherwise; those that may have kernels
-of ours, which graphs must not hold, also with graphs of all else."""
+"""All variants by name. Each also exists without CUDA graphs, which XLA makes of runs of kernels by default.
+
+A graph must not hold dhelix's kernels. So variants with collective matmuls also exist with graphs of everything except
+custom calls."""
 
 ESSENTIAL = (
     "plain; plain, no slice fusion; strands; strands, list by profile; strands, dp; strands, decomposed; "
@@ -259,10 +262,10 @@ SCHEDULES = (
     "strands, dp; strands, dp, decomposed; strands, round_robin; strands, forward-forward, dp; "
     "strands, backward-backward, dp; strands, same-direction, dp"
 )
-"""Every schedule that a user can choose, and what a plan can add: for checks of results. What users call intra_batch
-has best matmuls and no graphs; "plain, intra_batch" is its order alone."""
+"""Every schedule that a user can choose, and the changes that a plan can add; used to check results. The decorator's
+"intra_batch" has best matmuls and no graphs; "plain, intra_batch" is its order alone."""
 
-_STRANDS = strand_passes()  # what the decorator runs, and the order left to XLA
+_STRANDS = strand_passes()  # the decorator's structure passes; XLA orders
 
 
 def _less(name: str) -> tuple[Any, ...]:
@@ -294,7 +297,7 @@ _ORDERS: dict[str, Callable[[Hardware, CostModel], tuple[Any, ...]]] = {
 
 
 def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -> tuple[Any, ...]:
-    """The passes of a variant for a program on `devices`, with the costs of the setting."""
+    """The passes of `variant` for a program on `devices`, with the costs of `setting`."""
     matmuls = collective_matmul_passes(devices, variant.collective_matmul, options=variant.options)
     passes = [*matmuls, *_STRUCTURES[variant.structure]]
     if variant.decomposed:
@@ -311,7 +314,7 @@ def passes_of(variant: Variant, setting: Setting, devices: Sequence[Any] = ()) -
 
 
 def chosen(names: str, known: Mapping[str, Any], what: str) -> list[str]:
-    """Names separated by `;`, or by commas where no name holds one. Raises DhelixError for an unknown one."""
+    """Splits names at `;`, or also at commas if no known name contains one. Raises DhelixError for unknown names."""
     if not any("," in name for name in known):
         names = names.replace(",", ";")
     found = list(dict.fromkeys(name.strip() for name in names.split(";") if name.strip()))

@@ -1,9 +1,13 @@
-"""One process of `strands/run.py`: compiles the variants of one setting and lets them take turns.
+"""A process of `strands/run.py`: compiles the variants of one setting, and runs them in turns.
 
-Everything is read from one JSON argument, and results are written to a file as they come. The order of events: the
-first variant is compiled, which tunes what is not known yet, then the others, several at a time; each runs its first
-steps from the same state, for losses to compare; then rounds of timed steps, on one state that they hand on; last, one
-traced step of each. Between these parts the processes of other settings have their turns (`strand_processes.py`).
+The process reads its options from one JSON argument, and writes results to a file as they come. In order:
+
+1. It compiles the first variant, which tunes unknown products, then the others, several at a time.
+2. Each variant runs its first steps from the same state, so losses can be compared.
+3. Rounds of timed steps; the variants hand one state on.
+4. One traced step of each variant.
+
+Between the parts, the processes of other settings have their turns (`processes.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ from dhelix.runtime.profiling.traces import trace
 
 @dataclass
 class Program:
-    """A variant on its way: compiled, and what is known of it."""
+    """A compiled variant and its result so far."""
 
     variant: Any
     compiled: Any
@@ -55,7 +59,7 @@ class Program:
 
 
 class Worker:
-    """The variants of one setting. Another benchmark's worker has others, each perhaps with a train step of its own."""
+    """The variants of one setting. Subclasses have other variants, each perhaps with its own train step."""
 
     variants: Mapping[str, Any] = VARIANTS
 
@@ -77,19 +81,23 @@ class Worker:
         return describe(self.options, self.training)
 
     def training_of(self, variant: Any) -> Training:
-        """The train step that a variant compiles."""
+        """The train step of a variant."""
         return self.training
 
     def parts(self) -> Iterator[None]:
-        """Does the work, and yields between its parts, where another setting's process may have its turn."""
+        """Does the work. Yields between parts, so the processes of other settings can have their turns."""
+        # 1. Compilation
         self.compile_all()
         if self.options.on_paper:
             return self.predict_all()
+        # 2. First steps
         if self.programs:
             self.check()
+        # 3. Timed steps
         if self.programs and self.options.rounds:
             for _ in self.turns():
                 yield
+        # 4. Traces
         if self.programs and not self.options.no_traces and jax.default_backend() == "gpu":
             yield
             self.trace_all()
@@ -98,7 +106,7 @@ class Worker:
 
     def compile_all(self) -> None:
         names = [name for name in self.options.variants]
-        threads = 1 if jax.process_count() > 1 else self.options.threads  # processes must compile in one order
+        threads = 1 if jax.process_count() > 1 else self.options.threads  # all processes must compile in the same order
         first, others = names[:1], names[1:]
         with ThreadPoolExecutor(max(threads, 1)) as pool:
             made = [self.compile(name) for name in first] + list(pool.map(self.compile, others))
@@ -107,7 +115,7 @@ class Worker:
         self.save()
 
     def compile(self, name: str) -> Program | None:
-        """None if that fails: one variant must not cost the others their turn."""
+        """The compiled variant; None if that fails, so that one variant does not stop the others."""
         variant, result = self.variants[name], Result(self.setting.name, name)
         self.run.results.append(result)
         start = time.monotonic()
@@ -130,7 +138,7 @@ class Worker:
         return Program(variant, compiled, result)
 
     def build(self, variant: Variant) -> tuple[Any, dict[str, str], float]:
-        """The compiled step, as a user's `jax.jit` or our decorator makes it, what became of passes, their seconds."""
+        """Compiles with `jax.jit` or the decorator. Returns the program, outcomes by pass, and the passes' seconds."""
         options = dict(variant.options)
         if self.options.channels:
             options["xla_gpu_nccl_collective_max_nchannels"] = self.options.channels
@@ -145,13 +153,13 @@ class Worker:
             return self.xla(lowered, options), {}, 0.0
         key = repr(replace(variant, name="", options={}))
         new = strand_interleave(self.training.train_step, passes=passes, strict=True, donate_argnums=0)
-        step = self.steps.setdefault(key, new)  # variants of the same passes share one, and its report
+        step = self.steps.setdefault(key, new)  # variants with the same passes share a step and its report
         return self.compile_step(step, options, example)
 
     def build_by_decorator(
         self, variant: Variant, options: dict[str, Any], example: Any
     ) -> tuple[Any, dict[str, str], float]:
-        """What users get who leave to the decorator what it can choose."""
+        """Compiles with the decorator's own choices, as for its users. Returns the same as `build`."""
         order: Any = variant.order
         step = strand_interleave(
             self.training.train_step, schedule=order, profile=self.setting.costs().profile,
@@ -170,7 +178,7 @@ class Worker:
         return deviceless.compile(lowered, **options) if self.options.on_paper else lowered.compile(options)
 
     def guide(self, compiled: Any) -> str:
-        """A file of the instructions' times for XLA's scheduler, from the shipped profile."""
+        """Writes the instructions' times from the shipped profile for XLA's scheduler (PGLE). Returns the path."""
         costs = self.setting.costs().costs()
         instructions = (i for c in compiled_module(compiled).schedule for i in c.instructions)
         timed = (i for i in instructions if i.opcode not in CONTROL_FLOW and costs.operator_keys[i] is not None)
@@ -181,7 +189,7 @@ class Worker:
     # --- Running.
 
     def check(self) -> None:
-        """First steps of every variant from the same state; which also warm it up."""
+        """Runs the first steps of every variant from the same state. They also warm the variant up."""
         for program in list(self.programs):
             if self.late(0.9):
                 self.fail(program.result, "did not run", TimeoutError("out of time"))
@@ -197,7 +205,7 @@ class Worker:
             except Exception as error:
                 self.fail(program.result, "did not run", error)
                 self.programs.remove(program)
-            state = None  # or two of them would live
+            state = None  # frees it, so that two states never live at once
         self.save()
 
     def turns(self) -> Iterator[None]:
@@ -208,9 +216,9 @@ class Worker:
                 yield
                 for program in self.programs:
                     if self.training_of(program.variant) is not training:
-                        training, state = self.training_of(program.variant), None  # or two states would live
+                        training, state = self.training_of(program.variant), None  # frees the old state first
                         state, batches = training.init(jax.random.key(0)), self.batches(training, self.options.steps)
-                        jax.block_until_ready((state, batches))  # or the first step's time would hold theirs
+                        jax.block_until_ready((state, batches))  # keeps their time out of the first step
                     for batch in batches:
                         state = timed(program, clocks, state, batch)
                 self.save()
@@ -219,7 +227,7 @@ class Worker:
                     break
 
     def trace_all(self) -> None:
-        """One step of each under the profiler, those that matter most first; and what the evaluator says of it."""
+        """Traces one step of each variant, and predicts its time. Other variants of XLA than "plain" come last."""
         order = sorted(
             self.programs, key=lambda p: (p.variant.kind == XLA and p.variant.name != "plain", p.variant.kind)
         )
@@ -255,7 +263,7 @@ class Worker:
     # --- Book-keeping.
 
     def late(self, share: float) -> bool:
-        """Whether that share of the time is spent. Processes that run together must not decide that alone."""
+        """Whether this share of the time is spent. False in distributed runs, where all processes must agree."""
         return jax.process_count() == 1 and time.monotonic() - self.began > share * self.options.seconds
 
     def fail(self, result: Result, what: str, error: Exception) -> None:
@@ -272,7 +280,7 @@ class Worker:
 
 
 def gpu_of(options: Namespace) -> str:
-    """Whose costs the orders are found by."""
+    """The GPU whose costs are used: the one here, or `--hardware` without a GPU."""
     here = not options.on_paper and jax.default_backend() == "gpu"
     return hardware.gpu_name(jax.devices()[0].device_kind) if here else options.hardware
 
@@ -293,15 +301,15 @@ def make_training(options: Namespace) -> Training:
 
 
 def rows(options: Namespace) -> int:
-    """Sequences of a step."""
+    """Number of sequences in a step."""
     return options.dp * options.microbatches
 
 
 def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
-    """`config` with as much of its heads, FFN and vocabulary on each of `tp` GPUs as each of `shards` GPUs would have.
+    """Narrows `config` so that each of `tp` GPUs has the heads, FFN and vocabulary that each of `shards` would have.
 
     Raises:
-      DhelixError: they do not divide.
+      DhelixError: a size is not divisible.
     """
     sizes = {name: getattr(config, name) for name in ("heads", "kv_heads", "ffn", "vocab")}
     if odd := [f"{name} {size}" for name, size in sizes.items() if size * tp % shards or size % shards]:
@@ -310,7 +318,7 @@ def narrowed(config: LlamaConfig, tp: int, shards: int) -> LlamaConfig:
 
 
 def describe(options: Namespace, training: Training) -> Run:
-    """The run without results."""
+    """A run that has no results yet."""
     on = provenance()
     tokens = rows(options) * options.seq
     known = hardware.ALL.get(hardware.gpu_name(on.gpu)) if jax.default_backend() == "gpu" else None
@@ -332,7 +340,7 @@ def describe(options: Namespace, training: Training) -> Run:
 
 
 def timed(program: Program, clocks: Clocks, state: Any, batch: Any) -> Any:
-    """One step, into the program's result; the state that it returns."""
+    """Runs and times one step, records it in the program's result, and returns the new state."""
     start = time.perf_counter()
     state, _ = jax.block_until_ready(program.compiled(state, batch))
     end = time.perf_counter()
@@ -345,9 +353,9 @@ def timed(program: Program, clocks: Clocks, state: Any, batch: Any) -> Any:
 
 
 def traced(compiled: Callable[..., Any], state: Any, batch: Any, module: Any) -> trace.TraceReport:
-    """What the trace of one step says of the first GPU."""
+    """Traces one step and analyses its first GPU."""
     options: Any = jax.profiler.ProfileOptions()
-    options.host_tracer_level = options.python_tracer_level = 0  # only what the GPUs did: the host's events are many
+    options.host_tracer_level = options.python_tracer_level = 0  # GPU events only; the host's are many
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(compiled(state, batch))
@@ -361,7 +369,7 @@ def add_trace(result: Result, report: trace.TraceReport) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in one line; of an error of a pass, which XLA hands on with its traceback, that error's."""
+    """The error in one line. If XLA wraps a pass's error with its traceback, the line of the pass's error."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         raised = [line for line in text.splitlines() if re.match(r"[\w.]+: \S", line)]
@@ -380,7 +388,7 @@ def main() -> None:
 
 
 def work(worker: Worker) -> None:
-    """All parts, with other settings' turns in between."""
+    """Runs all parts; waits for the next turn after each."""
     for _ in worker.parts():
         end_part()
     worker.save()
