@@ -1,14 +1,13 @@
 """Tables of the results of `run.py`, and the times that dhelix ships, made from the same files.
 
     python benchmarks/collective_matmul/tables.py FILE.json FILE.json ...        # prints the tables
-    python benchmarks/collective_matmul/tables.py FILE.json --docs PAGE.md --name nvlink
     python benchmarks/collective_matmul/tables.py FILE.json --ship profiles/data/collective_matmul
 
 `python -m dhelix.benchmarks.pages.write` puts the tables into docs/results/collective-matmul.md.
 
 Files of one GPU, link, setting and axis size make one set of tables. If several files hold a site, the last one counts.
-Forms that only an earlier file has are scaled by the ratio of the monolithic form's times. `--docs` needs the marks of
-`strands/tables.py` in the page. `--ship` writes one file for each GPU and link, with all axis sizes.
+Forms that only an earlier file has are scaled by the ratio of the monolithic form's times. `--ship` writes one file for
+each GPU and link, with all axis sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pathlib import Path
 
 from dhelix.benchmarks.collective_matmul.results import Results
 from dhelix.benchmarks.collective_matmul.sites import DISTFUSE_ROWS, MODELS
-from dhelix.benchmarks.strands.tables import into_page
 from dhelix.errors import DhelixError
 from dhelix.profiles.collective_matmul import times as collective_matmul_times
 from dhelix.profiles.collective_matmul.sites import KINDS, MONOLITHIC, Site, Times, choose
@@ -220,19 +218,12 @@ def ship(results: Sequence[Results], folder: Path) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
-    parser.add_argument("--name", default="nvlink", help="of the marks")
     parser.add_argument("--ship", type=Path, help="a folder, to write times into")
     arguments = parser.parse_args()
     try:
         results = [Results.read(path) for path in arguments.files]
-        if arguments.docs is not None:
-            page = arguments.docs.read_text()
-            arguments.docs.write_text(into_page(page, arguments.name, tables(results)))
-        if arguments.ship is not None:
-            print("\n".join(map(str, ship(results, arguments.ship))))
-        if arguments.docs is None and arguments.ship is None:
-            print(tables(results))
+        shipped = [] if arguments.ship is None else ship(results, arguments.ship)
+        print("\n".join(map(str, shipped)) or tables(results))
     except (DhelixError, OSError) as error:
         sys.exit(str(error))
 

@@ -1,7 +1,6 @@
 """Results of `run.py` as data and files, and tables that compare them with DistFuse's numbers.
 
-    python benchmarks/inference/results.py FILE.json ...                         # prints the tables
-    python benchmarks/inference/results.py FILE.json ... --docs PAGE.md           # writes them into a page
+    python benchmarks/inference/results.py FILE.json ...    # prints the tables
 
 A file is one call on one machine and makes one set of tables. Times of different machines are not compared.
 `python -m dhelix.benchmarks.pages.write` puts the tables into docs/results/inference.md.
@@ -195,4 +194,4 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "inference", read, tables)
+    command_line(__doc__, read, tables)

@@ -3,9 +3,9 @@
     python -m dhelix.benchmarks.pages.write            # writes all pages
     python -m dhelix.benchmarks.pages.write --check    # fails if a page differs from what would be written
 
-README.md holds its table between the lines `<!-- results -->` and `<!-- end of results -->`. A page depends on the result
-files and on the code of the tables alone, so writing twice gives the same bytes. Every result file belongs to one
-section of `contents.toml`, or is listed there as raw.
+README.md holds its table between the lines `<!-- results -->` and `<!-- end of results -->`. A page depends on the
+result files and on the code of the tables alone, so writing twice gives the same bytes. Every result file belongs to
+one section of `contents.toml`, or is listed there as raw.
 """
 
 from __future__ import annotations

@@ -343,19 +343,14 @@ def file_of(name: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="*", choices=[*STUDIES, []], help="to run; none: tables alone")
-    parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
     arguments = parser.parse_args()
-    from dhelix.benchmarks.strands.tables import into_page
     from dhelix.runtime.compiler import deviceless
 
     deviceless.prepare_environment()
     try:
         for name in arguments.studies:
             study(name, file_of(name))
-        if arguments.docs is not None:
-            arguments.docs.write_text(into_page(arguments.docs.read_text(), "memory", tables()))
-        else:
-            print(tables())
+        print(tables())
     except (DhelixError, OSError) as error:
         sys.exit(str(error))
 

@@ -1,11 +1,10 @@
 """Tables of results of `run.py`, measured or predicted. `python -m dhelix.benchmarks.pages.write` puts them into docs/.
 
-    python benchmarks/pipeline/tables.py FILE.json FILE.json ...                    # prints them
-    python benchmarks/pipeline/tables.py FILE.json --docs PAGE.md --name NAME        # writes them into a page
+    python benchmarks/pipeline/tables.py FILE.json FILE.json ...    # prints them
 
 Files of one workload on one machine make one set of tables, with one table for each link. *Speed-up* is over the best
 pipeline baseline: the fastest pipeline without dhelix, under any setting of the link. A sentence above the table also
-gives it over the fastest step without a pipeline. `--docs` needs the marks of `strands/tables.py` in the page.
+gives it over the fastest step without a pipeline.
 """
 
 from __future__ import annotations
@@ -166,4 +165,4 @@ def _checks(group: Group) -> str:
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "pipeline", read, tables)
+    command_line(__doc__, read, tables)

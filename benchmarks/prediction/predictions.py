@@ -2,7 +2,7 @@
 
     python benchmarks/prediction/predictions.py benchmarks/results/strands_h200x*.json --out DIR
     python benchmarks/prediction/predictions.py benchmarks/results/pipeline_h200x*.json --out DIR
-    python benchmarks/prediction/predictions.py --tables DIR/predictions*.json --docs docs/benchmarks.md
+    python benchmarks/prediction/predictions.py --tables DIR/predictions*.json    # prints the table
 
 Needs no GPUs. Programs are compiled by today's passes with the costs of the available profiles. Steps measured under a
 cap on channels are predicted from costs measured under the same cap (`benchmarks/results/costs_h200x2_channels*`).
@@ -28,7 +28,6 @@ from dhelix.benchmarks.pipeline import variants as pipeline_variants
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands import variants as strand_variants
 from dhelix.benchmarks.strands.results import Run, read
-from dhelix.benchmarks.strands.tables import into_page
 from dhelix.errors import DhelixError
 from dhelix.profiles.files.storage import SEARCH_PATH
 from dhelix.profiles.hardware import gpu_name
@@ -179,11 +178,12 @@ def written(paths: Iterable[Path]) -> list[Step]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="*", help="of strands.py and pipeline.py")
+    parser.add_argument(
+        "results", type=Path, nargs="*", help="of strands/run.py and pipeline/run.py"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--name", default="predictions", help="of the file")
     parser.add_argument("--tables", type=Path, nargs="+", help="files of earlier calls; nothing is compiled")
-    parser.add_argument("--docs", type=Path, help="a page with marks, to write the table into")
     arguments = parser.parse_args()
     try:
         steps = written(arguments.tables) if arguments.tables else steps_of(arguments.results, arguments.out)
@@ -195,8 +195,6 @@ def main() -> None:
         lines = ",\n".join(json.dumps(asdict(step)) for step in steps)
         Path(arguments.out, f"{arguments.name}.json").write_text(f"[\n{lines}\n]\n")
     print(text)
-    if arguments.docs:
-        arguments.docs.write_text(into_page(arguments.docs.read_text(), "predictions", text))
 
 
 if __name__ == "__main__":

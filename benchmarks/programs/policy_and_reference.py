@@ -198,7 +198,6 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("benchmark-output"))
     parser.add_argument("--tables", type=Path, nargs="+", help="files of earlier calls; nothing is compiled")
-    parser.add_argument("--docs", type=Path, help="a page with marks, to write the table into")
     options = parser.parse_args()
     if options.tables:
         rows = [Row(**row) for path in options.tables for row in json.loads(path.read_text())]
@@ -209,12 +208,7 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
         Path(options.out, "policy_and_reference.json").write_text(f"[\n{lines}\n]\n")
-    text = table(rows)
-    print(text)
-    if options.docs:
-        from dhelix.benchmarks.strands.tables import into_page
-
-        options.docs.write_text(into_page(options.docs.read_text(), "policy and reference", text))
+    print(table(rows))
 
 
 if __name__ == "__main__":

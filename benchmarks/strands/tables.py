@@ -1,16 +1,13 @@
 """Tables of the results of `strands/run.py`. `python -m dhelix.benchmarks.pages.write` puts them into docs/results/.
 
-    python benchmarks/strands/tables.py FILE.json FILE.json ...                # prints them
-    python benchmarks/strands/tables.py FILE.json --docs PAGE.md --name NAME    # writes them into a page
+    python benchmarks/strands/tables.py FILE.json FILE.json ...    # prints them
 
-Files of one workload on one machine make one set of tables, even if they come from several calls. `--docs` replaces the
-text between the lines `<!-- strands: NAME -->` and `<!-- end of strands: NAME -->` of the page.
+Files of one workload on one machine make one set of tables, even if they come from several calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -199,40 +196,22 @@ def _table(heads: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def into_page(page: str, name: str, text: str) -> str:
-    """Returns `page` with `text` between its marks. Raises DhelixError if the page does not have the marks once."""
-    begin, end = f"<!-- strands: {name} -->", f"<!-- end of strands: {name} -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if len(pattern.findall(page)) != 1:
-        raise DhelixError(f"the page needs the lines {begin} and {end}, once; write them where the tables shall stand")
-    return pattern.sub(lambda _: f"{begin}\n\n{text.strip()}\n\n{end}", page)
-
-
-def command_line[R](
-    description: str | None, name: str, read: Callable[[Path], R], tables: Callable[[Sequence[R]], str]
-) -> None:
-    """The command line of a script that prints tables of results files, or writes them into a page.
+def command_line[R](description: str | None, read: Callable[[Path], R], tables: Callable[[Sequence[R]], str]) -> None:
+    """The command line of a script that prints tables of result files.
 
     Args:
       description: help text of the script.
-      name: default name of the page's marks.
-      read: reads a results file.
+      read: reads a result file.
       tables: turns results into Markdown.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--docs", type=Path, help="a page with marks, to write the tables into")
-    parser.add_argument("--name", default=name, help="of the marks")
     arguments = parser.parse_args()
     try:
-        text = tables([read(path) for path in arguments.files])
-        if arguments.docs is None:
-            print(text)
-        else:
-            arguments.docs.write_text(into_page(arguments.docs.read_text(), arguments.name, text))
+        print(tables([read(path) for path in arguments.files]))
     except (DhelixError, OSError) as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    command_line(__doc__, "steps", read, tables)
+    command_line(__doc__, read, tables)

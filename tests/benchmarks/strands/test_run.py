@@ -14,7 +14,7 @@ from dhelix.benchmarks.strands import processes as strand_processes
 from dhelix.benchmarks.strands import run as strands
 from dhelix.benchmarks.strands import worker as strand_worker
 from dhelix.benchmarks.strands.results import Result, Run, causes, groups, read
-from dhelix.benchmarks.strands.tables import into_page, tables
+from dhelix.benchmarks.strands.tables import tables
 from dhelix.benchmarks.strands.variants import BOUND, OURS, SETTINGS, VARIANTS, XLA, chosen, passes_of
 from dhelix.errors import DhelixError
 from dhelix.models import preset
@@ -189,15 +189,6 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(DhelixError, match="holds no results of benchmarks/strands/run.py"):
         read(file)
-
-
-def test_tables_go_where_a_page_has_marks() -> None:
-    page = "a\n<!-- strands: x -->\nold\n<!-- end of strands: x -->\nb\n"
-    new = into_page(page, "x", "| 1 |\n")
-    assert new == "a\n<!-- strands: x -->\n\n| 1 |\n\n<!-- end of strands: x -->\nb\n"
-    assert into_page(new, "x", "| 1 |\n") == new
-    with pytest.raises(DhelixError, match="<!-- strands: y -->"):
-        into_page(page, "y", "")
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
